@@ -1,0 +1,239 @@
+"""The one error tree.
+
+Every failure that leaves a room is one of these classes. A class carries one gRPC code and one reason; the reason is
+the label in the status detail (`google.rpc.ErrorInfo.reason`), in the metric `corolla_errors_total{reason}` and in the
+log line. Messages are written for the caller: they never hold prompt text, exception text or a session id.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import grpc
+
+DOMAIN = "corolla.dev"
+
+
+class CorollaError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: one sentence for the caller.
+        metadata: facts for programs (`ErrorInfo.metadata`), for example `uncovered_blocks`.
+        retry_after_s: seconds after which the same call may succeed; None when a retry cannot help.
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+    retry_after_default_s: ClassVar[float | None] = None
+
+    def __init__(
+        self, message: str, *, metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = dict(metadata or {})
+        self.retry_after_s = self.retry_after_default_s if retry_after_s is None else retry_after_s
+
+
+class InternalError(CorollaError):
+    """A fault of our own. The caller learns nothing but that."""
+
+
+class NonFiniteOutput(CorollaError):
+    """A block produced NaN or Inf; no token is made of it."""
+
+    reason = "NON_FINITE"
+
+
+# --- the caller's fault: refused before any hop is called, never retried -------------------------------------------
+
+
+class InvalidRequest(CorollaError):
+    """A field is missing, out of range or contradicts another. Becomes `google.rpc.BadRequest`."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, field: str, description: str, *more: tuple[str, str]) -> None:
+        self.violations: Sequence[tuple[str, str]] = ((field, description), *more)
+        super().__init__("; ".join(f"{name}: {text}" for name, text in self.violations))
+
+
+class MalformedMessage(InvalidRequest):
+    """The bytes are not the message that the method takes."""
+
+    reason = "MALFORMED_MESSAGE"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt plus new tokens do not fit the model's context."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class MessageTooLarge(CorollaError):
+    """The request is larger than the service's limit. Becomes `google.rpc.QuotaFailure`."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "MESSAGE_TOO_LARGE"
+
+
+class Unauthenticated(CorollaError):
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
+class ResourceNotFound(CorollaError):
+    """Becomes `google.rpc.ResourceInfo`. A foreign owner's resource is not found, too: existence is not disclosed."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    resource_type: ClassVar[str] = "resource"
+
+    def __init__(self, message: str, resource_name: str = "") -> None:
+        super().__init__(message)
+        self.resource_name = resource_name
+
+
+class ModelNotFound(ResourceNotFound):
+    reason = "MODEL_NOT_FOUND"
+    resource_type = "model"
+
+
+class SessionNotFound(ResourceNotFound):
+    reason = "SESSION_NOT_FOUND"
+    resource_type = "session"
+
+
+class SessionBusy(CorollaError):
+    """Another turn is running on the session."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "SESSION_BUSY"
+    retry_after_default_s = 1.0
+
+
+# --- no room: nothing was allocated -------------------------------------------------------------------------------
+
+
+class OutOfPages(CorollaError):
+    """A hop cannot reserve the pages that the session needs in the worst case. Becomes `google.rpc.QuotaFailure`."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "OUT_OF_PAGES"
+    retry_after_default_s = 1.0
+
+
+class QueueFull(CorollaError):
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "QUEUE_FULL"
+    retry_after_default_s = 1.0
+
+
+# --- the chain ----------------------------------------------------------------------------------------------------
+
+
+class PositionGap(CorollaError):
+    """A hop holds fewer tokens than the step assumes. `held` is what it holds. Becomes `google.rpc.PreconditionFailure`."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "POSITION_GAP"
+
+    def __init__(self, message: str, held: int) -> None:
+        super().__init__(message, metadata={"num_cached_tokens": str(held)})
+        self.held = held
+
+
+class StaleEpoch(CorollaError):
+    """The session was reopened since; this frame belongs to an older epoch and is discarded."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "STALE_EPOCH"
+
+
+class HopSessionLost(CorollaError):
+    """A hop does not know the session: never opened there, closed, or its lease ran out."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "HOP_SESSION_LOST"
+
+
+class FingerprintMismatch(CorollaError):
+    """A chain never mixes two fingerprints."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "FINGERPRINT_MISMATCH"
+
+
+class NoChain(CorollaError):
+    """Some blocks have no live server. Metadata `uncovered_blocks` names them."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "NO_CHAIN"
+    retry_after_default_s = 2.0
+
+
+class HopUnavailable(CorollaError):
+    """A transport fault between the services. `address` is the hop to blame, if known; it never reaches the caller."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "HOP_UNAVAILABLE"
+    retry_after_default_s = 1.0
+
+    def __init__(self, message: str, address: str = "") -> None:
+        super().__init__(message)
+        self.address = address
+
+
+class ServiceStopping(CorollaError):
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "SERVICE_STOPPING"
+    retry_after_default_s = 1.0
+
+
+class RouterUnavailable(CorollaError):
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "ROUTER_UNAVAILABLE"
+    retry_after_default_s = 1.0
+
+
+class StoreUnavailable(CorollaError):
+    """Redis does not answer, or refuses to write."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "STORE_UNAVAILABLE"
+    retry_after_default_s = 1.0
+
+
+class DeadlineExceeded(CorollaError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+# --- start-up: the process says what to do and ends ---------------------------------------------------------------
+
+
+class StartupError(CorollaError):
+    """A process cannot start as configured. The message says what to change."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STARTUP"
+
+
+class SettingsError(StartupError):
+    reason = "SETTINGS"
+
+
+class CheckpointError(StartupError):
+    """A checkpoint is missing, incomplete, corrupt or holds pickled weights."""
+
+    reason = "CHECKPOINT"
+
+
+class UnsupportedFamily(CheckpointError):
+    reason = "UNSUPPORTED_FAMILY"
+
+
+class SpanRefused(StartupError):
+    """The router has no span for this server, or refuses the one that it asked for."""
+
+    reason = "SPAN_REFUSED"

@@ -1,0 +1,33 @@
+"""A contiguous run of transformer blocks."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Span:
+    """Blocks `[start, end)`, numbered from 0; never empty."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(f"not a span: {self.start}:{self.end}")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.end}"
+
+    def covers(self, other: "Span") -> bool:
+        """Whether every block of `other` lies in this span."""
+        return self.start <= other.start and other.end <= self.end
+
+    @classmethod
+    def parse(cls, text: str) -> "Span":
+        """Reads `"a:b"`; raises ValueError otherwise."""
+        start, separator, end = text.partition(":")
+        if not separator:
+            raise ValueError(f"a span is written start:end, not {text!r}")
+        return cls(int(start), int(end))
