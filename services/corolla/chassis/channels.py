@@ -1,0 +1,63 @@
+"""gRPC channels and servers with the options that matter.
+
+Keepalive alone notices a frozen peer only after a minute; with the HTTP/2 ping time-out it takes about two seconds.
+"""
+
+from typing import Any, Final
+
+import grpc
+
+from corolla.chassis.errors import StartupError
+
+MAX_FRAME_BYTES: Final = 64 << 20
+"""Hard limit of a message on any connection; services refuse earlier, with a status of their own."""
+
+_COMMON: Final[list[tuple[str, Any]]] = [
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 1000),
+]
+_CHANNEL: Final[list[tuple[str, Any]]] = [
+    *_COMMON,
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.enable_retries", 0),
+    # A proxy of the environment is for the world outside, not between the services.
+    ("grpc.enable_http_proxy", 0),
+]
+_SERVER: Final[list[tuple[str, Any]]] = [
+    *_COMMON,
+    # Two servers on one port would silently share its connections.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to `host:port`, `dns:///name:port` (balanced over all addresses) or any other gRPC target."""
+    options = list(_CHANNEL)
+    if address.startswith("dns:"):
+        options.append(("grpc.lb_policy_name", "round_robin"))
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def new_server() -> grpc.aio.Server:
+    """A server without handlers. Its owner must hold on to it: a collected server silently stops serving."""
+    return grpc.aio.server(options=_SERVER)
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Listens on `host:port`; port 0 takes a free one. Returns the port. Raises StartupError when it is taken."""
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise StartupError(f"cannot listen on {host}:{port}: the address is taken or not ours; choose another port")
+    return bound

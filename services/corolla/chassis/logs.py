@@ -1,0 +1,33 @@
+"""Log lines: one event, its facts beside it, never a prompt, an answer or a session id."""
+
+import json
+import logging
+import sys
+from typing import Any
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:<7} {record.getMessage()}"
+        return " ".join([line, *(f"{key}={value}" for key, value in _facts(record).items())])
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": self.formatTime(record), "level": record.levelname, "event": record.getMessage()}
+        return json.dumps({**line, "logger": record.name, **_facts(record)}, default=str)
+
+
+def configure(level: str, log_format: str) -> None:
+    """Sends all log lines to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for noisy in ("httpx", "urllib3", "filelock", "huggingface_hub", "transformers"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,0 +1,81 @@
+"""Prometheus: buckets, the metrics that every service has, and the port on which they are read.
+
+Each service gets a registry of its own, handed down from its composition root, so that several can live in one process.
+"""
+
+from threading import Thread
+from typing import Final
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+from corolla.chassis.errors import StartupError
+
+TIME_TO_FIRST_TOKEN_BUCKETS: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+INTER_TOKEN_BUCKETS: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+REQUEST_BUCKETS: Final = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+STEP_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+TOKEN_COUNT_BUCKETS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+BATCH_ROWS_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry with the process's own figures in it."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    return registry
+
+
+class RpcMetrics:
+    """Calls by method and gRPC code, their durations, and errors by their label in the error tree."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._calls = Counter(
+            "corolla_rpcs", "RPCs by method and gRPC status code.", ["method", "code"], registry=registry
+        )
+        self._seconds = Histogram(
+            "corolla_rpc_seconds",
+            "Duration of RPCs in seconds.",
+            ["method"],
+            buckets=REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self._errors = Counter(
+            "corolla_errors", "Errors by their label in the error tree.", ["reason"], registry=registry
+        )
+
+    def done(self, method: str, code: str, seconds: float) -> None:
+        self._calls.labels(method, code).inc()
+        self._seconds.labels(method).observe(seconds)
+
+    def error(self, reason: str) -> None:
+        self._errors.labels(reason).inc()
+
+
+class MetricsEndpoint:
+    """Serves `/metrics` of one registry from a thread of its own. Port 0 takes a free one."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self._server: WSGIServer
+        self._thread: Thread
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as failure:
+            raise StartupError(
+                f"cannot serve metrics on {host}:{port} ({failure.strerror}); set another COROLLA_METRICS_PORT"
+            ) from None
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

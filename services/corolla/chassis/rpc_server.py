@@ -1,0 +1,50 @@
+"""A service's gRPC server with health and reflection."""
+
+import grpc
+from google.protobuf import descriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from corolla.chassis.channels import bind, new_server
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class RpcServer:
+    """Starts NOT_SERVING; `ready()` makes it SERVING; `stop()` says NOT_SERVING before it stops."""
+
+    def __init__(self, host: str, port: int, *, with_reflection: bool) -> None:
+        self._server = new_server()
+        self._host = host
+        self._with_reflection = with_reflection
+        self._services = [health.SERVICE_NAME]
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self.port = bind(self._server, host, port)
+
+    def add(self, service: descriptor.ServiceDescriptor, handler: grpc.GenericRpcHandler) -> None:
+        """Serves `service` with a handler from `corolla.chassis.handlers`."""
+        self._server.add_generic_rpc_handlers((handler,))
+        self._services.append(service.full_name)
+
+    async def start(self) -> None:
+        await self._set_all(_NOT_SERVING)
+        if self._with_reflection:
+            reflection.enable_server_reflection([*self._services, reflection.SERVICE_NAME], self._server)
+        await self._server.start()
+
+    async def ready(self) -> None:
+        await self._set_all(_SERVING)
+
+    async def not_ready(self) -> None:
+        await self._set_all(_NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls and gives running ones `grace_s` seconds."""
+        await self._set_all(_NOT_SERVING)
+        await self._server.stop(grace_s)
+
+    async def _set_all(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        for service in ("", *self._services):
+            await self._health.set(service, status)

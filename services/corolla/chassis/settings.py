@@ -1,0 +1,48 @@
+"""Settings: frozen models read from `COROLLA_*` variables, overridden by the command line.
+
+A service's own model inherits from `ServiceSettings`; each field says what it means and in which unit. A bad value ends
+the process at start with a sentence that names key and value.
+"""
+
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from corolla.chassis.errors import SettingsError
+
+PREFIX = "COROLLA_"
+
+
+class ServiceSettings(BaseSettings):
+    """What every service has."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", protected_namespaces=())
+
+    host: str = Field("0.0.0.0", description="Address that the service listens on.")  # noqa: S104
+    metrics_host: str = Field("0.0.0.0", description="Address that the metrics are served on.")  # noqa: S104
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus metrics; 0 takes a free one.")
+    reflection: bool = Field(True, description="Whether gRPC reflection is served.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
+    log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines.")
+    grace_s: float = Field(10.0, ge=0, le=600, description="Seconds that running calls get when the service stops.")
+
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+def load(model: type[Settings], **overrides: Any) -> Settings:
+    """Reads `model` from the environment; `overrides` that are not None win.
+
+    Raises:
+        SettingsError: names each bad key with its value.
+    """
+    try:
+        return model(**{key: value for key, value in overrides.items() if value is not None})
+    except ValidationError as failure:
+        lines = []
+        for problem in failure.errors():
+            key = PREFIX + "_".join(str(part) for part in problem["loc"]).upper()
+            given = "" if problem["type"] == "missing" else f"={problem['input']!r}"
+            lines.append(f"{key}{given}: {problem['msg']}")
+        raise SettingsError("bad settings: " + "; ".join(lines)) from None
