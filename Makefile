@@ -1,0 +1,134 @@
+# Everything here works on a clean clone with make, bash and Python 3.11 or later; the first target that needs it
+# builds `.venv`. `make` alone lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -e -u -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+STAMP := $(VENV)/.setup-done
+LOCK := requirements/lock.txt
+export PATH := $(abspath $(VENV)/bin):$(PATH)
+
+.PHONY: help
+help: ## Lists these targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# --- environment ---------------------------------------------------------------------------------------------------
+
+.PHONY: setup
+setup: $(STAMP) ## Builds .venv with exactly the locked packages, and Corolla itself in editable form.
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Corolla needs Python 3.11 or later, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+	  echo "Install one, or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "==> Making $(VENV) with $$($(PYTHON) --version)"
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then \
+	  $(PYTHON) -m venv --clear $(VENV); \
+	elif command -v pip >/dev/null; then \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV); \
+	  pip --disable-pip-version-check --python $(PY) install --quiet pip; \
+	else \
+	  echo "'$(PYTHON)' brings no pip. On Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; \
+	fi
+
+# The lock is a complete closure, so pip resolves nothing and installs nothing that it does not name. torch comes by
+# itself, without a hash: docs/decisions/0001 says why. pip's own words go to a log, shown when it fails.
+$(STAMP): $(LOCK) requirements/torch.txt pyproject.toml | $(PY)
+	@echo "==> Installing the packages of $(LOCK)"
+	@$(PIP) install --require-hashes --no-deps -r $(LOCK) 2>&1 | tee $(VENV)/pip.log | \
+	  awk -v total="$$(grep -c '^[a-z].*==' $(LOCK))" \
+	    '/^(Collecting|Requirement already satisfied:) / { sub(/^Requirement already satisfied:/, ""); sub(/^Collecting/, ""); \
+	       printf "\r\033[K    %3d of %d  %s", ++seen, total, $$1; fflush() } \
+	     /^Installing collected/ { printf "\r\033[K    unpacking"; fflush() } END { printf "\r\033[K" }' || \
+	  { tail -n 40 $(VENV)/pip.log >&2; exit 1; }
+	@echo "==> Installing torch from this machine's package index (the largest part)"
+	@$(PIP) install -r requirements/torch.txt
+	@echo "==> Installing Corolla itself"
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+	@echo "==> Ready: $$($(PY) -c 'import torch; print("torch", torch.__version__)') in $(VENV)"
+
+.PHONY: lock
+lock: setup ## Resolves pyproject.toml into the lock, keeping pins that still fit; UPGRADE=--upgrade renews them.
+	@echo "==> Resolving"
+	@uv pip compile pyproject.toml --quiet --all-extras --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --default-index https://pypi.org/simple --no-emit-package torch --no-emit-package corolla \
+	  --custom-compile-command 'make lock' $(UPGRADE) --output-file $(LOCK)
+	@git --no-pager diff --stat -- $(LOCK)
+
+# --- the two commands ----------------------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: setup ## Starts the whole stack with a real model, streams an answer and a chat, and stops it.
+	@$(PY) -m corolla demo
+
+.PHONY: test
+test: setup ## Runs every test: architecture, unit, integration.
+	@echo "==> Testing"
+	@$(PY) -m pytest -q --durations=10 --durations-min=1 $(ARGS)
+
+# --- checks --------------------------------------------------------------------------------------------------------
+
+.PHONY: lint
+lint: setup ## Checks style, formatting, types and layers.
+	@echo "==> ruff"
+	@ruff check .
+	@ruff format --check .
+	@echo "==> mypy"
+	@mypy
+	@echo "==> import-linter"
+	@lint-imports
+
+.PHONY: format
+format: setup ## Formats the sources and mends what ruff can mend.
+	@ruff check --fix .
+	@ruff format .
+
+.PHONY: verify
+verify: lint check-protos check-lock ## Checks all that needs no test: lint, generated files current, lock in step.
+
+.PHONY: check-protos
+check-protos: setup ## Checks that the stubs are what the protocol files give.
+	@echo "==> stubs"
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(call generate-stubs,$$fresh); \
+	diff -r --brief --exclude=__init__.py --exclude=__pycache__ services/corolla/v1 "$$fresh/corolla/v1" || \
+	  { echo "The stubs are not what protos/ gives. Run: make protos" >&2; exit 1; }
+
+.PHONY: check-lock
+check-lock: setup ## Checks that the lock is the whole closure of pyproject.toml and nothing else.
+	@echo "==> lock"
+	@$(PY) -m pytest -q tests/architecture/test_lock.py
+
+# --- generated files -----------------------------------------------------------------------------------------------
+
+define generate-stubs
+$(PY) -m grpc_tools.protoc -Iprotos --python_out=$(1) --mypy_out=quiet:$(1) \
+  --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) protos/corolla/v1/*.proto
+endef
+
+.PHONY: protos
+protos: setup ## Regenerates the stubs in services/corolla/v1.
+	@rm -f services/corolla/v1/*_pb2*.py services/corolla/v1/*_pb2*.pyi
+	@$(call generate-stubs,services)
+	@touch services/corolla/v1/__init__.py
+
+.PHONY: golden
+golden: setup ## Recomputes the reference tokens from the unsplit model (minutes).
+	@$(PY) -m tests.golden
+
+.PHONY: bench
+bench: setup ## Measures decoding against local transformers on this machine.
+	@$(PY) -m benchmarks.decode $(ARGS)
+
+.PHONY: clean
+clean: ## Removes .venv, caches and build output.
+	@rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache services/*.egg-info
+	@find services tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
