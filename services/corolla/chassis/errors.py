@@ -104,6 +104,13 @@ class SessionNotFound(ResourceNotFound):
     resource_type = "session"
 
 
+class LeaseLost(CorollaError):
+    """The router does not know this block server: its lease ran out, or a newer incarnation took its address."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "LEASE_LOST"
+
+
 class SessionBusy(CorollaError):
     """Another turn is running on the session."""
 

@@ -391,26 +391,30 @@ Global___Close: _TypeAlias = Close  # noqa: Y015
 
 @_typing.final
 class Truncate(_message.Message):
-    """Forget all tokens from this position on."""
+    """Forget all tokens from this position on and give back the pages reserved beyond it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     position: _builtins.int
+    idle: _builtins.bool
+    """Whether the session's turn is over."""
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         position: _builtins.int = ...,
+        idle: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "position", b"position", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "idle", b"idle", "position", b"position", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,6 +453,7 @@ class Fault(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     step_id: _builtins.int
     reason: _builtins.str
@@ -456,6 +461,8 @@ class Fault(_message.Message):
     message: _builtins.str
     address: _builtins.str
     """The hop to blame for a transport fault: host:port."""
+    client_id: _builtins.bytes
+    """Whom it is for. A hop without a stream from that client sends the fault back to the hop that the step came from."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]:
         """The rows that failed; empty: all of the step."""
@@ -472,10 +479,11 @@ class Fault(_message.Message):
         message: _builtins.str = ...,
         address: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        client_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "request_id", b"request_id", "step_id", b"step_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "address", b"address", "message", b"message", "metadata", b"metadata", "reason", b"reason", "request_id", b"request_id", "rows", b"rows", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "address", b"address", "client_id", b"client_id", "message", b"message", "metadata", b"metadata", "reason", b"reason", "request_id", b"request_id", "rows", b"rows", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_about: _TypeAlias = _typing.Literal["request_id", "step_id"]  # noqa: Y015
     _WhichOneofArgType_about: _TypeAlias = _typing.Literal["about", b"about"]  # noqa: Y015

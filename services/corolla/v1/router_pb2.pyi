@@ -71,7 +71,7 @@ class ServerDescription(_message.Message):
     capacity_blocks: _builtins.int
     """How many blocks fit."""
     decode_tokens_per_second: _builtins.float
-    """Tokens per second and block, as measured at start."""
+    """Tokens per second through one block, as measured at start; 0: not measured."""
     prefill_tokens_per_second: _builtins.float
     zone: _builtins.str
     pod_uid: _builtins.str
@@ -110,6 +110,7 @@ class ServerLoad(_message.Message):
     NUM_QUEUED_STEPS_FIELD_NUMBER: _builtins.int
     DECODE_STEP_SECONDS_FIELD_NUMBER: _builtins.int
     RESIDENT_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     num_sessions: _builtins.int
     num_pages: _builtins.int
     num_free_pages: _builtins.int
@@ -117,6 +118,8 @@ class ServerLoad(_message.Message):
     decode_step_seconds: _builtins.float
     """Mean duration of a decode step for all its blocks, in seconds; 0 when none was done lately."""
     resident_memory_bytes: _builtins.int
+    page_tokens: _builtins.int
+    """Tokens that a page holds, for all of the server's blocks; 0: unknown, pages are not considered in planning."""
     def __init__(
         self,
         *,
@@ -126,10 +129,11 @@ class ServerLoad(_message.Message):
         num_queued_steps: _builtins.int = ...,
         decode_step_seconds: _builtins.float = ...,
         resident_memory_bytes: _builtins.int = ...,
+        page_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_seconds", b"decode_step_seconds", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_seconds", b"decode_step_seconds", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "page_tokens", b"page_tokens", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,7 +321,7 @@ class Placement(_message.Message):
     def servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedServer]: ...
     @_builtins.property
     def uncovered(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockSpan]:
-        """Blocks without a ready server."""
+        """Blocks without a ready server; where servers of several fingerprints live, those of the best covered one."""
 
     @_builtins.property
     def cheapest_chain(self) -> _common_pb2.Chain:
@@ -485,7 +489,7 @@ class SessionRecord(_message.Message):
     tenant: _builtins.str
     model: _builtins.str
     epoch: _builtins.int
-    """Epoch of the last open; the next one is higher."""
+    """Raised by each BeginTurn, atomically, so that no two turns ever open a hop with the same one."""
     position: _builtins.int
     """Tokens that the whole chain has processed."""
     sampler_state: _builtins.bytes
