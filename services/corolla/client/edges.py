@@ -1,0 +1,118 @@
+"""Both ends of a model: from token ids to the first block's input, from the last block's output to logits.
+
+Both run the family's own code: the embedding is its base model without layers and norm, the head its causal language
+model around a base model that only applies the final norm. So scales, learned positions, layer norms and logit caps are
+those of `transformers`, bit for bit.
+"""
+
+import copy
+import functools
+import re
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.families import Family
+from corolla.models.span_model import build, cut_class, keep_layers, model_class_of
+from corolla.models.weights import open_tensors
+
+
+class Edges:
+    """What the client applies before block 0 and after the last block.
+
+    Attributes:
+        config: the model's configuration, with no layers.
+        dtype: of embeddings and hidden states.
+    """
+
+    def __init__(self, causal_model: PreTrainedModel, family: Family) -> None:
+        base = cast(PreTrainedModel, causal_model.base_model)
+        norm = base.get_submodule(family.norm)
+        setattr(base, family.norm, nn.Identity())
+        setattr(causal_model, causal_model.base_model_prefix, _NormOnly(norm))
+        self._embedding_model = base
+        self._head_model = causal_model
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self._embedding_model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding_model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding_model.device
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """The input of block 0.
+
+        Args:
+            token_ids: int64 `[T]`.
+            position_ids: int64 `[T]`, absolute positions.
+
+        Returns:
+            `[T, H]` in the model's dtype.
+        """
+        output = self._embedding_model(
+            input_ids=token_ids.to(self.device).unsqueeze(0),
+            position_ids=position_ids.to(self.device).unsqueeze(0),
+            use_cache=False,
+        )
+        return cast(Tensor, output.last_hidden_state)[0]
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Next-token logits.
+
+        Args:
+            hidden: `[R, H]`, rows of the last block's output; each row is one position of any session.
+
+        Returns:
+            float32 `[R, V]`.
+        """
+        rows = hidden.to(device=self.device, dtype=self.dtype).unsqueeze(0)
+        output = self._head_model(inputs_embeds=rows, use_cache=False)
+        return cast(Tensor, output.logits)[0].float()
+
+
+def load_edges(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Edges:
+    """Reads embedding, final norm and head, and nothing else.
+
+    Raises:
+        CheckpointError: one of them is missing, has another shape than the configuration says, or cannot be read.
+    """
+    family = checkpoint.family
+    config = copy.deepcopy(checkpoint.config)
+    causal_class = model_class_of(AutoModelForCausalLM, config)
+    cut = cut_class(causal_class, functools.partial(_drop_layers, family=family))
+    with open_tensors(checkpoint.weight_index, edge_tensors(checkpoint)) as tensors:
+        model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
+    return Edges(model.to(torch.device(device)), family)
+
+
+def edge_tensors(checkpoint: Checkpoint) -> dict[str, str]:
+    """The names of all tensors outside the blocks, each mapped to itself."""
+    layer = re.compile(rf"(?:^|\.){re.escape(checkpoint.family.layers)}\.\d+\.")
+    return {name: name for name in checkpoint.weight_index if not layer.search(name)}
+
+
+def _drop_layers(causal_model: PreTrainedModel, *, family: Family) -> None:
+    keep_layers(cast(PreTrainedModel, causal_model.base_model), family, range(0))
+
+
+class _NormOnly(nn.Module):
+    """Stands where the head's forward calls the base model: hidden states in, normed hidden states out."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, *_arguments: Any, inputs_embeds: Tensor, **_options: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))

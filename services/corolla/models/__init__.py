@@ -1,0 +1,1 @@
+"""Models: checkpoints, families, spans of blocks and the demo model."""

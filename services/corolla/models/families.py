@@ -1,0 +1,124 @@
+"""The one table of model families.
+
+A family is what `config.model_type` names. Every family's layers, masks and rotary embeddings are its own code in
+`transformers`; the table only says where the parts of its base model hang, so that a server can keep some layers and a
+client the rest. Attribute paths are relative to the base model (`LlamaModel`, not `LlamaForCausalLM`).
+
+What a span leaves out, the client applies: embedding (with its scale, learned positions or layer norm) before block 0;
+final norm, head and logit cap or scale after the last block.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from corolla.chassis.errors import UnsupportedFamily
+
+# Rotary embeddings that look at the longest position of the whole call: rows of different sessions would change each
+# other's frequencies if they were packed into one call.
+CALL_WIDE_ROPE = frozenset({"longrope"})
+
+# Rotary embeddings that remember the longest position over calls: one session would change another's output.
+STATEFUL_ROPE = frozenset({"dynamic"})
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Where one family's base model keeps its parts.
+
+    Attributes:
+        model_type: the value of `config.model_type`.
+        layers: the ModuleList of blocks.
+        embedding: the token embedding; the span has none.
+        norm: the final norm; the span has none.
+        bypassed: further modules that run before block 0 and map hidden states to hidden states.
+        learned_positions: the module that is added to the embedding by position, or None.
+        unit_scalars: attributes of the base model that multiply the embedding; 1.0 in a span.
+        packs_rows: whether attention goes through transformers' AttentionInterface, so that rows of different sessions
+            may be packed into one call.
+    """
+
+    model_type: str
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+    bypassed: tuple[str, ...] = ()
+    learned_positions: str | None = None
+    unit_scalars: tuple[str, ...] = ()
+    packs_rows: bool = True
+
+
+_FAMILIES = (
+    Family("llama"),
+    Family("mistral"),
+    Family("qwen2"),
+    Family("qwen3"),
+    Family("gemma"),
+    Family("gemma2"),
+    Family("gemma3_text"),
+    Family("phi", norm="final_layernorm"),
+    Family("phi3"),
+    Family("mixtral"),
+    Family("qwen2_moe"),
+    Family("qwen3_moe"),
+    Family("olmo2"),
+    Family("olmo3"),
+    Family("granite", unit_scalars=("embedding_multiplier",)),
+    Family("cohere2"),
+    Family("smollm3"),
+    Family("starcoder2"),
+    Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
+    Family("gpt2", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
+    Family(
+        "bloom",
+        layers="h",
+        embedding="word_embeddings",
+        norm="ln_f",
+        bypassed=("word_embeddings_layernorm",),
+        packs_rows=False,
+    ),
+    Family("falcon", layers="h", embedding="word_embeddings", norm="ln_f", packs_rows=False),
+)
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """The table's row for a configuration.
+
+    Raises:
+        UnsupportedFamily: the table has no such row, or the model needs something that a chain cannot give.
+    """
+    model_type = str(config.model_type)
+    family = FAMILIES.get(model_type)
+    if family is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise UnsupportedFamily(
+            f"Models of type {model_type!r} are not supported; choose a checkpoint of one of these types: {known}."
+        )
+    stateful = sorted(set(rope_types(config)) & STATEFUL_ROPE)
+    if stateful:
+        raise UnsupportedFamily(
+            f"The rotary embedding {stateful[0]!r} keeps state between calls, so sessions would disturb each other; "
+            "set another rope_type (for example 'linear' or 'yarn') in config.json."
+        )
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise UnsupportedFamily("Only decoder-only models are supported; this checkpoint has an encoder.")
+    return family
+
+
+def packs_rows(family: Family, config: PretrainedConfig) -> bool:
+    """Whether rows of different sessions may be packed into one call of this very model."""
+    return family.packs_rows and not set(rope_types(config)) & CALL_WIDE_ROPE
+
+
+def rope_types(config: PretrainedConfig) -> Iterator[str]:
+    """The rotary embedding types of a configuration: one, or one for each kind of layer."""
+    parameters: Any = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        yield str(parameters["rope_type"])
+    for inner in parameters.values():
+        if isinstance(inner, Mapping) and "rope_type" in inner:
+            yield str(inner["rope_type"])

@@ -1,0 +1,289 @@
+"""A span of blocks as a torch module: the family's own base model, cut down to some of its layers."""
+
+import contextlib
+import copy
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from corolla.chassis.errors import CheckpointError
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.families import Family, packs_rows
+from corolla.models.weights import open_tensors
+from corolla.wire.span import Span
+
+# Lists of the configuration with one entry for each layer that a base model's forward indexes by position.
+PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
+
+
+class SpanModel:
+    """Blocks `[span.start, span.end)` of a model, without embedding, final norm and head.
+
+    The layers number themselves from 0 at `span.start`; that number is the layer's index in any cache. A run of only
+    some of the blocks goes through a view that shares the layers and keeps their numbers.
+
+    Attributes:
+        span: the blocks held.
+        config: the model's configuration, cut to the span.
+        family: the row of the table of families.
+        packs_rows: whether rows of different sessions may be packed into one call.
+    """
+
+    def __init__(self, base: PreTrainedModel, span: Span, family: Family) -> None:
+        self.span = span
+        self.family = family
+        self.packs_rows = packs_rows(family, base.config)
+        self._base = base
+        self._views: dict[Span, PreTrainedModel] = {span: base}
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self._base.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._base.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._base.device
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters and buffers."""
+        tensors = (*self._base.parameters(), *self._base.buffers())
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def layer_indices(self, blocks: Span) -> range:
+        """The cache indices of `blocks`.
+
+        Raises:
+            ValueError: the span does not hold them all.
+        """
+        if not self.span.covers(blocks):
+            raise ValueError(f"blocks {blocks} are not in the span {self.span}")
+        return range(blocks.start - self.span.start, blocks.end - self.span.start)
+
+    def set_attention(self, implementation: str) -> None:
+        """Names the attention function (a key of transformers' AttentionInterface) that every layer uses from now on."""
+        for view in self._views.values():
+            view.config._attn_implementation = implementation
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        blocks: Span | None = None,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        **attention_kwargs: Any,
+    ) -> Tensor:
+        """Runs the blocks.
+
+        Args:
+            hidden: `[B, T, H]`, the output of the block before `blocks`, in the model's dtype.
+            position_ids: int64 `[B, T]`, absolute positions. None counts on from what the cache holds.
+            blocks: a run within the span; None runs the whole span.
+            past_key_values: a transformers cache, or None for attention functions that keep their own.
+            attention_mask: as the family's base model takes it.
+            attention_kwargs: handed through to the attention function.
+
+        Returns:
+            `[B, T, H]`, the output of the last of `blocks`, before any final norm.
+        """
+        output = self._view(blocks or self.span)(
+            inputs_embeds=hidden,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            use_cache=past_key_values is not None,
+            **attention_kwargs,
+        )
+        return cast(Tensor, output.last_hidden_state)
+
+    __call__ = forward
+
+    def _view(self, blocks: Span) -> PreTrainedModel:
+        view = self._views.get(blocks)
+        if view is None:
+            view = self._views[blocks] = self._cut_view(self.layer_indices(blocks))
+        return view
+
+    def _cut_view(self, indices: range) -> PreTrainedModel:
+        view = copy.copy(self._base)
+        view._modules = dict(self._base._modules)
+        view.config = copy.deepcopy(self._base.config)
+        layers = cast(nn.ModuleList, self._base.get_submodule(self.family.layers))
+        view._modules[self.family.layers] = nn.ModuleList(layers[index] for index in indices)
+        keep_layers_of_config(view.config, indices)
+        return view
+
+
+def load_span(
+    checkpoint: Checkpoint,
+    span: Span,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    attention: str = "sdpa",
+) -> SpanModel:
+    """Reads a span's tensors, and only those, into a model.
+
+    Args:
+        checkpoint: where the weights lie.
+        span: the blocks to hold.
+        dtype: of the weights in memory, whatever the files hold.
+        device: where they go.
+        attention: transformers' attention implementation; families that `sdpa` does not serve get `eager`.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape than the configuration says, or cannot be read.
+    """
+    if span.end > checkpoint.num_blocks:
+        raise CheckpointError(
+            f"{checkpoint.name} has {checkpoint.num_blocks} blocks, so it has no span {span}; ask for blocks within "
+            f"0:{checkpoint.num_blocks}."
+        )
+    family = checkpoint.family
+    config = copy.deepcopy(checkpoint.config)
+    base_class = model_class_of(AutoModel, config)
+    cut = cut_class(base_class, functools.partial(_cut_to_span, family=family, span=span))
+    names = span_tensors(checkpoint, base_class.base_model_prefix, span)
+    with open_tensors(checkpoint.weight_index, names) as tensors:
+        base = build(checkpoint, cut, config, tensors, dtype=dtype, attention=attention)
+    return SpanModel(base.to(torch.device(device)), span, family)
+
+
+def model_class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that an `AutoModel...` of transformers would build for a configuration."""
+    return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
+
+
+def span_tensors(checkpoint: Checkpoint, prefix: str, span: Span) -> dict[str, str]:
+    """The span's tensors: name in the cut base model -> name in the files."""
+    layer = re.compile(rf"(?:{re.escape(prefix)}\.)?{re.escape(checkpoint.family.layers)}\.(\d+)\.(.+)")
+    names: dict[str, str] = {}
+    for stored in checkpoint.weight_index:
+        match = layer.fullmatch(stored)
+        if match and span.start <= int(match[1]) < span.end:
+            names[f"{checkpoint.family.layers}.{int(match[1]) - span.start}.{match[2]}"] = stored
+    return names
+
+
+def cut_class(model_class: type[PreTrainedModel], cut: Callable[[Any], None]) -> type[PreTrainedModel]:
+    """A subclass that is `cut` right after it was built, before any weight is read.
+
+    It keeps the name and module of the family's class, by which transformers finds the renames of stored tensors.
+    """
+
+    def build_and_cut(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, config, *args, **kwargs)
+        cut(self)
+
+    members = {
+        "__init__": build_and_cut,
+        "__module__": model_class.__module__,
+        "__qualname__": model_class.__qualname__,
+    }
+    return cast(type[PreTrainedModel], type(model_class.__name__, (model_class,), members))
+
+
+def build(
+    checkpoint: Checkpoint,
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    tensors: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    attention: str,
+) -> PreTrainedModel:
+    """Builds a model on the meta device and fills it.
+
+    Raises:
+        CheckpointError: the tensors do not fill the model exactly.
+    """
+    if attention == "sdpa" and not model_class._supports_sdpa:
+        attention = "eager"
+    try:
+        with _no_progress_bar():
+            model, report = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=dict(tensors),
+                dtype=dtype,
+                attn_implementation=attention,
+                output_loading_info=True,
+            )
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The weights of {checkpoint.name} do not fit its config.json; fetch the checkpoint again."
+        ) from error
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; fetch the checkpoint again."
+        )
+    return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+
+def keep_layers_of_config(config: PretrainedConfig, indices: range) -> None:
+    """Cuts the configuration, in place, to the layers `indices` of those that it describes."""
+    for name in PER_LAYER_LISTS:
+        entries = getattr(config, name, None)
+        if entries is not None:
+            setattr(config, name, [entries[index] for index in indices])
+    config.num_hidden_layers = len(indices)
+
+
+def keep_layers(base: PreTrainedModel, family: Family, indices: range) -> None:
+    """Cuts a base model, in place, to the layers `indices`, and renumbers them from 0."""
+    layers = cast(nn.ModuleList, base.get_submodule(family.layers))
+    kept = nn.ModuleList(layers[index] for index in indices)
+    for module in kept.modules():
+        for name in LAYER_INDEX_NAMES:
+            index = getattr(module, name, None)
+            if isinstance(index, int):
+                setattr(module, name, index - indices.start)
+    setattr(base, family.layers, kept)
+    keep_layers_of_config(base.config, indices)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
+
+
+class _NoPositions(nn.Module):
+    """Adds nothing where a family adds learned positions: the client already did."""
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return torch.zeros((), device=position_ids.device, dtype=torch.int8)
+
+
+def _cut_to_span(base: PreTrainedModel, *, family: Family, span: Span) -> None:
+    keep_layers(base, family, range(span.start, span.end))
+    for name in (family.embedding, family.norm, *family.bypassed):
+        setattr(base, name, nn.Identity())
+    if family.learned_positions is not None:
+        setattr(base, family.learned_positions, _NoPositions())
+    for name in family.unit_scalars:
+        setattr(base, name, 1.0)

@@ -1,0 +1,162 @@
+"""Safetensors shards: which tensor lies where, and reading some of them."""
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from corolla.chassis.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+
+_HEADER_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a shard.
+
+    Attributes:
+        dtype: safetensors' name of the element type, such as `BF16`.
+        shape: its dimensions.
+        offset: of its first byte in the file.
+        num_bytes: its length in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def find_weights(folder: Path) -> dict[str, Path]:
+    """Maps each tensor's name to the shard that holds it.
+
+    Raises:
+        CheckpointError: there are no safetensors, a shard or a tensor that the index names is missing, or a shard is damaged.
+    """
+    index_path = folder / INDEX_FILE
+    if index_path.is_file():
+        return _read_index(folder, index_path)
+    single = folder / SINGLE_FILE
+    shards = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise CheckpointError(_no_weights(folder))
+    if len(shards) > 1:
+        raise CheckpointError(
+            f"{folder} holds {len(shards)} safetensors files but no {INDEX_FILE}; fetch the missing index file."
+        )
+    return dict.fromkeys(read_header(shards[0]), shards[0])
+
+
+def read_header(shard: Path) -> dict[str, StoredTensor]:
+    """Reads a shard's table of contents; no tensor is read.
+
+    Raises:
+        CheckpointError: the file is missing, cut short or no safetensors file.
+    """
+    try:
+        # Opening checks that the table of contents is sound and covers the file to its last byte.
+        with safe_open(shard, framework="pt"):
+            pass
+        with shard.open("rb") as file:
+            (num_header_bytes,) = _HEADER_LENGTH.unpack(file.read(_HEADER_LENGTH.size))
+            entries = json.loads(file.read(num_header_bytes))
+    except (SafetensorError, OSError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{shard} is damaged or cut short; delete it and fetch the checkpoint again.") from error
+    start = _HEADER_LENGTH.size + num_header_bytes
+    return {
+        name: StoredTensor(
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            offset=start + entry["data_offsets"][0],
+            num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
+@contextlib.contextmanager
+def open_tensors(weight_index: Mapping[str, Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Opens some tensors for reading, under new names: `names` maps a new name to the stored one.
+
+    A value is read when it is indexed, into memory of its own: the file is not mapped, so that what a process holds is
+    what it read. Only shards with a wanted tensor are opened.
+
+    Raises:
+        CheckpointError: a shard cannot be opened.
+    """
+    with contextlib.ExitStack() as stack:
+        shards: dict[Path, Any] = {}
+        tensors: dict[str, Any] = {}
+        for new_name, stored_name in names.items():
+            path = weight_index[stored_name]
+            try:
+                if path not in shards:
+                    shards[path] = stack.enter_context(safe_open(path, framework="pt", backend="pread"))
+                tensors[new_name] = shards[path].get_slice(stored_name)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be read; check its permissions or fetch the checkpoint again."
+                ) from error
+        yield tensors
+
+
+def sample_bytes(weight_index: Mapping[str, Path], num_bytes: int) -> Iterator[bytes]:
+    """Yields, tensor by tensor in the order of their names, what identifies it cheaply.
+
+    That is its name, dtype and shape, and `num_bytes` each from its beginning, middle and end. How the tensors are
+    spread over shards does not matter.
+    """
+    headers = {shard: read_header(shard) for shard in set(weight_index.values())}
+    with contextlib.ExitStack() as stack:
+        files = {shard: stack.enter_context(shard.open("rb")) for shard in headers}
+        for name in sorted(weight_index):
+            shard = weight_index[name]
+            tensor = headers[shard][name]
+            yield f"{name} {tensor.dtype} {tensor.shape}\n".encode()
+            last = max(0, tensor.num_bytes - num_bytes)
+            for offset in (0, last // 2, last):
+                yield os.pread(files[shard].fileno(), min(num_bytes, tensor.num_bytes), tensor.offset + offset)
+
+
+def _read_index(folder: Path, index_path: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        named = {str(name): folder / str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index_path} is damaged; fetch the checkpoint again.") from error
+    stray = next((shard for shard in named.values() if shard.parent != folder), None)
+    if stray is not None:
+        raise CheckpointError(
+            f"{index_path} names a file outside its folder; fetch the checkpoint from a source you trust."
+        )
+    for shard in sorted(set(named.values())):
+        if not shard.is_file():
+            raise CheckpointError(f"{shard} is missing although {INDEX_FILE} names it; fetch the checkpoint again.")
+        held = read_header(shard)
+        absent = next((name for name, path in named.items() if path == shard and name not in held), None)
+        if absent is not None:
+            raise CheckpointError(
+                f"{shard} lacks the tensor {absent} that {INDEX_FILE} names; fetch the checkpoint again."
+            )
+    return named
+
+
+def _no_weights(folder: Path) -> str:
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED_SUFFIXES)
+    if pickled:
+        return (
+            f"{folder} holds only pickled weights ({pickled[0]}), which can run code when loaded; convert them to "
+            "safetensors with `save_pretrained` on a machine that you can lose, or take a revision with safetensors."
+        )
+    return f"{folder} holds no safetensors weights; point to a complete checkpoint folder."
