@@ -43,10 +43,13 @@ $(PY):
 $(STAMP): $(LOCK) requirements/torch.txt pyproject.toml | $(PY)
 	@echo "==> Installing the packages of $(LOCK)"
 	@$(PIP) install --require-hashes --no-deps -r $(LOCK) 2>&1 | tee $(VENV)/pip.log | \
-	  awk -v total="$$(grep -c '^[a-z].*==' $(LOCK))" \
-	    '/^(Collecting|Requirement already satisfied:) / { sub(/^Requirement already satisfied:/, ""); sub(/^Collecting/, ""); \
-	       printf "\r\033[K    %3d of %d  %s", ++seen, total, $$1; fflush() } \
-	     /^Installing collected/ { printf "\r\033[K    unpacking"; fflush() } END { printf "\r\033[K" }' || \
+	  awk -v total="$$(grep -c '^[a-z].*==' $(LOCK))" -v terminal="$$([ -t 1 ] && echo 1 || echo 0)" ' \
+	    function show(what) { if (terminal) { printf "\r\033[K    %s", what; fflush() } } \
+	    /^(Collecting|Processing|Requirement already satisfied:) / { \
+	      sub(/^(Collecting|Processing|Requirement already satisfied:) /, ""); sub(/.*\//, "", $$1); \
+	      show(sprintf("%3d of %d  %s", ++seen, total, $$1)) } \
+	    /^Installing collected/ { show("unpacking") } \
+	    END { if (terminal) printf "\r\033[K" }' || \
 	  { tail -n 40 $(VENV)/pip.log >&2; exit 1; }
 	@echo "==> Installing torch from this machine's package index (the largest part)"
 	@$(PIP) install -r requirements/torch.txt
@@ -82,7 +85,7 @@ lint: setup ## Checks style, formatting, types and layers.
 	@ruff check .
 	@ruff format --check .
 	@echo "==> mypy"
-	@mypy
+	@mypy services tests $(wildcard benchmarks)
 	@echo "==> import-linter"
 	@lint-imports
 

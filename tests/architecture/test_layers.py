@@ -1,0 +1,37 @@
+"""Who may import whom, as the contracts of pyproject.toml say, and what is really loaded at run time."""
+
+import subprocess
+import sys
+
+import pytest
+from importlinter import cli
+
+from tests.architecture.sources import PACKAGE, ROOT, dotted, own_modules
+
+HEAVY = ("numpy", "safetensors", "tokenizers", "torch", "transformers")
+
+
+def test_every_contract_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    exit_code = cli.lint_imports(no_cache=True)
+    assert exit_code == cli.EXIT_STATUS_SUCCESS, capsys.readouterr().out
+
+
+def loaded_after_importing(modules: list[str]) -> set[str]:
+    """Top-level packages that a fresh interpreter holds once it has imported the modules."""
+    program = "\n".join([*(f"import {module}" for module in modules), "import sys", "print(*sys.modules)"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+@pytest.mark.parametrize("room", ["v1", "chassis", "router", "sdk"])
+def test_a_light_room_loads_nothing_heavy(room: str) -> None:
+    modules = [dotted(path) for path in own_modules(PACKAGE / room) if path.name != "__main__.py"]
+    if not modules and room != "v1":
+        pytest.skip(f"no room {room}")
+    assert loaded_after_importing(["corolla", *modules]).isdisjoint(HEAVY)
+
+
+def test_the_package_itself_loads_nothing_heavy() -> None:
+    assert loaded_after_importing(["corolla"]).isdisjoint(HEAVY)

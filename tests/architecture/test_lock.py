@@ -1,0 +1,120 @@
+"""The lock pins the whole closure of pyproject.toml, each package by its hashes, and nothing else.
+
+The closure is walked through the metadata of the installed packages, for the platform and Python of this run.
+"""
+
+import re
+import tomllib
+from importlib import metadata
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.architecture.sources import ROOT
+
+LOCK = ROOT / "requirements" / "lock.txt"
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+STAND_INS: dict[str, list[str]] = {
+    entry["name"]: entry["requires-dist"] for entry in PYPROJECT["tool"]["uv"]["dependency-metadata"]
+}
+OUTSIDE = {"corolla", "torch"}
+
+
+def read_lock() -> tuple[dict[str, Requirement], set[str]]:
+    """The pins by package name, and the names of those without a hash."""
+    pins: dict[str, Requirement] = {}
+    unhashed: set[str] = set()
+    logical_lines = re.sub(r"\\\n\s*", " ", LOCK.read_text(encoding="utf-8")).splitlines()
+    for line in logical_lines:
+        if not line or line.startswith("#"):
+            continue
+        pin, *hashes = line.split(" --hash=sha256:")
+        requirement = Requirement(pin.strip())
+        name = canonicalize_name(requirement.name)
+        pins[name] = requirement
+        if not hashes:
+            unhashed.add(name)
+    return pins, unhashed
+
+
+def requirements_of(name: str) -> list[str]:
+    if name == "corolla":
+        project = PYPROJECT["project"]
+        return [
+            *project["dependencies"],
+            *(requirement for extra in project["optional-dependencies"].values() for requirement in extra),
+        ]
+    if name in STAND_INS:
+        return STAND_INS[name]
+    return metadata.requires(name) or []
+
+
+def closure() -> dict[str, list[Requirement]]:
+    """Every package that the project needs here, with each requirement made of it."""
+    wanted: dict[str, list[Requirement]] = {}
+    seen: set[tuple[str, str]] = set()
+    todo = [("corolla", "")]
+    while todo:
+        package, extra = todo.pop()
+        if (package, extra) in seen:
+            continue
+        seen.add((package, extra))
+        for requirement in map(Requirement, requirements_of(package)):
+            if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+                continue
+            name = canonicalize_name(requirement.name)
+            wanted.setdefault(name, []).append(requirement)
+            todo += [(name, wanted_extra) for wanted_extra in ("", *requirement.extras)]
+    return wanted
+
+
+def test_every_pin_is_exact_and_has_a_hash() -> None:
+    pins, unhashed = read_lock()
+    assert unhashed == set()
+    assert [str(pin) for pin in pins.values() if not re.fullmatch(r"==[^*,]+", str(pin.specifier))] == []
+
+
+def test_the_lock_names_no_place() -> None:
+    text = LOCK.read_text(encoding="utf-8")
+    assert re.findall(r"^.*(?:://|@ |--index|--find-links|--extra-index).*$", text, flags=re.MULTILINE) == []
+
+
+def test_the_lock_is_the_closure_of_the_project() -> None:
+    pins, _ = read_lock()
+    apply_here = {name for name, pin in pins.items() if pin.marker is None or pin.marker.evaluate()}
+    assert apply_here == set(closure()) - OUTSIDE, "run: make lock"
+
+
+def test_every_requirement_admits_its_pin() -> None:
+    pins, _ = read_lock()
+    refused = [
+        f"{requirement} refuses {pins[name].specifier}"
+        for name, requirements in closure().items()
+        if name in pins
+        for requirement in requirements
+        if not requirement.specifier.contains(str(pins[name].specifier).removeprefix("=="), prereleases=True)
+    ]
+    assert refused == [], "run: make lock"
+
+
+@pytest.mark.parametrize("name", sorted(read_lock()[0]))
+def test_what_is_installed_is_what_is_locked(name: str) -> None:
+    pin = read_lock()[0][name]
+    if pin.marker is not None and not pin.marker.evaluate():
+        pytest.skip(f"not for this platform: {pin.marker}")
+    assert pin.specifier.contains(metadata.version(name), prereleases=True), "run: make setup"
+
+
+def test_torch_is_the_one_that_pyproject_asks_for() -> None:
+    lines = (ROOT / "requirements" / "torch.txt").read_text(encoding="utf-8").splitlines()
+    (torch,) = [Requirement(line) for line in lines if not line.startswith("#")]
+    version = str(torch.specifier).removeprefix("==")
+    (stand_in,) = [entry for entry in PYPROJECT["tool"]["uv"]["dependency-metadata"] if entry["name"] == "torch"]
+    (asked,) = [
+        r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["model"]) if r.name == "torch"
+    ]
+    assert asked.specifier.contains(version)
+    assert stand_in["version"] == version
+    assert torch.specifier.contains(metadata.version("torch"))
