@@ -1,0 +1,123 @@
+"""When an answer ends. Pure: time is passed in, nothing here waits, reads a clock or holds a tensor."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from corolla.chassis.errors import InvalidRequest
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended. The values are labels of metrics and of the command line's JSON."""
+
+    EOS = "eos"
+    LENGTH = "length"
+    STOP_SEQUENCE = "stop_sequence"
+    CANCELLED = "cancelled"
+    TIME_LIMIT = "time_limit"
+
+
+@dataclass(frozen=True, slots=True)
+class StopDecider:
+    """Decides after each token whether the answer ends with it.
+
+    Args:
+        max_new_tokens: the most tokens that the answer may have; at least 1.
+        eos_token_ids: the tokens by which the model itself ends an answer.
+        stop_token_ids: tokens by which the caller wants the answer to end; `ignore_eos` does not touch them.
+        ignore_eos: go on after an end token, to the length that was asked for.
+        time_limit_s: seconds that the answer may take; None for no limit.
+
+    Raises:
+        InvalidRequest: a limit is out of range.
+    """
+
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InvalidRequest("max_new_tokens", "must be at least 1")
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            raise InvalidRequest("time_limit_s", "must be more than 0 seconds")
+
+    def finish_reason(self, token_id: int, num_generated_tokens: int, elapsed_s: float = 0.0) -> FinishReason | None:
+        """Why the answer ends with `token_id`, or None when it goes on.
+
+        Args:
+            token_id: the newest token.
+            num_generated_tokens: tokens of the answer so far, `token_id` among them.
+            elapsed_s: seconds since the request began.
+
+        When several reasons hold at once: the model's own end before the caller's stop, the length, the time.
+        """
+        if token_id in self.eos_token_ids and not self.ignore_eos:
+            return FinishReason.EOS
+        if token_id in self.stop_token_ids:
+            return FinishReason.STOP_SEQUENCE
+        if num_generated_tokens >= self.max_new_tokens:
+            return FinishReason.LENGTH
+        if self.time_limit_s is not None and elapsed_s >= self.time_limit_s:
+            return FinishReason.TIME_LIMIT
+        return None
+
+
+class StopMatcher:
+    """Looks for stop sequences in a text that arrives in pieces, and holds back what may be the beginning of one.
+
+    The match that is complete first wins; of several that are complete at the same character, the longest. So the
+    result does not depend on how the text was cut into pieces.
+
+    Raises:
+        InvalidRequest: a stop sequence is empty.
+    """
+
+    def __init__(self, stop_sequences: Sequence[str]) -> None:
+        for index, sequence in enumerate(stop_sequences):
+            if not sequence:
+                raise InvalidRequest(f"stop_sequences[{index}]", "must not be empty")
+        self._sequences = tuple(dict.fromkeys(stop_sequences))
+        self._max_held_chars = max((len(sequence) for sequence in self._sequences), default=1) - 1
+        self._held = ""
+        self._matched = False
+
+    @property
+    def matched(self) -> bool:
+        """Whether a stop sequence is complete."""
+        return self._matched
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Takes the next piece; returns the text that is free to go out, and whether a stop sequence is complete.
+
+        On a match the returned text ends where the stop sequence begins; whatever is pushed later is dropped.
+        """
+        if self._matched:
+            return "", True
+        text = self._held + text
+        start = self._match_start(text)
+        if start is not None:
+            self._matched, self._held = True, ""
+            return text[:start], True
+        held_start = self._held_start(text)
+        self._held = text[held_start:]
+        return text[:held_start], False
+
+    def flush(self) -> str:
+        """The text held back, for an answer that ended otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+    def _match_start(self, text: str) -> int | None:
+        starts = ((text.find(sequence), sequence) for sequence in self._sequences)
+        ends = [(start + len(sequence), start) for start, sequence in starts if start >= 0]
+        return min(ends)[1] if ends else None
+
+    def _held_start(self, text: str) -> int:
+        for start in range(max(0, len(text) - self._max_held_chars), len(text)):
+            rest = text[start:]
+            if any(sequence.startswith(rest) for sequence in self._sequences):
+                return start
+        return len(text)
