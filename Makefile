@@ -87,7 +87,7 @@ lint: setup ## Checks style, formatting, types and layers.
 	@echo "==> mypy"
 	@mypy services tests $(wildcard benchmarks)
 	@echo "==> import-linter"
-	@lint-imports
+	@lint-imports --no-logo
 
 .PHONY: format
 format: setup ## Formats the sources and mends what ruff can mend.
