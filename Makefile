@@ -43,7 +43,7 @@ $(PY):
 $(STAMP): $(LOCK) requirements/torch.txt pyproject.toml | $(PY)
 	@echo "==> Installing the packages of $(LOCK)"
 	@$(PIP) install --require-hashes --no-deps -r $(LOCK) 2>&1 | tee $(VENV)/pip.log | \
-	  awk -v total="$$(grep -c '^[a-z].*==' $(LOCK))" -v terminal="$$([ -t 1 ] && echo 1 || echo 0)" ' \
+	  awk -v total="$$(grep -c '^[a-z].*==' $(LOCK))" -v terminal="$$([ -t 2 ] && echo 1 || echo 0)" ' \
 	    function show(what) { if (terminal) { printf "\r\033[K    %s", what; fflush() } } \
 	    /^(Collecting|Processing|Requirement already satisfied:) / { \
 	      sub(/^(Collecting|Processing|Requirement already satisfied:) /, ""); sub(/.*\//, "", $$1); \
