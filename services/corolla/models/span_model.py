@@ -76,7 +76,7 @@ class SpanModel:
         return range(blocks.start - self.span.start, blocks.end - self.span.start)
 
     def set_attention(self, implementation: str) -> None:
-        """Names the attention function (a key of transformers' AttentionInterface) that every layer uses from now on."""
+        """Names the attention function, a key of the library's AttentionInterface, that all layers use from now on."""
         for view in self._views.values():
             view.config._attn_implementation = implementation
 
@@ -164,7 +164,7 @@ def load_span(
     names = span_tensors(checkpoint, base_class.base_model_prefix, span)
     with open_tensors(checkpoint.weight_index, names) as tensors:
         base = build(checkpoint, cut, config, tensors, dtype=dtype, attention=attention)
-    return SpanModel(base.to(torch.device(device)), span, family)
+    return SpanModel(cast(Any, base).to(torch.device(device)), span, family)
 
 
 def model_class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -219,7 +219,7 @@ def build(
         attention = "eager"
     try:
         with _no_progress_bar():
-            model, report = model_class.from_pretrained(
+            model, report = cast(Any, model_class).from_pretrained(
                 None,
                 config=config,
                 state_dict=dict(tensors),
@@ -263,13 +263,14 @@ def keep_layers(base: PreTrainedModel, family: Family, indices: range) -> None:
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    bars = cast(Any, transformers_logging)
+    enabled = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if enabled:
-            transformers_logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 class _NoPositions(nn.Module):

@@ -41,7 +41,7 @@ def find_weights(folder: Path) -> dict[str, Path]:
     """Maps each tensor's name to the shard that holds it.
 
     Raises:
-        CheckpointError: there are no safetensors, a shard or a tensor that the index names is missing, or a shard is damaged.
+        CheckpointError: there are no safetensors, the index names a shard or tensor that is missing, or one is damaged.
     """
     index_path = folder / INDEX_FILE
     if index_path.is_file():

@@ -1,0 +1,178 @@
+"""The only place that computes: runs rows of different sessions through a span's blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from corolla.block_server.kv.attention import RAGGED, PackedRow, RaggedBatch
+from corolla.block_server.kv.store import SessionCache
+from corolla.chassis.errors import NonFiniteOutput
+from corolla.models.span_model import SpanModel
+from corolla.wire.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork:
+    """One session's part of a batch.
+
+    Attributes:
+        cache: the session's; at most one row of a batch has it.
+        position: of the first new token. What the cache holds from there on is forgotten first.
+        num_tokens: new tokens, at least 1.
+    """
+
+    cache: SessionCache
+    position: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """What a batch gave.
+
+    Attributes:
+        hidden: `[sum of num_tokens, H]`, row after row.
+        finite: for each row, whether all its numbers are finite. A row that is not kept nothing in its cache.
+    """
+
+    hidden: Tensor
+    finite: tuple[bool, ...]
+
+
+class Runner:
+    """Runs a span. Not thread-safe: one thread computes.
+
+    Families whose attention goes through transformers' interface run all rows in one packed call; the others row by
+    row, through the same caches.
+
+    Args:
+        model: the span; the runner decides on its attention function from now on.
+        page_tokens: tokens of a cache page.
+    """
+
+    def __init__(self, model: SpanModel, *, page_tokens: int = 32) -> None:
+        if page_tokens < 1:
+            raise ValueError("a page holds at least one token")
+        self.model = model
+        self.page_tokens = page_tokens
+        if model.packs_rows:
+            model.set_attention(RAGGED)
+
+    @property
+    def span(self) -> Span:
+        return self.model.span
+
+    def new_cache(self) -> SessionCache:
+        return SessionCache(len(self.model.span), self.page_tokens)
+
+    def run(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        """As `run_each`, for callers to whom one bad row spoils the batch.
+
+        Raises:
+            NonFiniteOutput: NaN or Inf in any row. The other rows' tokens are in their caches.
+        """
+        output = self.run_each(rows, hidden, blocks)
+        if not all(output.finite):
+            raise NonFiniteOutput(f"Blocks {blocks} produced a number that is not finite.")
+        return output.hidden
+
+    @torch.inference_mode()
+    def run_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+        """Runs `blocks` over the new tokens of all rows and stores their keys and values.
+
+        If it raises, no cache holds a token more than before.
+
+        Args:
+            rows: of different sessions, single tokens and chunks mixed.
+            hidden: `[sum of num_tokens, H]`, the input of the first of `blocks`, row after row.
+            blocks: a run within the span; the same one for all of a session's life.
+
+        Returns:
+            The output of the last of `blocks`, on the model's device and in its dtype, and which rows are sound.
+
+        Raises:
+            ValueError: rows, tensor and span do not fit each other.
+        """
+        self._check(rows, hidden, blocks)
+        for row in rows:
+            row.cache.truncate(row.position)
+        hidden = hidden.to(device=self.model.device, dtype=self.model.dtype)
+        output = (
+            self._run_packed(rows, hidden, blocks) if self.model.packs_rows else self._run_rows(rows, hidden, blocks)
+        )
+        finite = self._finite(rows, output)
+        for row, sound in zip(rows, finite, strict=True):
+            if sound:
+                row.cache.commit(row.position + row.num_tokens)
+        return BatchOutput(output, finite)
+
+    def _run_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        packed: list[PackedRow] = []
+        positions: list[int] = []
+        for row in rows:
+            start = len(positions)
+            positions.extend(range(row.position, row.position + row.num_tokens))
+            packed.append(PackedRow(row.cache, row.position, start, len(positions)))
+        position_ids = torch.tensor([positions], device=hidden.device)
+        return self.model.forward(hidden.unsqueeze(0), position_ids, blocks=blocks, ragged=RaggedBatch(packed))[0]
+
+    def _run_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        outputs: list[Tensor] = []
+        for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
+            positions = torch.arange(row.position, row.position + row.num_tokens, device=hidden.device)
+            cache = _RowCache(row.cache, row.position)
+            outputs.append(
+                self.model.forward(part.unsqueeze(0), positions.unsqueeze(0), blocks=blocks, past_key_values=cache)[0]
+            )
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:
+        self.model.layer_indices(blocks)
+        num_tokens = sum(row.num_tokens for row in rows)
+        if not rows or hidden.shape != (num_tokens, self.model.hidden_size):
+            raise ValueError(f"rows of {num_tokens} tokens do not fit a tensor of shape {tuple(hidden.shape)}")
+        if len({id(row.cache) for row in rows}) != len(rows):
+            raise ValueError("two rows of a batch have the same cache")
+        for row in rows:
+            if row.num_tokens < 1 or not 0 <= row.position <= row.cache.num_tokens:
+                held = row.cache.num_tokens
+                raise ValueError(f"{row.num_tokens} tokens at position {row.position} do not follow {held} cached ones")
+
+    @staticmethod
+    def _finite(rows: Sequence[RowWork], output: Tensor) -> tuple[bool, ...]:
+        if bool(torch.isfinite(output).all()):
+            return (True,) * len(rows)
+        parts = torch.split(output, [row.num_tokens for row in rows])
+        return tuple(bool(torch.isfinite(part).all()) for part in parts)
+
+
+class _RowCache(Cache):
+    """One row's cache as the library's own attention code sees it."""
+
+    def __init__(self, cache: SessionCache, position: int) -> None:
+        super().__init__(layers=[])
+        self._cache = cache
+        self._position = position
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self._cache.write(layer_idx, self._position, key_states[0], value_states[0])
+        return keys.unsqueeze(0), values.unsqueeze(0)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._position
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._position
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._position + query_length, 0
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
