@@ -1,0 +1,132 @@
+"""Conversations to token ids, by the checkpoint's chat template."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.client.text.tokenizer import TextTokenizer
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation. `role` is one of `ROLES`."""
+
+    role: str
+    content: str
+
+
+def check_roles(messages: Sequence[Message]) -> None:
+    """Refuses a conversation that no model can answer.
+
+    A system message may come first; then user and assistant take turns, from a user's message to a user's message.
+    Only an assistant's message may be empty: a model may end its answer at once.
+
+    Raises:
+        InvalidRequest: names the first message that is out of place.
+    """
+    if not messages:
+        raise InvalidRequest("messages", "must not be empty")
+    expected = "user"
+    for index, message in enumerate(messages):
+        field = f"messages[{index}].role"
+        if message.role not in ROLES:
+            raise InvalidRequest(field, "must be system, user or assistant")
+        if message.role == "system":
+            if index > 0:
+                raise InvalidRequest(field, "a system message can only come first")
+        elif message.role != expected:
+            raise InvalidRequest(field, f"must be {expected} here: user and assistant take turns, the user first")
+        else:
+            expected = "assistant" if expected == "user" else "user"
+        if not message.content and message.role != "assistant":
+            raise InvalidRequest(f"messages[{index}].content", "must not be empty")
+    if messages[-1].role != "user":
+        raise InvalidRequest(f"messages[{len(messages) - 1}].role", "the last message must be the user's")
+
+
+class ChatTemplate:
+    """Renders conversations as the checkpoint's template wants them.
+
+    Args:
+        tokenizer: the checkpoint's tokenizer, which carries the template, or none.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def exists(self) -> bool:
+        """Whether the checkpoint brings a template, so that it can chat."""
+        return bool(self._tokenizer.hf_tokenizer.chat_template)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """The conversation as one text; with the beginning of the assistant's answer where asked for.
+
+        Raises:
+            InvalidRequest: the checkpoint has no template, or its template refuses these messages.
+        """
+        if not self.exists:
+            raise InvalidRequest("messages", "this model has no chat template; send it plain text or token ids")
+        try:
+            text = self._tokenizer.hf_tokenizer.apply_chat_template(
+                [{"role": message.role, "content": message.content} for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        # A template is a program of the checkpoint's, and may raise anything.
+        except Exception as error:
+            raise InvalidRequest("messages", "the model's chat template does not accept this conversation") from error
+        return str(text)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation up to where the assistant's answer begins. The template writes its own BOS."""
+        return self._tokenizer.encode(self.render(messages, add_generation_prompt=True), add_special_tokens=False)
+
+    def next_turn_ids(
+        self, log_ids: Sequence[int], earlier: Sequence[Message], new: Sequence[Message]
+    ) -> tuple[int, list[int]]:
+        """The token log of a session's next turn, so that as little as possible is processed again.
+
+        Args:
+            log_ids: the session's token log: all prompts and answers so far, the last answer's end included.
+            earlier: all messages so far, the assistant's answers as they were returned.
+            new: the messages of this turn.
+
+        Returns:
+            `(num_kept_tokens, token_ids)`: the new log, and how many of its first tokens are those of `log_ids`. Its
+            text is the rendering of the whole conversation, however the last answer ended.
+
+        Raises:
+            InvalidRequest: as `render`.
+        """
+        rendering = self.render([*earlier, *new], add_generation_prompt=True)
+        num_kept_tokens = self._num_tokens_within(log_ids, rendering)
+        kept_text = self._spelled(log_ids[:num_kept_tokens])
+        rest_ids = self._tokenizer.encode(rendering[len(kept_text) :], add_special_tokens=False)
+        token_ids = [*log_ids[:num_kept_tokens], *rest_ids]
+        if self._spelled(token_ids) == rendering:
+            return num_kept_tokens, token_ids
+        # This tokenizer does not spell texts as they were given, or not in parts: only equal ids are sure then.
+        token_ids = self._tokenizer.encode(rendering, add_special_tokens=False)
+        return _num_equal(log_ids, token_ids), token_ids
+
+    def _num_tokens_within(self, log_ids: Sequence[int], rendering: str) -> int:
+        """How many of the log's first tokens spell a beginning of the rendering."""
+        num_equal_chars = _num_equal(self._spelled(log_ids), rendering)
+        counts = range(len(log_ids) + 1)
+        num_tokens = bisect_right(counts, num_equal_chars, key=lambda count: len(self._spelled(log_ids[:count]))) - 1
+        while num_tokens > 0 and not rendering.startswith(self._spelled(log_ids[:num_tokens])):
+            num_tokens -= 1
+        return num_tokens
+
+    def _spelled(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _num_equal(left: Sequence[object], right: Sequence[object]) -> int:
+    """Length of the longest common beginning."""
+    differing = (index for index, (one, other) in enumerate(zip(left, right, strict=False)) if one != other)
+    return next(differing, min(len(left), len(right)))

@@ -1,0 +1,100 @@
+"""Token ids to text while they arrive, in pieces that never split a character.
+
+`tokenizers.decoders.DecodeStream` does the same only for well-behaved output: it raises on bytes that are no UTF-8
+where a later token changes what earlier ones decode to, re-reads everything since the last whole character, and
+never gives out what is pending when the answer ends. Sampled tokens are not well-behaved, hence this class.
+"""
+
+from collections.abc import Sequence
+
+from corolla.client.text.tokenizer import TextTokenizer
+
+REPLACEMENT = "\ufffd"
+
+_NUM_CONTEXT_TOKENS = 6
+"""An incomplete character is at most 3 bytes, so at most 3 tokens; the rest settles spaces and half characters."""
+
+_LONG_WINDOW_TOKENS = 24
+"""From here on, the window is shortened as soon as it ends with a whole character."""
+
+_MAX_WINDOW_TOKENS = 32
+"""Here it is shortened in any case: whole characters would have come by now."""
+
+_MAX_INCOMPLETE_CHARS = 3
+
+
+class Detokenizer:
+    """Decodes one answer token by token.
+
+    The concatenation of all pieces equals decoding the answer behind its prompt in one go, special tokens skipped,
+    as far as its bytes are UTF-8; for byte-level tokenizers also where they are not. (A byte-fallback decoder gives
+    up a whole run of bytes for one bad byte; text that is out already is not taken back then.)
+
+    Cost and memory per token are constant.
+
+    Args:
+        tokenizer: the checkpoint's tokenizer.
+        prompt_ids: the tokens before the answer, which decide whether its first space belongs to it.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        visible_ids: list[int] = []
+        for token_id in reversed(prompt_ids):
+            if token_id not in tokenizer.special_token_ids:
+                visible_ids.append(token_id)
+                if len(visible_ids) == _NUM_CONTEXT_TOKENS:
+                    break
+        # Invariant: of the window's text, the first `_num_emitted_chars` are out (or the prompt's).
+        self._window_ids = visible_ids[::-1]
+        prompt_text = tokenizer.decode(self._window_ids)
+        self._num_emitted_chars = len(prompt_text)
+        self._open_prompt_text = prompt_text if prompt_text.endswith(REPLACEMENT) else None
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text that is certain now, often one token's, sometimes none."""
+        if token_id in self._tokenizer.special_token_ids:
+            return ""
+        self._window_ids.append(token_id)
+        text = self._tokenizer.decode(self._window_ids)
+        if self._open_prompt_text is not None:
+            self._close_prompt(text, self._open_prompt_text)
+        num_certain_chars = len(text.rstrip(REPLACEMENT))
+        must_shorten = len(self._window_ids) >= _MAX_WINDOW_TOKENS
+        if must_shorten:
+            num_certain_chars = max(num_certain_chars, len(text) - _MAX_INCOMPLETE_CHARS)
+        piece = self._emit(text, num_certain_chars)
+        if must_shorten or (len(self._window_ids) >= _LONG_WINDOW_TOKENS and num_certain_chars == len(text)):
+            self._shorten_window(text)
+        return piece
+
+    def flush(self) -> str:
+        """What is still held back when the answer ends: U+FFFD for an incomplete character."""
+        text = self._tokenizer.decode(self._window_ids)
+        return self._emit(text, len(text))
+
+    def _emit(self, text: str, num_certain_chars: int) -> str:
+        piece = text[self._num_emitted_chars : num_certain_chars]
+        self._num_emitted_chars = max(self._num_emitted_chars, num_certain_chars)
+        return piece
+
+    def _close_prompt(self, text: str, prompt_text: str) -> None:
+        """A character that the prompt began and the answer completes belongs to the answer."""
+        if not text.startswith(prompt_text):
+            self._num_emitted_chars = len(prompt_text.rstrip(REPLACEMENT))
+            self._open_prompt_text = None
+        elif text.rstrip(REPLACEMENT) != prompt_text.rstrip(REPLACEMENT):
+            self._open_prompt_text = None
+
+    def _shorten_window(self, text: str) -> None:
+        """Forgets old tokens. What is not yet out is counted from the end, where both windows agree."""
+        num_pending_chars = max(0, len(text) - self._num_emitted_chars)
+        latest_start = len(self._window_ids) - _NUM_CONTEXT_TOKENS
+        for start in (*range(latest_start, 0, -1), latest_start):
+            shorter_text = self._tokenizer.decode(self._window_ids[start:])
+            # A cut inside a character leaves half a one in front, which spoils all that follows in a byte-fallback run.
+            if shorter_text and text.endswith(shorter_text) and len(shorter_text) >= num_pending_chars:
+                break
+        self._window_ids = self._window_ids[start:]
+        self._num_emitted_chars = max(0, len(shorter_text) - num_pending_chars)
+        self._open_prompt_text = None

@@ -1,0 +1,71 @@
+"""Text to token ids and back, by the checkpoint's own tokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from corolla.chassis.errors import CheckpointError, InvalidRequest
+
+
+class TextTokenizer:
+    """The tokenizer of one checkpoint. Reading only: it may be shared by all requests and threads.
+
+    Args:
+        hf_tokenizer: a tokenizer of `transformers`.
+    """
+
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerBase) -> None:
+        self.hf_tokenizer = hf_tokenizer
+        added_tokens = hf_tokenizer.added_tokens_decoder.items()
+        self.special_token_ids = frozenset(
+            {*hf_tokenizer.all_special_ids, *(token_id for token_id, token in added_tokens if token.special)}
+        )
+        """Ids that `decode` leaves out when it skips special tokens."""
+
+    @classmethod
+    def load(cls, folder: Path) -> "TextTokenizer":
+        """Reads the tokenizer files of a checkpoint folder; no network, no code of the checkpoint's.
+
+        Raises:
+            CheckpointError: the folder holds no tokenizer that `transformers` can read.
+        """
+        if not folder.is_dir():
+            raise CheckpointError(f"There is no checkpoint folder {folder}.")
+        try:
+            hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        # A broken file surfaces as whatever its parser raises, plain Exception from the Rust tokenizers included.
+        except Exception as error:
+            raise CheckpointError(
+                f"The tokenizer in {folder} cannot be read: put the checkpoint's tokenizer.json and"
+                " tokenizer_config.json there, whole and unchanged."
+            ) from error
+        return cls(hf_tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, added tokens included; the model's embedding may be larger."""
+        return len(self.hf_tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The text's token ids; with the tokenizer's own frame (such as a first BOS token) unless told otherwise.
+
+        Raises:
+            InvalidRequest: the text holds a lone surrogate, which is no character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("text", "must be valid Unicode") from error
+        return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids exactly as the tokenizer spells it; bytes that are no UTF-8 become U+FFFD."""
+        text = self.hf_tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special tokens spelled out; U+FFFD for what is part of a character only."""
+        return self.decode([token_id], skip_special_tokens=False)

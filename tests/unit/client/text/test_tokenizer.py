@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from corolla.chassis.errors import CheckpointError, InvalidRequest
+from corolla.client.text.tokenizer import TextTokenizer
+
+TEXT = " Two  spaces, café 你好 😀\n\tand <|im_end|> don't stop ."
+
+
+def test_a_saved_tokenizer_loads_and_equals_transformers(byte_level_tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    byte_level_tokenizer.hf_tokenizer.save_pretrained(tmp_path)
+    tokenizer = TextTokenizer.load(tmp_path)
+    expected = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.vocab_size == len(expected)
+    for add_special_tokens in (True, False):
+        ids = tokenizer.encode(TEXT, add_special_tokens=add_special_tokens)
+        assert ids == expected.encode(TEXT, add_special_tokens=add_special_tokens)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == TEXT
+    assert tokenizer.decode(ids) == TEXT.replace("<|im_end|>", "")
+    assert tokenizer.hf_tokenizer.chat_template == byte_level_tokenizer.hf_tokenizer.chat_template
+
+
+def test_special_tokens_are_those_that_decoding_skips(any_tokenizer: TextTokenizer) -> None:
+    skipped = {
+        token_id
+        for token_id in range(any_tokenizer.vocab_size)
+        if any_tokenizer.token_text(token_id) and not any_tokenizer.decode([token_id])
+    }
+    assert len(skipped) >= 3
+    assert skipped == any_tokenizer.special_token_ids
+
+
+def test_token_text_spells_special_tokens(byte_level_tokenizer: TextTokenizer) -> None:
+    end = byte_level_tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    assert [byte_level_tokenizer.token_text(token_id) for token_id in end] == ["<|im_end|>"]
+
+
+def test_a_lone_surrogate_is_refused(byte_level_tokenizer: TextTokenizer) -> None:
+    with pytest.raises(InvalidRequest):
+        byte_level_tokenizer.encode("a\ud800b")
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        TextTokenizer.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b'{"model": 3}'])
+def test_an_unreadable_tokenizer_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        TextTokenizer.load(tmp_path)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\nclass Evil: pass\n")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'
+    )
+    with pytest.raises(CheckpointError):
+        TextTokenizer.load(tmp_path)
+    assert not ran.exists()
