@@ -8,12 +8,13 @@ those of `transformers`, bit for bit.
 import copy
 import functools
 import re
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import Family
@@ -49,7 +50,7 @@ class Edges:
     def device(self) -> torch.device:
         return self._embedding_model.device
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The input of block 0.
 
@@ -67,7 +68,7 @@ class Edges:
         )
         return cast(Tensor, output.last_hidden_state)[0]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits.
 
@@ -107,6 +108,13 @@ def _drop_layers(causal_model: PreTrainedModel, *, family: Family) -> None:
     keep_layers(cast(PreTrainedModel, causal_model.base_model), family, range(0))
 
 
+@dataclass
+class _NormedOutput(BaseModelOutputWithPastAndCrossAttentions):
+    """A base model's output as every family's head may read it, mixtures of experts included."""
+
+    router_logits: tuple[Tensor, ...] | None = None
+
+
 class _NormOnly(nn.Module):
     """Stands where the head's forward calls the base model: hidden states in, normed hidden states out."""
 
@@ -114,5 +122,5 @@ class _NormOnly(nn.Module):
         super().__init__()
         self.norm = norm
 
-    def forward(self, *_arguments: Any, inputs_embeds: Tensor, **_options: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+    def forward(self, *_arguments: Any, inputs_embeds: Tensor, **_options: Any) -> _NormedOutput:
+        return _NormedOutput(last_hidden_state=self.norm(inputs_embeds))

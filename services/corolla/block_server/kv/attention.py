@@ -113,12 +113,11 @@ def _attend(
     first_key = 0 if window is None else max(0, row.position - window + 1)
     if first_key:
         keys, values = keys[:, first_key:], values[:, first_key:]
-    # Without a mask the library assumes that queries and keys start together, which is true of an empty cache only;
-    # a single token sees all keys that are left.
-    fits_window = window is None or num_tokens <= window
-    mask = None
-    if num_tokens > 1 and not (row.position == 0 and fits_window):
-        mask = ragged.mask(row.position, num_tokens, first_key, window, query.device)
+    # Without a mask the library assumes that several queries start together with the keys, which is true of an empty
+    # cache only. From a full window on it would make a mask even for one token, which takes another path to the sums;
+    # so does this, to round alike.
+    masked = (num_tokens > 1 and row.position > 0) or (window is not None and keys.shape[1] >= window)
+    mask = ragged.mask(row.position, num_tokens, first_key, window, query.device) if masked else None
     if softcap is None:
         output: Tensor = sdpa_attention_forward(
             module, query, keys.unsqueeze(0), values.unsqueeze(0), mask, scaling=scaling
