@@ -1,0 +1,103 @@
+"""Spans: against brute force, and the cover that joining servers make."""
+
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corolla.router.placement import HostedSpan, choose_span, throughput, uncovered
+from corolla.wire.span import Span
+
+
+def join(capacities: Sequence[int], num_blocks: int, speed: float = 10.0) -> list[HostedSpan]:
+    servers: list[HostedSpan] = []
+    for capacity in capacities:
+        servers.append(HostedSpan(choose_span(servers, num_blocks, capacity, speed), speed))
+    return servers
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[list[HostedSpan], int]:
+    num_blocks = draw(st.integers(1, 14))
+    servers = []
+    for _ in range(draw(st.integers(0, 5))):
+        start = draw(st.integers(0, num_blocks - 1))
+        end = draw(st.integers(start + 1, num_blocks))
+        servers.append(HostedSpan(Span(start, end), draw(st.sampled_from([0.0, 1.0, 2.0, 60.0, 250.0]))))
+    return servers, num_blocks
+
+
+@given(clusters(), st.integers(1, 16), st.sampled_from([1.0, 7.0, 100.0]))
+def test_the_chosen_span_is_the_best_of_all(cluster: tuple[list[HostedSpan], int], capacity: int, speed: float) -> None:
+    servers, num_blocks = cluster
+    length = min(capacity, num_blocks)
+
+    def after(start: int) -> list[int]:
+        return sorted(throughput([*servers, HostedSpan(Span(start, start + length), speed)], num_blocks))
+
+    chosen = choose_span(servers, num_blocks, capacity, speed)
+    assert len(chosen) == length
+    assert chosen.end <= num_blocks
+    # Lists compare block by block from the least: the order that the placement promises.
+    assert after(chosen.start) == max(after(start) for start in range(num_blocks - length + 1))
+
+
+@given(clusters())
+def test_throughput_is_the_sum_of_the_servers_shares(cluster: tuple[list[HostedSpan], int]) -> None:
+    servers, num_blocks = cluster
+    for block, held in enumerate(throughput(servers, num_blocks)):
+        shares = [
+            Fraction(each.speed or 1.0) / len(each.span) for each in servers if each.span.start <= block < each.span.end
+        ]
+        assert abs(Fraction(held, 1_000_000) - sum(shares)) <= Fraction(len(shares), 1_000_000)
+    gaps = uncovered(servers, num_blocks)
+    in_gaps = [block for gap in gaps for block in range(gap.start, gap.end)]
+    assert in_gaps == [block for block, held in enumerate(throughput(servers, num_blocks)) if held == 0]
+    assert all(left.end < right.start for left, right in itertools.pairwise(gaps))
+
+
+@given(st.integers(1, 40), st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 1e4)), min_size=1, max_size=12))
+def test_joining_servers_cover_as_soon_as_their_capacities_suffice(
+    num_blocks: int, newcomers: list[tuple[int, float]]
+) -> None:
+    servers: list[HostedSpan] = []
+    total = 0
+    for capacity, speed in newcomers:
+        servers.append(HostedSpan(choose_span(servers, num_blocks, capacity, speed), speed))
+        total += capacity
+        assert sum(map(len, uncovered(servers, num_blocks))) == max(0, num_blocks - total)
+
+
+@pytest.mark.parametrize(
+    "capacities, spans",
+    [
+        ([10, 10, 10], ["0:10", "10:20", "20:30"]),
+        ([12, 12, 12], ["0:12", "12:24", "18:30"]),
+        ([30], ["0:30"]),
+        ([99], ["0:30"]),
+        ([10, 10, 10, 10], ["0:10", "10:20", "20:30", "0:10"]),
+        ([7, 20, 3], ["0:7", "7:27", "27:30"]),
+    ],
+)
+def test_gaps_are_filled_side_by_side(capacities: list[int], spans: list[str]) -> None:
+    assert [str(each.span) for each in join(capacities, 30)] == spans
+
+
+def test_a_newcomer_takes_over_what_a_lost_server_held() -> None:
+    servers = join([10, 10, 10, 10], 30)
+    del servers[1]
+    assert str(choose_span(servers, 30, 10, 10.0)) == "10:20"
+
+
+def test_a_newcomer_fills_the_gap_that_it_fits() -> None:
+    # Gaps 0:5 and 8:11: three blocks fill the second whole, so that five find the first whole.
+    servers = [HostedSpan(Span(5, 8), 1.0), HostedSpan(Span(11, 20), 3.0)]
+    assert str(choose_span(servers, 20, 3, 1.0)) == "8:11"
+
+
+def test_the_slowest_blocks_are_helped_first() -> None:
+    servers = [HostedSpan(Span(0, 10), 500.0), HostedSpan(Span(10, 20), 40.0), HostedSpan(Span(20, 30), 500.0)]
+    assert str(choose_span(servers, 30, 10, 500.0)) == "10:20"

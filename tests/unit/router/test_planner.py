@@ -1,0 +1,182 @@
+"""Chains: against brute force, whose fault there is none, and how equals share the sessions."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corolla.chassis.errors import NoChain, OutOfPages
+from corolla.router.planner import Candidate, LinkCosts, PlannedChain, plan
+from corolla.wire.span import Span
+
+COSTS = LinkCosts(hop_seconds=0.5, other_zone_seconds=0.75)
+
+
+def server(name: str, span: str, seconds_per_block: float = 1.0, **facts: object) -> Candidate:
+    facts = {"fingerprint": "f", **facts}
+    return Candidate(name, f"{name}:1", span=Span.parse(span), seconds_per_block=seconds_per_block, **facts)  # type: ignore[arg-type]
+
+
+def cost(route: Sequence[tuple[Candidate, int, int]]) -> float:
+    seconds = 0.0
+    for each, start, end in route:
+        seconds += COSTS.hop_seconds + each.queue_seconds + (end - start) * each.seconds_per_block
+    return seconds + sum(
+        COSTS.other_zone_seconds for (left, *_), (right, *_) in itertools.pairwise(route) if left.zone != right.zone
+    )
+
+
+def every_chain(
+    servers: Sequence[Candidate], num_blocks: int, boundary: int = 0, used: tuple[str, ...] = ()
+) -> Iterator[list[tuple[Candidate, int, int]]]:
+    """All chains over all boundaries that take no server twice."""
+    if boundary == num_blocks:
+        yield []
+        return
+    for each in servers:
+        if each.server_id in used or not each.span.start <= boundary < each.span.end:
+            continue
+        for end in range(boundary + 1, each.span.end + 1):
+            for rest in every_chain(servers, num_blocks, end, (*used, each.server_id)):
+                yield [(each, boundary, end), *rest]
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[list[Candidate], int]:
+    num_blocks = draw(st.integers(1, 7))
+    servers = []
+    for index in range(draw(st.integers(0, 5))):
+        start = draw(st.integers(0, num_blocks - 1))
+        servers.append(
+            Candidate(
+                f"s{index}",
+                f"s{index}:1",
+                draw(st.sampled_from("ffg")),
+                Span(start, draw(st.integers(start + 1, num_blocks))),
+                draw(st.sampled_from([0.125, 1.0, 3.0])),
+                draw(st.sampled_from([0.0, 0.0, 2.0])),
+                draw(st.sampled_from("aab")),
+                draw(st.sampled_from([True, True, True, False])),
+            )
+        )
+    return servers, num_blocks
+
+
+def check_form(chain: PlannedChain, num_blocks: int) -> None:
+    assert [hop.span.start for hop in chain.hops] == [0, *(hop.span.end for hop in chain.hops[:-1])]
+    assert chain.hops[-1].span.end == num_blocks
+    assert all(hop.server.span.covers(hop.span) for hop in chain.hops)
+    assert {hop.server.fingerprint for hop in chain.hops} == {chain.fingerprint}
+    assert all(hop.server.has_pages for hop in chain.hops)
+    assert len({hop.server.server_id for hop in chain.hops}) == len(chain.hops)
+
+
+def is_taken_again(servers: Sequence[Candidate], num_blocks: int) -> bool:
+    """Whether a span lies strictly inside another: only then may the cheapest chain be out of reach."""
+    return any(a.span.start < b.span.start and b.span.end < a.span.end for a in servers for b in servers)
+
+
+@settings(max_examples=300)
+@given(clusters())
+def test_the_plan_is_the_cheapest_of_all_chains(cluster: tuple[list[Candidate], int]) -> None:
+    servers, num_blocks = cluster
+    usable = [each for each in servers if each.has_pages]
+    costs_of_all = [
+        cost(route)
+        for fingerprint in "fg"
+        for route in every_chain([each for each in usable if each.fingerprint == fingerprint], num_blocks)
+    ]
+    try:
+        chain = plan(servers, num_blocks, COSTS)
+    except (NoChain, OutOfPages):
+        assert costs_of_all == []
+        return
+    check_form(chain, num_blocks)
+    assert chain.seconds == pytest.approx(cost([(hop.server, hop.span.start, hop.span.end) for hop in chain.hops]))
+    if is_taken_again(usable, num_blocks):
+        assert chain.seconds >= min(costs_of_all) - 1e-9
+    else:
+        assert chain.seconds == pytest.approx(min(costs_of_all))
+
+
+@given(clusters())
+def test_without_a_chain_the_right_cause_is_named(cluster: tuple[list[Candidate], int]) -> None:
+    servers, num_blocks = cluster
+    lacking = [
+        [
+            b
+            for b in range(num_blocks)
+            if not any(s.fingerprint == f and s.span.start <= b < s.span.end for s in servers)
+        ]
+        for f in {each.fingerprint for each in servers} or {"f"}
+    ]
+    try:
+        plan(servers, num_blocks, COSTS)
+    except NoChain as failure:
+        spans = [Span.parse(text) for text in failure.metadata["uncovered_blocks"].split(",")]
+        assert [b for span in spans for b in range(span.start, span.end)] in lacking
+        assert sum(map(len, spans)) == min(map(len, lacking)) > 0
+    except OutOfPages:
+        assert [] in lacking
+
+
+def test_a_server_left_for_a_faster_one_inside_it_is_not_taken_again() -> None:
+    chain = plan([server("long", "0:30", 10.0), server("inner", "10:20", 0.01)], 30, COSTS)
+    check_form(chain, 30)
+    assert [str(hop.span) for hop in chain.hops] == ["0:30"]
+    with_another = plan(
+        [server("long", "0:30", 10.0), server("inner", "10:20", 0.01), server("other", "15:30", 10.5)], 30, COSTS
+    )
+    check_form(with_another, 30)
+
+
+def test_fewer_hops_win_between_equals() -> None:
+    chain = plan([server("a", "0:5"), server("b", "5:10"), server("whole", "0:10")], 10, COSTS)
+    assert [hop.server.server_id for hop in chain.hops] == ["whole"]
+
+
+def test_sub_runs_are_used() -> None:
+    chain = plan([server("a", "0:8", 1.0), server("b", "4:10", 9.0)], 10, COSTS)
+    assert [(hop.server.server_id, str(hop.span)) for hop in chain.hops] == [("a", "0:8"), ("b", "8:10")]
+
+
+def test_the_less_loaded_replica_wins() -> None:
+    chain = plan([server("busy", "0:10", queue_seconds=1.0), server("idle", "0:10")], 10, COSTS)
+    assert chain.hops[0].server.server_id == "idle"
+
+
+def test_one_zone_is_kept_where_it_pays() -> None:
+    servers = [
+        server("left", "0:5", zone="a"),
+        server("far", "5:10", 0.9, zone="b"),
+        server("near", "5:10", 1.0, zone="a"),
+    ]
+    assert [hop.server.server_id for hop in plan(servers, 10, COSTS).hops] == ["left", "near"]
+
+
+def test_fingerprints_are_never_mixed() -> None:
+    servers = [server("a", "0:5"), server("b", "5:10", fingerprint="g")]
+    with pytest.raises(NoChain) as caught:
+        plan(servers, 10, COSTS)
+    assert caught.value.metadata["uncovered_blocks"] in {"0:5", "5:10"}
+
+
+def test_no_server_at_all_leaves_all_blocks_uncovered() -> None:
+    with pytest.raises(NoChain) as caught:
+        plan([], 30, COSTS)
+    assert caught.value.metadata == {"uncovered_blocks": "0:30"}
+
+
+def test_shuffled_equals_share_the_sessions() -> None:
+    replicas = [server(f"{half}{index}", span) for half, span in (("l", "0:5"), ("r", "5:10")) for index in range(3)]
+    source = random.Random(7)
+    taken: Counter[str] = Counter()
+    for _ in range(300):
+        shuffled = source.sample(replicas, len(replicas))
+        taken.update(hop.server.server_id for hop in plan(shuffled, 10, COSTS).hops)
+    assert len(taken) == 6
+    assert min(taken.values()) > 60
