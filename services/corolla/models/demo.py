@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from corolla.chassis.errors import CheckpointError
 
@@ -97,8 +98,7 @@ def _convert_beside(gguf: Path, folder: Path, progress: Progress) -> None:
             path.chmod(_FILE_MODE)
         building.chmod(0o755)
         building.rename(folder)
-    except RuntimeError as error:
-        # safetensors reports a failed write as an error of its own.
+    except SafetensorError as error:
         raise CheckpointError(
             f"The demo model cannot be written to {folder.parent}; check its free space, or set COROLLA_CACHE to "
             "another folder."
@@ -118,7 +118,9 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     read_gguf: Any = load_gguf_checkpoint
     library: Any = transformers
 
-    progress("reading the packaged model", 0.0)
+    progress("converting the tokenizer", 0.0)
+    _convert_tokenizer(gguf, folder)
+    progress("reading the packaged model", 0.2)
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The weights will be plain float32; nothing may say that they are quantised.
     if hasattr(config, "quantization_config"):
@@ -131,9 +133,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     read = read_gguf(str(gguf), return_tensors=True, model_to_load=empty, torch_dtype=torch.float32)
     model: Any = type(empty).from_pretrained(None, config=config, state_dict=read["tensors"], dtype=torch.float32)
     model.generation_config = library.GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=2)
-    progress("writing the tokenizer", 0.5)
-    _convert_tokenizer(gguf, folder)
-    progress("writing the weights", 0.7)
+    progress("writing the weights", 0.9)
     model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
     progress("done", 1.0)
 

@@ -1,0 +1,257 @@
+"""Rows of different sessions run through uneven spans and come out as the unsplit model has them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.runner import RowWork, Runner
+from corolla.chassis.errors import NonFiniteOutput
+from corolla.client.edges import Edges, load_edges
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.families import FAMILIES
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+
+UNEVEN = (Span(0, 1), Span(1, 4), Span(4, 5))
+EOS = 1
+
+
+class Chain:
+    """Edges and runners of one checkpoint, and the unsplit model."""
+
+    def __init__(self, folder: Path, spans: Sequence[Span] = UNEVEN) -> None:
+        checkpoint = Checkpoint.open(str(folder))
+        self.edges: Edges = load_edges(checkpoint, dtype=torch.float32)
+        self.runners = [Runner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=8) for span in spans]
+        library: Any = AutoModelForCausalLM
+        self.unsplit = library.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def open(self) -> list[SessionCache]:
+        return [runner.new_cache() for runner in self.runners]
+
+    def step(self, work: Sequence[tuple[list[SessionCache], int, Sequence[int]]]) -> list[Tensor]:
+        """Runs (caches, position, new tokens) rows as one batch; gives each row's logits."""
+        lengths = [len(new) for _, _, new in work]
+        return list(torch.split(self.edges.head(self.run(work)), lengths))
+
+    def run(self, work: Sequence[tuple[list[SessionCache], int, Sequence[int]]]) -> Tensor:
+        token_ids = torch.tensor([token for _, _, new in work for token in new])
+        positions = torch.cat([torch.arange(position, position + len(new)) for _, position, new in work])
+        hidden = self.edges.embed(token_ids, positions)
+        for hop, runner in enumerate(self.runners):
+            rows = [RowWork(caches[hop], position, len(new)) for caches, position, new in work]
+            hidden = runner.run(rows, hidden, runner.span)
+        return hidden
+
+    @torch.inference_mode()
+    def truth(self, tokens: Sequence[int]) -> Tensor:
+        logits: Tensor = self.unsplit(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        return logits
+
+
+MakeChain = Callable[..., Chain]
+
+
+@pytest.fixture(scope="session")
+def make_chain(tmp_path_factory: pytest.TempPathFactory) -> MakeChain:
+    made: dict[str, Chain] = {}
+
+    def make(family: str, **config_changes: Any) -> Chain:
+        key = f"{family} {sorted(config_changes)}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp("checkpoint") / family
+            made[key] = Chain(make_tiny_checkpoint(family, folder, config_changes=config_changes))
+        return made[key]
+
+    return make
+
+
+def tokens(num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[int] = torch.randint(4, 256, (num_tokens,), generator=generator).tolist()
+    return drawn
+
+
+def assert_close(logits: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+every_family = pytest.mark.parametrize("family", sorted(FAMILIES))
+
+
+@every_family
+def test_one_session_is_bit_equal_to_generate(make_chain: MakeChain, family: str) -> None:
+    chain = make_chain(family)
+    prompt, num_new = tokens(20), 16
+    expected = chain.unsplit.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_new,
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    caches, log, new = chain.open(), list(prompt), list(prompt)
+    for index in range(num_new):
+        # The head sees one row, as in `generate`: a product of several rows rounds differently.
+        logits = chain.edges.head(chain.run([(caches, len(log) - len(new), new)])[-1:])[0]
+        assert torch.equal(logits, expected.logits[index][0])
+        new = [int(logits.argmax())]
+        log += new
+    assert log == expected.sequences[0].tolist()
+    assert len(set(log[len(prompt) :])) > 3, "a continuation that repeats one token proves little"
+
+
+@every_family
+def test_chunks_then_rollback_then_other_tokens(make_chain: MakeChain, family: str) -> None:
+    chain = make_chain(family)
+    first, second = tokens(40, seed=1), tokens(20, seed=2)
+    caches = chain.open()
+    chunks = [
+        chain.step([(caches, start, first[start:end])])[0] for start, end in ((0, 7), (7, 30), (30, 31), (31, 40))
+    ]
+    assert_close(torch.cat(chunks), chain.truth(first))
+    assert_close(chain.step([(caches, 25, second)])[0], chain.truth(first[:25] + second)[25:])
+    assert [cache.num_tokens for cache in caches] == [45, 45, 45]
+
+
+@every_family
+def test_rows_of_different_lengths_share_a_batch(make_chain: MakeChain, family: str) -> None:
+    chain = make_chain(family)
+    held = (30, 5, 0, 1, 17)
+    new = (1, 9, 21, 1, 4)
+    logs = [tokens(before + count, seed=before) for before, count in zip(held, new, strict=True)]
+    sessions = [chain.open() for _ in held]
+    for caches, before, log in zip(sessions, held, logs, strict=True):
+        if before:
+            chain.step([(caches, 0, log[:before])])
+    rows = list(zip(sessions, held, (log[before:] for before, log in zip(held, logs, strict=True)), strict=True))
+    for logits, before, log in zip(chain.step(rows), held, logs, strict=True):
+        assert_close(logits, chain.truth(log)[before:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
+def test_a_run_of_some_blocks_equals_a_span_of_them(tmp_path: Path, family: str) -> None:
+    checkpoint = Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=7)))
+    wide, narrow = Span(1, 7), Span(3, 6)
+    hidden = torch.randn(12, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for held in (wide, narrow):
+        runner = Runner(load_span(checkpoint, held, dtype=torch.float32))
+        cache = runner.new_cache()
+        parts = [runner.run([RowWork(cache, start, 4)], hidden[start : start + 4], narrow) for start in (0, 4, 8)]
+        outputs.append((torch.cat(parts), cache.nbytes))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert outputs[0][1] == outputs[1][1], "blocks that a session does not run take no memory"
+
+
+def test_call_wide_rotary_embeddings_keep_rows_apart(make_chain: MakeChain) -> None:
+    scaling = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 32,
+    }
+    chain = make_chain("phi3", rope_parameters=scaling, original_max_position_embeddings=32)
+    assert not chain.runners[0].model.packs_rows
+    short, long = tokens(10, seed=3), tokens(40, seed=4)
+    batch = chain.step([(chain.open(), 0, short), (chain.open(), 0, long)])
+    assert_close(batch[0], chain.truth(short))
+    assert_close(batch[1], chain.truth(long))
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_a_row_that_is_not_finite_harms_no_other(make_chain: MakeChain, family: str) -> None:
+    runner = make_chain(family).runners[1]
+    sound, bad, solo = runner.new_cache(), runner.new_cache(), runner.new_cache()
+    hidden = torch.randn(5, runner.model.hidden_size, generator=torch.Generator().manual_seed(0))
+    spoilt = hidden.clone()
+    spoilt[3, 0] = torch.nan
+    rows = [RowWork(sound, 0, 3), RowWork(bad, 0, 2)]
+    output = runner.run_each(rows, spoilt, runner.span)
+    assert output.finite == (True, False)
+    assert (sound.num_tokens, bad.num_tokens) == (3, 0)
+    torch.testing.assert_close(output.hidden[:3], runner.run([RowWork(solo, 0, 3)], hidden[:3], runner.span))
+    again = runner.run([RowWork(bad, 0, 2)], hidden[3:], runner.span)
+    assert torch.isfinite(again).all()
+    with pytest.raises(NonFiniteOutput):
+        runner.run([RowWork(bad, 1, 2)], spoilt[3:], runner.span)
+    assert bad.num_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "position, num_tokens, width, blocks",
+    [
+        pytest.param(1, 2, 64, Span(1, 4), id="gap"),
+        pytest.param(-1, 2, 64, Span(1, 4), id="negative position"),
+        pytest.param(0, 0, 64, Span(1, 4), id="no tokens"),
+        pytest.param(0, 3, 64, Span(1, 4), id="too few hidden states"),
+        pytest.param(0, 2, 63, Span(1, 4), id="another width"),
+        pytest.param(0, 2, 64, Span(0, 4), id="blocks of another server"),
+    ],
+)
+def test_misuse_is_refused(make_chain: MakeChain, position: int, num_tokens: int, width: int, blocks: Span) -> None:
+    runner = make_chain("llama").runners[1]
+    with pytest.raises(ValueError, match=r"."):
+        runner.run([RowWork(runner.new_cache(), position, num_tokens)], torch.zeros(2, width), blocks)
+
+
+def test_one_cache_is_no_two_rows(make_chain: MakeChain) -> None:
+    runner = make_chain("llama").runners[1]
+    row = RowWork(runner.new_cache(), 0, 1)
+    with pytest.raises(ValueError, match="same cache"):
+        runner.run([row, row], torch.zeros(2, 64), runner.span)
+
+
+def test_a_session_keeps_its_blocks(make_chain: MakeChain) -> None:
+    runner = make_chain("llama").runners[1]
+    cache = runner.new_cache()
+    runner.run([RowWork(cache, 0, 2)], torch.ones(2, 64), Span(1, 3))
+    with pytest.raises(ValueError, match="keeps its blocks"):
+        runner.run([RowWork(cache, 2, 1)], torch.ones(1, 64), Span(2, 4))
+    assert cache.num_tokens == 2
+
+
+def test_a_cache_takes_whole_pages_and_gives_them_back() -> None:
+    cache = SessionCache(num_layers=2, page_tokens=8)
+    part = torch.ones(2, 3, 4)
+    token_bytes = 2 * part[:, :1].nbytes
+    cache.write(0, 0, part, part)
+    assert cache.nbytes == 8 * token_bytes
+    cache.write(1, 0, part, part)
+    cache.commit(3)
+    keys, values = cache.write(0, 3, torch.full((2, 6, 4), 2.0), torch.full((2, 6, 4), 3.0))
+    assert cache.nbytes == (16 + 8) * token_bytes
+    assert keys[0, :, 0].tolist() == [1.0] * 3 + [2.0] * 6
+    assert values[1, :, 3].tolist() == [1.0] * 3 + [3.0] * 6
+    cache.clear()
+    assert (cache.nbytes, cache.num_tokens) == (0, 0)
+
+
+def test_a_reserved_cache_grows_once() -> None:
+    cache = SessionCache(num_layers=1, page_tokens=8)
+    cache.reserve(30)
+    assert cache.nbytes == 0
+    token = torch.ones(2, 1, 4)
+    first, _ = cache.write(0, 0, token, token)
+    cache.commit(1)
+    taken = cache.nbytes
+    for position in range(1, 32):
+        last, _ = cache.write(0, position, token, token)
+    assert cache.nbytes == taken == 32 * 2 * token.nbytes
+    assert last.data_ptr() == first.data_ptr()
+
+
+def test_a_cache_is_not_truncated_to_more_than_it_holds() -> None:
+    cache = SessionCache(num_layers=1, page_tokens=8)
+    with pytest.raises(ValueError, match="cannot truncate"):
+        cache.truncate(1)
