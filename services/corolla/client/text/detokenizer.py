@@ -6,13 +6,14 @@ never gives out what is pending when the answer ends. Sampled tokens are not wel
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 from corolla.client.text.tokenizer import TextTokenizer
 
 REPLACEMENT = "\ufffd"
 
 _NUM_CONTEXT_TOKENS = 6
-"""An incomplete character is at most 3 bytes, so at most 3 tokens; the rest settles spaces and half characters."""
+"""More than an incomplete character has; the rest settles spaces."""
 
 _LONG_WINDOW_TOKENS = 24
 """From here on, the window is shortened as soon as it ends with a whole character."""
@@ -20,7 +21,8 @@ _LONG_WINDOW_TOKENS = 24
 _MAX_WINDOW_TOKENS = 32
 """Here it is shortened in any case: whole characters would have come by now."""
 
-_MAX_INCOMPLETE_CHARS = 3
+_MAX_INCOMPLETE_TOKENS = 3
+"""Of a character's 4 bytes, and so of its tokens; a byte-fallback decoder shows each as one U+FFFD."""
 
 
 class Detokenizer:
@@ -39,17 +41,12 @@ class Detokenizer:
 
     def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        visible_ids: list[int] = []
-        for token_id in reversed(prompt_ids):
-            if token_id not in tokenizer.special_token_ids:
-                visible_ids.append(token_id)
-                if len(visible_ids) == _NUM_CONTEXT_TOKENS:
-                    break
         # Invariant: of the window's text, the first `_num_emitted_chars` are out (or the prompt's).
-        self._window_ids = visible_ids[::-1]
+        self._window_ids, num_whole_tokens = _context(tokenizer, prompt_ids)
         prompt_text = tokenizer.decode(self._window_ids)
         self._num_emitted_chars = len(prompt_text)
-        self._open_prompt_text = prompt_text if prompt_text.endswith(REPLACEMENT) else None
+        self._num_whole_prompt_chars = len(tokenizer.decode(self._window_ids[:num_whole_tokens]))
+        self._open_prompt_text = prompt_text if num_whole_tokens < len(self._window_ids) else None
 
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text that is certain now, often one token's, sometimes none."""
@@ -62,7 +59,7 @@ class Detokenizer:
         num_certain_chars = len(text.rstrip(REPLACEMENT))
         must_shorten = len(self._window_ids) >= _MAX_WINDOW_TOKENS
         if must_shorten:
-            num_certain_chars = max(num_certain_chars, len(text) - _MAX_INCOMPLETE_CHARS)
+            num_certain_chars = max(num_certain_chars, len(text) - _MAX_INCOMPLETE_TOKENS)
         piece = self._emit(text, num_certain_chars)
         if must_shorten or (len(self._window_ids) >= _LONG_WINDOW_TOKENS and num_certain_chars == len(text)):
             self._shorten_window(text)
@@ -81,7 +78,7 @@ class Detokenizer:
     def _close_prompt(self, text: str, prompt_text: str) -> None:
         """A character that the prompt began and the answer completes belongs to the answer."""
         if not text.startswith(prompt_text):
-            self._num_emitted_chars = len(prompt_text.rstrip(REPLACEMENT))
+            self._num_emitted_chars = self._num_whole_prompt_chars
             self._open_prompt_text = None
         elif text.rstrip(REPLACEMENT) != prompt_text.rstrip(REPLACEMENT):
             self._open_prompt_text = None
@@ -98,3 +95,20 @@ class Detokenizer:
         self._window_ids = self._window_ids[start:]
         self._num_emitted_chars = max(0, len(shorter_text) - num_pending_chars)
         self._open_prompt_text = None
+
+
+def _context(tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> tuple[list[int], int]:
+    """The prompt's last visible tokens, and how many of them are whole characters.
+
+    They begin with a whole character where there is one: half of one would spoil a byte-fallback run.
+    """
+    num_wanted_tokens = _NUM_CONTEXT_TOKENS + _MAX_INCOMPLETE_TOKENS
+    visible_ids = (token_id for token_id in reversed(prompt_ids) if token_id not in tokenizer.special_token_ids)
+    last_ids = list(islice(visible_ids, num_wanted_tokens))[::-1]
+    latest_start = max(0, len(last_ids) - _NUM_CONTEXT_TOKENS)
+    for num_incomplete_tokens in range(min(_MAX_INCOMPLETE_TOKENS, len(last_ids)) + 1):
+        end = len(last_ids) - num_incomplete_tokens
+        for start in range(min(latest_start, end), -1, -1):
+            if REPLACEMENT not in tokenizer.decode(last_ids[start:end]):
+                return last_ids[start:], end - start
+    return last_ids[latest_start:], len(last_ids) - latest_start

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from corolla.client.text.detokenizer import REPLACEMENT, Detokenizer
@@ -77,10 +77,10 @@ def test_byte_fallback_is_exact_but_for_bytes_that_are_no_text(
 ) -> None:
     ids = [raw_id % byte_fallback_tokenizer.vocab_size for raw_id in raw_ids]
     prompt_ids = byte_fallback_tokenizer.encode(prompt)
-    text, expected = (
-        "".join(streamed(byte_fallback_tokenizer, ids, prompt_ids)),
-        decoded(byte_fallback_tokenizer, ids, prompt_ids),
-    )
+    # A bad byte behind the prompt's last character would take back the prompt, too.
+    assume(byte_fallback_tokenizer.decode([*prompt_ids, *ids]).startswith(byte_fallback_tokenizer.decode(prompt_ids)))
+    text = "".join(streamed(byte_fallback_tokenizer, ids, prompt_ids))
+    expected = decoded(byte_fallback_tokenizer, ids, prompt_ids)
     # A bad byte turns its whole run into U+FFFD, also the characters of it that are out already.
     if REPLACEMENT not in expected:
         assert text == expected
@@ -112,6 +112,17 @@ def test_byte_fallback_characters_leave_at_once(byte_fallback_tokenizer: TextTok
     assert len(ids) == len(text.encode()), "every byte is a token of its own here"
     pieces = streamed(byte_fallback_tokenizer, ids)
     assert pieces == [character for letter in text for character in ("", "", letter)] + [""]
+
+
+@pytest.mark.parametrize("num_prompt_bytes", range(13))
+def test_a_prompt_may_end_anywhere_in_a_byte_fallback_run(
+    byte_fallback_tokenizer: TextTokenizer, num_prompt_bytes: int
+) -> None:
+    text = "กข🎉คกข🎉ค"
+    ids = byte_fallback_tokenizer.encode(text, add_special_tokens=False)
+    num_prompt_tokens = len(ids) - len(text.encode()) + num_prompt_bytes
+    expected = text[len(text.encode()[:num_prompt_bytes].decode(errors="ignore")) :]
+    assert "".join(streamed(byte_fallback_tokenizer, ids[num_prompt_tokens:], ids[:num_prompt_tokens])) == expected
 
 
 def test_an_incomplete_end_is_flushed_once(byte_level_tokenizer: TextTokenizer) -> None:
