@@ -140,7 +140,7 @@ class QueueFull(CorollaError):
 
 
 class PositionGap(CorollaError):
-    """A hop holds fewer tokens than the step assumes. `held` is what it holds. Becomes `google.rpc.PreconditionFailure`."""
+    """A hop holds fewer tokens than the step assumes: `held`. Becomes `google.rpc.PreconditionFailure`."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "POSITION_GAP"
@@ -200,6 +200,14 @@ class ServiceStopping(CorollaError):
 class RouterUnavailable(CorollaError):
     code = grpc.StatusCode.UNAVAILABLE
     reason = "ROUTER_UNAVAILABLE"
+    retry_after_default_s = 1.0
+
+
+class ServiceUnavailable(CorollaError):
+    """The service that was called cannot be reached, or went away in the middle of the call."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "SERVICE_UNAVAILABLE"
     retry_after_default_s = 1.0
 
 

@@ -1,0 +1,1 @@
+"""The Python client: a thin, typed layer over the generated stubs."""

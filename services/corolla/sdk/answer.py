@@ -1,0 +1,63 @@
+"""What a stream has brought so far; no socket here, so that both kinds of stream share it."""
+
+from corolla.sdk import responses
+from corolla.sdk.results import Chunk, Completion, FinishReason, TokenLogprob, Usage
+from corolla.v1 import generation_pb2 as pb
+
+
+class _Growing:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+
+
+class Answer:
+    """The sum of a stream's chunks. `text`, `token_ids` and `finish_reason` are those of the first completion.
+
+    Attributes:
+        usage: None until the last chunk came.
+    """
+
+    def __init__(self) -> None:
+        self.usage: Usage | None = None
+        self._parts: dict[int, _Growing] = {}
+
+    @property
+    def text(self) -> str:
+        return self.completion(0).text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completion(0).token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None while the completion is still growing."""
+        return self.completion(0).finish_reason
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """All completions so far, in order of their index."""
+        return tuple(self.completion(index) for index in sorted(self._parts))
+
+    def completion(self, index: int) -> Completion:
+        part = self._parts.get(index) or _Growing()
+        return Completion(
+            index=index,
+            text="".join(part.texts),
+            token_ids=tuple(part.token_ids),
+            finish_reason=part.finish_reason,
+            logprobs=tuple(part.logprobs),
+        )
+
+    def _add(self, message: pb.GenerateChunk | pb.ChatChunk) -> Chunk:
+        chunk = responses.chunk(message)
+        part = self._parts.setdefault(chunk.index, _Growing())
+        part.texts.append(chunk.text)
+        part.token_ids.extend(chunk.token_ids)
+        part.logprobs.extend(chunk.logprobs)
+        part.finish_reason = chunk.finish_reason or part.finish_reason
+        self.usage = chunk.usage or self.usage
+        return chunk

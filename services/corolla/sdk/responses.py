@@ -1,0 +1,95 @@
+"""Answers of the service as values of `corolla.sdk.results`."""
+
+from collections.abc import Iterable
+
+from corolla.sdk import results
+from corolla.v1 import generation_pb2 as pb
+
+_FINISH_REASONS: dict[int, results.FinishReason] = {
+    pb.FINISH_REASON_EOS: results.FinishReason.EOS,
+    pb.FINISH_REASON_LENGTH: results.FinishReason.LENGTH,
+    pb.FINISH_REASON_STOP_SEQUENCE: results.FinishReason.STOP_SEQUENCE,
+    pb.FINISH_REASON_CANCELLED: results.FinishReason.CANCELLED,
+    pb.FINISH_REASON_TIME_LIMIT: results.FinishReason.TIME_LIMIT,
+}
+
+
+def usage(message: pb.Usage) -> results.Usage:
+    return results.Usage(
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        cached_tokens=message.cached_tokens,
+        recoveries=message.recoveries,
+        stall_s=message.stall_seconds,
+        time_to_first_token_s=message.time_to_first_token_seconds,
+        total_s=message.total_seconds,
+    )
+
+
+def generation(message: pb.GenerateResponse) -> results.Generation:
+    completions = tuple(
+        results.Completion(
+            index=each.index,
+            text=each.text,
+            token_ids=tuple(each.token_ids),
+            finish_reason=_FINISH_REASONS.get(each.finish_reason),
+            logprobs=_logprobs(each.logprobs),
+        )
+        for each in message.completions
+    )
+    return results.Generation(message.model, completions, usage(message.usage))
+
+
+def reply(message: pb.ChatResponse) -> results.Reply:
+    return results.Reply(
+        model=message.model,
+        text=message.message.content,
+        token_ids=tuple(message.token_ids),
+        finish_reason=_FINISH_REASONS.get(message.finish_reason),
+        logprobs=_logprobs(message.logprobs),
+        usage=usage(message.usage),
+    )
+
+
+def chunk(message: pb.GenerateChunk | pb.ChatChunk) -> results.Chunk:
+    return results.Chunk(
+        index=message.index if isinstance(message, pb.GenerateChunk) else 0,
+        text=message.text_delta,
+        token_ids=tuple(message.token_ids),
+        logprobs=_logprobs(message.logprobs),
+        finish_reason=_FINISH_REASONS.get(message.finish_reason),
+        usage=usage(message.usage) if message.HasField("usage") else None,
+    )
+
+
+def tokens(message: pb.TokenizeResponse) -> results.Tokens:
+    return results.Tokens(tuple(message.token_ids), tuple(message.tokens))
+
+
+def model(message: pb.Model) -> results.Model:
+    return results.Model(
+        name=message.name,
+        family=message.family,
+        num_blocks=message.num_blocks,
+        context_length=message.context_length,
+        vocab_size=message.vocab_size,
+        dtype=message.dtype,
+        fingerprint=message.fingerprint,
+        has_chat_template=message.has_chat_template,
+        ready=message.ready,
+    )
+
+
+def session(message: pb.Session) -> results.SessionInfo:
+    return results.SessionInfo(
+        session_id=message.session_id,
+        model=message.model,
+        num_tokens=message.num_tokens,
+        num_turns=message.num_turns,
+        busy=message.busy,
+        expires_in_s=message.expires_in_seconds,
+    )
+
+
+def _logprobs(messages: Iterable[pb.TokenLogprob]) -> tuple[results.TokenLogprob, ...]:
+    return tuple(results.TokenLogprob(each.token_id, each.text, each.logprob, _logprobs(each.top)) for each in messages)

@@ -1,0 +1,207 @@
+"""What the service answers, as plain values."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    EOS = "eos"
+    LENGTH = "length"
+    STOP_SEQUENCE = "stop_sequence"
+    CANCELLED = "cancelled"
+    TIME_LIMIT = "time_limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an answer cost.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt; in a session all that stood before the answer.
+        completion_tokens: tokens of the answer.
+        cached_tokens: prompt tokens whose keys and values were still on the servers.
+        recoveries: how often a hop was replaced during the answer.
+        stall_s: seconds that those replacements stalled it.
+        time_to_first_token_s: seconds from the request's arrival to the first token.
+        total_s: seconds from the request's arrival to the last token.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    recoveries: int
+    stall_s: float
+    time_to_first_token_s: float
+    total_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed: tokens after the first, over the time after the first; 0.0 for fewer than two tokens."""
+        decode_s = self.total_s - self.time_to_first_token_s
+        return (self.completion_tokens - 1) / decode_s if self.completion_tokens > 1 and decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's log-probability under the model's own distribution.
+
+    Attributes:
+        token_id: in the model's vocabulary.
+        text: the token's own text; U+FFFD stands for bytes that are no character by themselves.
+        logprob: natural logarithm.
+        top: the most likely tokens at this place, most likely first; as many as were asked for.
+    """
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One of the completions of a prompt."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """All completions of a prompt. `text`, `token_ids`, `finish_reason` and `logprobs` are those of the first one."""
+
+    model: str
+    completions: tuple[Completion, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.completions[0].logprobs
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation; `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The model's turn in a conversation."""
+
+    model: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...]
+    usage: Usage
+
+    @property
+    def message(self) -> Message:
+        """The reply as the next message of a conversation."""
+        return Message("assistant", self.text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What came since the last chunk.
+
+    Attributes:
+        index: of the completion that this belongs to; 0 in a chat.
+        text: may lag behind `token_ids`: whole characters only, and never a part of a stop sequence.
+        token_ids: new tokens.
+        logprobs: of the new tokens, where asked for.
+        finish_reason: set on a completion's last chunk.
+        usage: set on the last chunk of the stream.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    usage: Usage | None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A text's tokens: `pieces[i]` is the vocabulary's spelling of `token_ids[i]`."""
+
+    token_ids: tuple[int, ...]
+    pieces: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that the service has.
+
+    Attributes:
+        num_blocks: transformer blocks, spread over the block servers.
+        context_length: longest prompt and answer together, in tokens.
+        fingerprint: identifies weights, dtype and protocol.
+        ready: whether every block has a live server now.
+    """
+
+    name: str
+    family: str
+    num_blocks: int
+    context_length: int
+    vocab_size: int
+    dtype: str
+    fingerprint: str
+    has_chat_template: bool
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as the service knows it.
+
+    Attributes:
+        session_id: 128 random bits in hexadecimal. Whoever knows it and owns it can continue the session.
+        num_tokens: tokens of prompts and answers so far.
+        num_turns: finished turns.
+        busy: whether a turn is running.
+        expires_in_s: seconds until it is forgotten when it stays idle.
+    """
+
+    session_id: str
+    model: str
+    num_tokens: int
+    num_turns: int
+    busy: bool
+    expires_in_s: float

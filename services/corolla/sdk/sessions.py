@@ -1,0 +1,139 @@
+"""Sessions and chats for ordinary, blocking code."""
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, Unpack
+
+from corolla.chassis.errors import CorollaError, SessionBusy
+from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation
+from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt
+from corolla.sdk.results import Generation, Reply, SessionInfo, Usage
+from corolla.sdk.streams import Stream
+
+if TYPE_CHECKING:
+    from corolla.sdk.client import Client
+
+
+class Session:
+    """A sequence that the service keeps: each prompt is appended to what it holds. Made at the first use."""
+
+    def __init__(self, client: "Client", *, session_id: str | None, model: str) -> None:
+        self._client = client
+        self._model = model
+        self._id = session_id
+        self._is_own = session_id is None
+
+    @property
+    def session_id(self) -> str:
+        """128 random bits in hexadecimal; the session is made now if it was not yet."""
+        if self._id is None:
+            self._id = self._client.create_session(self._model).session_id
+        return self._id
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
+        options["session"] = self.session_id
+        return self._client.generate(prompt, **options)
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+        options["session"] = self.session_id
+        return self._client.stream(prompt, **options)
+
+    def info(self) -> SessionInfo:
+        return self._client.get_session(self.session_id)
+
+    def delete(self) -> None:
+        """Deletes the session; the next use would make a new one."""
+        if self._id is not None:
+            self._client.delete_session(self._id)
+            self._id, self._is_own = None, True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_own:
+            return
+        try:
+            self.delete()
+        except CorollaError:
+            # It expires by itself; an error that is on its way says more than this one.
+            if failure is None:
+                raise
+
+
+class Chat:
+    """A conversation. Each turn sends only what is new; the service keeps the rest.
+
+    with client.chat(system="Answer in one sentence.") as chat:
+        print(chat.send("What is a corolla?"))
+        for chunk in chat.stream("And a petal?"):
+            print(chunk.text, end="")
+        print(chat.usage.cached_tokens)
+    """
+
+    def __init__(self, client: "Client", *, system: str | None, session_id: str | None, options: ChatOptions) -> None:
+        self._client = client
+        self._options = options
+        self._session = Session(client, session_id=session_id, model=options.get("model", ""))
+        self._conversation = Conversation(system, resumed=session_id is not None)
+        self._running: Stream | None = None
+
+    @property
+    def session_id(self) -> str:
+        return self._session.session_id
+
+    @property
+    def usage(self) -> Usage | None:
+        """Of the last turn that came to its end."""
+        return self._conversation.usage
+
+    def send(self, text: str, **options: Unpack[ChatOptions]) -> Reply:
+        """One turn, answered at once."""
+        self._settle()
+        messages = self._conversation.messages(text)
+        merged: ChatOptions = {**self._options, **options}
+        reply = self._client._chat_turn(messages, merged, self.session_id)
+        self._conversation.end(reply.usage)
+        return reply
+
+    def stream(self, text: str, **options: Unpack[ChatOptions]) -> Stream:
+        """One turn, chunk by chunk. Closing the stream early ends the turn there."""
+        self._settle()
+        messages = self._conversation.messages(text)
+        merged: ChatOptions = {**self._options, **options}
+        self._running = self._client._stream_chat_turn(messages, merged, self.session_id)
+        self._conversation.begin(self._running)
+        return self._running
+
+    def info(self) -> SessionInfo:
+        return self._session.info()
+
+    def close(self) -> None:
+        """Ends a running turn, and deletes the session unless it existed before."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._running is not None:
+            self._running.close()
+        self._session.__exit__(kind, failure, trace)
+
+    def _settle(self) -> None:
+        """Waits until the service has wound up a turn that was left early, and learns what it kept."""
+        if self._conversation.is_settled:
+            self._conversation.end()
+            return
+        if self._running is not None:
+            self._running.close()
+        give_up = time.monotonic() + SETTLE_S
+        while (info := self._session.info()).busy:
+            if time.monotonic() > give_up:
+                raise SessionBusy("the turn before was cancelled but has not ended yet")
+            time.sleep(SETTLE_INTERVAL_S)
+        self._conversation.settle(info)

@@ -1,0 +1,98 @@
+"""Streams of chunks, for threads and for asyncio. Closing one early cancels the call, which frees its pages."""
+
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from grpc import aio
+
+from corolla.sdk.answer import Answer
+from corolla.sdk.results import Chunk
+from corolla.sdk.transport import error_of
+
+
+class Stream(Answer):
+    """Iterates over `Chunk`s; what came so far is in `text`, `token_ids`, `completions`, `finish_reason` and `usage`.
+
+    Leaving a `with` block, or `close()`, cancels what is not finished. Errors of `corolla.errors` are raised while
+    iterating.
+    """
+
+    def __init__(self, call: Any, address: str) -> None:
+        super().__init__()
+        self._call = call
+        self._address = address
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        if self._closed:
+            raise StopIteration
+        try:
+            message = next(self._call)
+        except StopIteration:
+            self._closed = True
+            raise
+        except grpc.RpcError as failure:
+            if self._closed:
+                raise StopIteration from None
+            self._closed = True
+            raise error_of(failure, self._address) from None
+        return self._add(message)
+
+    def close(self) -> None:
+        """Cancels the call if it still runs. May be called from any thread."""
+        self._closed = True
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncStream(Answer):
+    """`Stream` for asyncio: `async for chunk in stream`, `async with`, `close()`."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        super().__init__()
+        self._call = call
+        self._address = address
+        self._closed = False
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            message = await self._call.read()
+        except grpc.RpcError as failure:
+            if self._closed:
+                raise StopAsyncIteration from None
+            self._closed = True
+            raise error_of(failure, self._address) from None
+        if message is aio.EOF:
+            self._closed = True
+            raise StopAsyncIteration
+        return self._add(message)
+
+    def close(self) -> None:
+        """Cancels the call if it still runs."""
+        self._closed = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

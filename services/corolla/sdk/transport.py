@@ -1,0 +1,56 @@
+"""The connection to a client service: channel options, credentials, and failed calls as errors of the tree."""
+
+from typing import Any, Final
+
+import grpc
+from google.rpc import status_pb2
+
+from corolla.chassis import errors
+from corolla.chassis.channels import MAX_FRAME_BYTES
+from corolla.chassis.status import DETAILS_KEY, parse_status
+
+Metadata = tuple[tuple[str, str], ...]
+
+CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    # A service that froze or was cut off is noticed after about fifteen seconds, even in the middle of a stream.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.enable_retries", 0),
+    # A proxy of the environment would answer for a service that is not there.
+    ("grpc.enable_http_proxy", 0),
+]
+
+# A service that stops cancels what still runs when its grace ends.
+_UNREACHED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
+
+
+def call_metadata(api_key: str | None) -> Metadata:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
+    """The error behind a failed call to the service at `address`."""
+    for key, value in _trailing_metadata(failure):
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            return parse_status(status_pb2.Status.FromString(value))
+    code = failure.code() if isinstance(failure, grpc.Call | grpc.aio.AioRpcError) else None
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded("the call took longer than its timeout")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.MessageTooLarge(f"a message is larger than the {MAX_FRAME_BYTES} bytes that a connection carries")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.ServiceUnavailable(f"what answers at {address} is no Corolla client service of this version")
+    if code is None or code in _UNREACHED:
+        return errors.ServiceUnavailable(f"no service answers at {address}")
+    return errors.InternalError(f"the call to {address} failed with {code.name}")
+
+
+def _trailing_metadata(failure: grpc.RpcError) -> list[tuple[str, str | bytes]]:
+    if isinstance(failure, grpc.Call | grpc.aio.AioRpcError):
+        return [(key, value) for key, value in failure.trailing_metadata() or ()]
+    return []

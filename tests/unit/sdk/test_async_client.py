@@ -1,0 +1,73 @@
+"""The asyncio client against a real gRPC server."""
+
+import asyncio
+
+import pytest
+
+from corolla import AsyncClient, errors
+from tests.generation_server import GenerationServer
+
+
+async def test_completions_and_streams(server: GenerationServer) -> None:
+    async with AsyncClient(server.address) as client:
+        assert (await client.generate([5, 6])).text == "5 6"
+        async with client.stream("one two") as stream:
+            assert [chunk.text async for chunk in stream] == ["one", " two"]
+        assert stream.usage is not None
+        assert (await client.models())[0].name == (await client.model()).name == "echo"
+        assert (await client.tokenize("a b")).token_ids == (0, 1)
+
+
+async def test_streams_run_side_by_side(server: GenerationServer) -> None:
+    async def answer(client: AsyncClient, number: int) -> str:
+        return "".join([chunk.text async for chunk in client.stream(f"number {number}")])
+
+    async with AsyncClient(server.address) as client:
+        answers = await asyncio.gather(*(answer(client, number) for number in range(8)))
+    assert answers == [f"number {number}" for number in range(8)]
+
+
+async def test_leaving_a_stream_early_cancels_the_call(server: GenerationServer) -> None:
+    async with AsyncClient(server.address) as client:
+        async with client.stream("endless") as stream:
+            await anext(stream)
+        assert [chunk async for chunk in stream] == []
+        await asyncio.wait_for(asyncio.to_thread(server.servicer.cancelled.wait), 5)
+
+
+async def test_errors_come_back_as_their_class(server: GenerationServer) -> None:
+    server.servicer.failure = errors.OutOfPages("no room")
+    async with AsyncClient(server.address) as client:
+        with pytest.raises(errors.OutOfPages) as raised:
+            await client.generate("hello")
+        assert raised.value.retry_after_s == 1.0
+        with pytest.raises(errors.OutOfPages):
+            await anext(client.stream("hello"))
+        server.servicer.failure = None
+        with pytest.raises(errors.DeadlineExceeded):
+            [chunk async for chunk in client.stream("endless", timeout=0.1)]
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(errors.ServiceUnavailable):
+            await client.generate("hello")
+
+
+async def test_a_chat_of_three_turns(server: GenerationServer) -> None:
+    async with AsyncClient(server.address) as client:
+        async with client.chat(system="be brief") as chat:
+            async for _ in await chat.stream("endless"):
+                break
+            assert (await chat.send("hello")).text == "hello"
+            stream = await chat.stream("again")
+            assert "".join([chunk.text async for chunk in stream]) == "again"
+            assert chat.usage is not None
+            assert chat.usage.cached_tokens == 10
+            assert (await chat.info()).num_turns == 2
+        assert server.servicer.sessions == {}
+        async with client.session() as session:
+            await session.generate("one")
+            assert "".join([chunk.text async for chunk in await session.stream("two")]) == "two"
+        assert server.servicer.sessions == {}
+    roles = [
+        [message.role for message in each.messages] for each in server.servicer.requests if hasattr(each, "messages")
+    ]
+    assert roles == [["system", "user"], ["system", "user"], ["user"]]

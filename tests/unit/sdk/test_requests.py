@@ -1,0 +1,124 @@
+"""Each option lands in its field; what cannot be carried is refused under the caller's own name for it."""
+
+import pytest
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.sdk.requests import chat_request, generate_request, tokenize_request
+from corolla.sdk.results import Message
+
+
+def test_unset_options_stay_unset() -> None:
+    request = generate_request("hello", {})
+    assert request.WhichOneof("prompt") == "text"
+    assert not request.sampling.ListFields()
+    assert not request.stopping.ListFields()
+    assert not request.HasField("num_completions")
+    assert not request.HasField("logprobs")
+
+
+def test_zero_is_not_unset() -> None:
+    sampling = generate_request("hello", {"temperature": 0, "seed": 0, "top_k": 0}).sampling
+    assert sampling.HasField("temperature")
+    assert sampling.HasField("seed")
+    assert sampling.HasField("top_k")
+
+
+def test_every_option_has_its_field() -> None:
+    request = generate_request(
+        [1, 2, 3],
+        {
+            "max_tokens": 5,
+            "temperature": 0.5,
+            "top_k": 4,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "presence_penalty": -1.0,
+            "frequency_penalty": 0.25,
+            "seed": -9,
+            "stop": ["a", "b"],
+            "ignore_eos": True,
+            "time_limit_s": 1.5,
+            "logprobs": 3,
+            "n": 2,
+            "session": "ab",
+            "model": "m",
+            "timeout": 9.0,
+        },
+    )
+    assert list(request.tokens.ids) == [1, 2, 3]
+    sampling = {field.name: value for field, value in request.sampling.ListFields()}
+    assert sampling == pytest.approx(
+        {
+            "temperature": 0.5,
+            "top_k": 4,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "presence_penalty": -1.0,
+            "frequency_penalty": 0.25,
+            "seed": -9,
+        }
+    )
+    assert request.stopping.max_tokens == 5
+    assert list(request.stopping.stop) == ["a", "b"]
+    assert request.stopping.ignore_eos
+    assert request.stopping.time_limit_ms == 1500
+    assert (request.logprobs, request.num_completions, request.session_id, request.model) == (3, 2, "ab", "m")
+
+
+def test_one_stop_text_is_a_list_of_one() -> None:
+    assert list(generate_request("a", {"stop": "END"}).stopping.stop) == ["END"]
+
+
+def test_an_empty_list_of_ids_is_still_ids() -> None:
+    assert generate_request([], {}).WhichOneof("prompt") == "tokens"
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 2**40}, "max_tokens"),
+        ({"seed": 2**70}, "seed"),
+        ({"stop": [1]}, "stop"),
+        ({"time_limit_s": float("nan")}, "time_limit_s"),
+        ({"model": 5}, "model"),
+    ],
+)
+def test_a_value_of_a_wrong_kind_is_refused(options: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        generate_request("hello", options)  # type: ignore[arg-type]
+    assert [name for name, _ in refused.value.violations] == [field]
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"bytes", [-1], ["a"], "\ud800"])
+def test_a_prompt_of_a_wrong_kind_is_refused(prompt: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        generate_request(prompt, {})  # type: ignore[arg-type]
+    assert [name for name, _ in refused.value.violations] == ["prompt"]
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match="max_token"):
+        generate_request("hello", {"max_token": 5})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match="unknown option 'n'"):
+        chat_request([Message("user", "hello")], {"n": 2})  # type: ignore[typeddict-unknown-key]
+
+
+def test_messages_are_objects_or_mappings() -> None:
+    request = chat_request([Message("system", "s"), {"role": "user", "content": "u"}], {"seed": 1}, "ab")
+    assert [(each.role, each.content) for each in request.messages] == [("system", "s"), ("user", "u")]
+    assert (request.session_id, request.sampling.seed) == ("ab", 1)
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": "a", "name": "b"}, "hello", None])
+def test_a_message_of_another_shape_is_refused(message: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat_request([Message("user", "a"), message], {})  # type: ignore[list-item]
+    assert refused.value.violations[0][0] == "messages[1]"
+
+
+def test_a_conversation_is_tokenised_as_one() -> None:
+    assert tokenize_request("a", special_tokens=False).without_special_tokens
+    assert tokenize_request([Message("user", "a")]).WhichOneof("input") == "chat"
