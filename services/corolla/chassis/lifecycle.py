@@ -1,41 +1,70 @@
-"""A service's life: start, run until a signal, stop in order; and supervised background tasks."""
+"""A service's life: settings, start, run until a signal, stop in order; and supervised background tasks."""
 
 import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 import uvloop
 
+from corolla.chassis import logs
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import where
+from corolla.chassis.settings import ServiceSettings, load
 
 log = logging.getLogger(__name__)
 
 EXIT_STARTUP = 2
 
 
-def run_until_signal(serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
-    """Runs `serve(stopping)`; SIGTERM and SIGINT set `stopping`. Returns the exit status.
+class Service(Protocol):
+    """What a composition root builds."""
+
+    async def start(self) -> None:
+        """Returns when the service serves. Raises StartupError when it cannot."""
+
+    async def stop(self) -> None:
+        """Frees everything, also after a start that failed or was cut short."""
+
+
+Settings = TypeVar("Settings", bound=ServiceSettings)
+
+
+def run_service(settings_class: type[Settings], build: Callable[[Settings], Service], **overrides: Any) -> int:
+    """Reads the settings, builds the service and runs it until SIGTERM or SIGINT. Returns the exit status.
 
     A StartupError ends the process with its sentence on standard error and status 2.
     """
-
-    async def main() -> None:
-        stopping = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopping.set)
-        await serve(stopping)
-
     try:
-        uvloop.run(main())
+        settings = load(settings_class, **overrides)
+        logs.configure(settings.log_level, settings.log_format)
+        uvloop.run(_serve_until_signal(lambda: build(settings)))
     except StartupError as failure:
         sys.stderr.write(f"corolla: {failure.message}\n")
         return EXIT_STARTUP
     return 0
+
+
+async def _serve_until_signal(build: Callable[[], Service]) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    service = build()
+    starting = asyncio.create_task(service.start())
+    waiting = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await waiting
+    finally:
+        for task in (starting, waiting):
+            task.cancel()
+        await asyncio.gather(starting, waiting, return_exceptions=True)
+        await service.stop()
 
 
 class TaskGroup:
@@ -45,6 +74,7 @@ class TaskGroup:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Runs `work` until it ends or the group closes; a failure is logged, not raised."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -56,6 +86,7 @@ class TaskGroup:
             log.error("background task failed", extra={"task": task.get_name(), "where": where(failure)})
 
     async def close(self) -> None:
+        """Cancels all tasks and waits for their ends."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -45,6 +45,6 @@ class RpcServer:
         await self._set_all(_NOT_SERVING)
         await self._server.stop(grace_s)
 
-    async def _set_all(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+    async def _set_all(self, status: int) -> None:
         for service in ("", *self._services):
             await self._health.set(service, status)

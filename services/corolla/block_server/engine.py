@@ -1,0 +1,203 @@
+"""The loop: take what is ready, compute it, send it on.
+
+Session state changes only between iterations, on the event loop; torch runs only within one, in a thread of its own.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.peers import Peer, PeerTable, step_fault
+from corolla.block_server.relay import Relay
+from corolla.block_server.runner import BatchOutput, RowWork, Runner
+from corolla.block_server.scheduler import QueuedStep, Scheduler
+from corolla.block_server.sessions import HopSession, SessionTable
+from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput
+from corolla.chassis.handlers import where
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
+from corolla.wire.span import Span
+from corolla.wire.tensors import from_payload, tensor_type, to_payload
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """A step as it arrived, with the stream that it came on."""
+
+    step: pb.Step
+    payload: Buffer
+    sender: Peer
+
+
+@dataclass(slots=True)
+class _Admitted:
+    """The rows of one step that may be computed, with where they lie in the step's payload."""
+
+    work: StepWork
+    rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]
+
+
+class Engine:
+    """Runs the iterations of one block server."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler[StepWork],
+        sessions: SessionTable[SessionCache],
+        peers: PeerTable,
+        relay: Relay,
+        metrics: BlockServerMetrics,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._peers = peers
+        self._relay = relay
+        self._metrics = metrics
+        self._commands: list[Callable[[], None]] = []
+        self._wake = asyncio.Event()
+        self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self.decode_step_seconds = 0.0
+
+    def submit(self, queued: QueuedStep[StepWork]) -> None:
+        """Queues a step. Raises QueueFull."""
+        self._scheduler.add(queued)
+        self._wake.set()
+
+    def between_iterations(self, command: Callable[[], None]) -> None:
+        """Runs `command` when no session is being computed; in the order of the calls, before any later step."""
+        self._commands.append(command)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Iterates for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while True:
+                self._run_commands()
+                steps = self._scheduler.next_batch()
+                if not steps:
+                    break
+                admitted = [batch for step in steps if (batch := self._admit(step)).rows]
+                if not admitted:
+                    continue
+                blocks = steps[0].blocks
+                started = time.perf_counter()
+                try:
+                    output = await loop.run_in_executor(self._compute_thread, self._compute, admitted, blocks)
+                except Exception as failure:
+                    log.error("iteration failed", extra={"where": where(failure)})
+                    for batch in admitted:
+                        self._fault(batch.work, InternalError("internal error"), [row for row, _, _ in batch.rows])
+                    continue
+                self._observe(steps, admitted, time.perf_counter() - started)
+                self._deliver(admitted, output)
+
+    def close(self) -> None:
+        self._compute_thread.shutdown(wait=True, cancel_futures=True)
+
+    def _run_commands(self) -> None:
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+
+    def _admit(self, queued: QueuedStep[StepWork]) -> _Admitted:
+        """Checks each row against its session; rows that fail are answered, the others go on."""
+        step = queued.item.step
+        now_s = time.monotonic()
+        admitted = _Admitted(queued.item, [])
+        offset = 0
+        for row in step.rows:
+            try:
+                session = self._sessions.for_step(
+                    row.session_id, row.epoch, step.client_id, row.position, row.num_tokens, queued.blocks, now_s
+                )
+                admitted.rows.append((row, session, offset))
+            except CorollaError as error:
+                self._fault(queued.item, error, [row])
+            offset += row.num_tokens
+        return admitted
+
+    def _compute(self, admitted: list[_Admitted], blocks: Span) -> BatchOutput:
+        """In the compute thread: all rows of all steps as one batch."""
+        work: list[RowWork] = []
+        hidden: list[torch.Tensor] = []
+        for batch in admitted:
+            step = batch.work.step
+            num_tokens = sum(row.num_tokens for row in step.rows)
+            states = from_payload(batch.work.payload, step.dtype, num_tokens, step.hidden_size)
+            for row, session, offset in batch.rows:
+                work.append(RowWork(session.cache, row.position, row.num_tokens))
+                if len(batch.rows) < len(step.rows):
+                    hidden.append(states[offset : offset + row.num_tokens])
+            if len(batch.rows) == len(step.rows):
+                hidden.append(states)
+        packed = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+        return self._runner.run_each(work, packed, blocks)
+
+    def _deliver(self, admitted: list[_Admitted], output: BatchOutput) -> None:
+        start = row_number = 0
+        for batch in admitted:
+            parts: list[torch.Tensor] = []
+            rows: list[pb.StepRow] = []
+            bad: list[pb.StepRow] = []
+            is_last_hop = not batch.work.step.route
+            for row, _, _ in batch.rows:
+                end = start + row.num_tokens
+                if output.finite[row_number]:
+                    rows.append(row)
+                    parts.append(output.hidden[end - row.num_result_tokens if is_last_hop else start : end])
+                else:
+                    bad.append(row)
+                start = end
+                row_number += 1
+            if bad:
+                self._fault(batch.work, NonFiniteOutput("a block's output is not finite"), bad)
+            if rows:
+                self._send_on(batch.work, rows, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def _send_on(self, work: StepWork, rows: list[pb.StepRow], states: torch.Tensor) -> None:
+        step = work.step
+        dtype, hidden_size = tensor_type(states.dtype), states.shape[1]
+        if step.route:
+            following = step.route[0]
+            onward = pb.Step(
+                step_id=step.step_id, client_id=step.client_id, rows=rows, dtype=dtype, hidden_size=hidden_size,
+                blocks=following.span, route=step.route[1:],
+            )  # fmt: skip
+            self._relay.forward(following.address, onward, to_payload(states))
+            return
+        peer = self._peers.get(step.client_id)
+        if peer is None:
+            work.sender.send(step_fault(step, InternalError("the last hop has no stream from the client"), rows))
+            return
+        result = pb.Result(step_id=step.step_id, rows=rows, dtype=dtype, hidden_size=hidden_size)
+        peer.send(result, to_payload(states))
+
+    def _fault(self, work: StepWork, error: CorollaError, rows: list[pb.StepRow]) -> None:
+        self._metrics.faults.labels(error.reason).inc(len(rows))
+        (self._peers.get(work.step.client_id) or work.sender).send(step_fault(work.step, error, rows))
+
+    def _observe(self, steps: list[QueuedStep[StepWork]], admitted: list[_Admitted], seconds: float) -> None:
+        is_decode = all(step.is_decode for step in steps)
+        kind = "decode" if is_decode else "prefill"
+        num_rows = sum(len(batch.rows) for batch in admitted)
+        if is_decode:
+            self.decode_step_seconds += 0.1 * (seconds - self.decode_step_seconds)
+        self._metrics.step_seconds.labels(kind).observe(seconds)
+        self._metrics.batch_rows.observe(num_rows)
+        for batch in admitted:
+            for row, _, _ in batch.rows:
+                self._metrics.tokens.labels("decode" if row.num_tokens == 1 else "prefill").inc(row.num_tokens)

@@ -1,0 +1,50 @@
+"""What a block server exports."""
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from corolla.block_server.sessions import SessionTable
+from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS
+
+
+class BlockServerMetrics:
+    """Pages, sessions, steps. No label names a session or a request."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.sessions = Gauge("corolla_hop_sessions", "Sessions held by this server.", registry=registry)
+        self.pages = Gauge("corolla_kv_pages", "KV pages by state (used, free).", ["state"], registry=registry)
+        self.usage = Gauge("corolla_kv_cache_usage_ratio", "Used share of the KV pages, 0 to 1.", registry=registry)
+        self.cache_bytes = Gauge("corolla_kv_cache_bytes", "Bytes of keys and values held.", registry=registry)
+        self.waiting = Gauge("corolla_num_steps_waiting", "Steps queued for the next iterations.", registry=registry)
+        self.step_seconds = Histogram(
+            "corolla_hop_step_seconds",
+            "Duration of one iteration on this server in seconds, by kind (decode, prefill).",
+            ["kind"],
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self.batch_rows = Histogram(
+            "corolla_hop_batch_rows",
+            "Rows computed together in one iteration.",
+            buckets=BATCH_ROWS_BUCKETS,
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "corolla_hop_tokens", "Tokens computed, by kind (decode, prefill).", ["kind"], registry=registry
+        )
+        self.faults = Counter("corolla_hop_faults", "Rows refused or failed, by reason.", ["reason"], registry=registry)
+        self.expired = Counter(
+            "corolla_hop_sessions_expired", "Sessions freed because their lease ran out.", registry=registry
+        )
+        self.evicted = Counter("corolla_hop_sessions_evicted", "Idle sessions freed for others.", registry=registry)
+
+    def observe_sessions(self, sessions: SessionTable[Any], num_steps_waiting: int) -> None:
+        """Refreshes the gauges."""
+        pool = sessions.pool
+        self.sessions.set(len(sessions))
+        self.pages.labels("free").set(pool.num_free)
+        self.pages.labels("used").set(pool.num_pages - pool.num_free)
+        self.usage.set(1 - pool.num_free / pool.num_pages)
+        self.cache_bytes.set(sum(session.cache.nbytes for session in sessions))
+        self.waiting.set(num_steps_waiting)

@@ -1,0 +1,62 @@
+"""The streams that callers hold to this server."""
+
+from google.protobuf.message import Message
+
+from corolla.chassis.errors import CorollaError, HopUnavailable, PositionGap
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
+from corolla.wire.outbox import Outbox, OutboxFull
+
+
+class Peer:
+    """One stream: a client service's, or an upstream hop's (then without a client id)."""
+
+    def __init__(self, client_id: bytes) -> None:
+        self.client_id = client_id
+        self.outbox = Outbox()
+
+    def send(self, control: Message, payload: Buffer = b"") -> None:
+        """Queues a frame. A peer that does not read loses its stream rather than filling our memory."""
+        try:
+            self.outbox.put(control, payload)
+        except OutboxFull:
+            self.outbox.close()
+
+
+class PeerTable:
+    """Client services by id; the newest stream of a client wins."""
+
+    def __init__(self) -> None:
+        self._peers: dict[bytes, Peer] = {}
+
+    def add(self, peer: Peer) -> None:
+        if peer.client_id:
+            self._peers[peer.client_id] = peer
+
+    def remove(self, peer: Peer) -> bool:
+        """Whether this was the client's newest stream, so that the client is gone now."""
+        if self._peers.get(peer.client_id) is not peer:
+            return False
+        del self._peers[peer.client_id]
+        return True
+
+    def get(self, client_id: bytes) -> Peer | None:
+        return self._peers.get(client_id)
+
+
+def step_fault(step: pb.Step, error: CorollaError, rows: list[pb.StepRow] | None = None) -> pb.Fault:
+    """The fault frame that tells the originating client what became of `rows` (None: of all rows)."""
+    fault = pb.Fault(step_id=step.step_id, client_id=step.client_id, rows=rows)
+    return describe(fault, error)
+
+
+def describe(fault: pb.Fault, error: CorollaError) -> pb.Fault:
+    """Fills in reason, message and facts."""
+    fault.reason = error.reason
+    fault.message = error.message
+    fault.metadata.update(error.metadata)
+    if isinstance(error, PositionGap):
+        fault.metadata["num_cached_tokens"] = str(error.held)
+    if isinstance(error, HopUnavailable):
+        fault.address = error.address
+    return fault

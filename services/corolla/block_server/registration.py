@@ -1,0 +1,115 @@
+"""This server's place in the swarm: a span from the router, kept by heartbeats."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from corolla.chassis.channels import open_channel
+from corolla.chassis.errors import CorollaError, LeaseLost, SpanRefused, StartupError
+from corolla.chassis.status import from_rpc_error
+from corolla.v1 import common_pb2, router_pb2, router_pb2_grpc
+from corolla.wire.span import Span
+
+log = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 2.0
+_RETRY_INTERVAL_S = 1.0
+
+
+class Registration:
+    """Registers, renews the lease in the background and registers again when the lease was lost.
+
+    Args:
+        router: host:port.
+        server: what the router is told; the same at each registration of this incarnation.
+        load: called for each heartbeat.
+    """
+
+    def __init__(
+        self, router: str, server: router_pb2.ServerDescription, load: Callable[[], router_pb2.ServerLoad]
+    ) -> None:
+        self._router = router
+        self._channel = open_channel(router)
+        self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
+        self._server = server
+        self._load = load
+        self._interval_s = 1.0
+        self._soon = asyncio.Event()
+        self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
+
+    async def register(self, span: Span | None) -> Span:
+        """Waits for a router, however long that takes, and returns the span that it gave.
+
+        Raises:
+            StartupError: the router refuses this server.
+        """
+        request = router_pb2.RegisterServerRequest(server=self._server)
+        if span is not None:
+            request.span.CopyFrom(common_pb2.BlockSpan(start=span.start, end=span.end))
+        told = False
+        while True:
+            try:
+                answer = await self._stub.RegisterServer(request, timeout=_CALL_TIMEOUT_S)
+            except grpc.RpcError as failure:
+                error = from_rpc_error(failure)
+                if isinstance(error, StartupError) or error.code is grpc.StatusCode.INVALID_ARGUMENT:
+                    raise SpanRefused(error.message) from None
+                if not told:
+                    log.warning("waiting for the router", extra={"router": self._router, "reason": error.reason})
+                    told = True
+                await asyncio.sleep(_RETRY_INTERVAL_S)
+                continue
+            self._interval_s = answer.heartbeat_interval_ms / 1000
+            return Span(answer.span.start, answer.span.end)
+
+    async def keep(self, span: Span) -> None:
+        """Heartbeats for ever. Nothing that the router says or fails to say stops the data plane."""
+        reachable = True
+        while True:
+            try:
+                await self.heartbeat()
+                if not reachable:
+                    log.info("router is back", extra={"router": self._router})
+                reachable = True
+            except LeaseLost:
+                log.warning("lease lost; registering again")
+                try:
+                    await self.register(span)
+                    continue
+                except SpanRefused as error:
+                    log.error("cannot register again", extra={"reason": error.reason})
+            except CorollaError as error:
+                if reachable:
+                    log.warning("heartbeat failed; streams go on", extra={"reason": error.reason})
+                reachable = False
+            self._soon.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._soon.wait(), self._interval_s)
+
+    def hurry(self) -> None:
+        """The next heartbeat goes out now: the state has changed."""
+        self._soon.set()
+
+    async def heartbeat(self) -> None:
+        """One heartbeat with the current state and load."""
+        request = router_pb2.HeartbeatRequest(
+            model=self._server.model, server_id=self._server.server_id, state=self.state, load=self._load()
+        )
+        try:
+            await self._stub.Heartbeat(request, timeout=_CALL_TIMEOUT_S)
+        except grpc.RpcError as failure:
+            raise from_rpc_error(failure) from None
+
+    async def leave(self) -> None:
+        """Gives the lease back; if no router answers, the lease runs out by itself."""
+        request = router_pb2.DeregisterServerRequest(model=self._server.model, server_id=self._server.server_id)
+        try:
+            await self._stub.DeregisterServer(request, timeout=_CALL_TIMEOUT_S)
+        except grpc.RpcError:
+            log.warning("could not deregister; the lease will run out")
+
+    async def close(self) -> None:
+        await self._channel.close(None)

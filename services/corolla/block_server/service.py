@@ -1,0 +1,174 @@
+"""Composition root of the block server."""
+
+import asyncio
+import logging
+import secrets
+import time
+
+import torch
+
+from corolla.block_server.engine import Engine, StepWork
+from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.peers import PeerTable
+from corolla.block_server.registration import Registration
+from corolla.block_server.relay import Relay
+from corolla.block_server.runner import Runner
+from corolla.block_server.scheduler import Scheduler
+from corolla.block_server.servicer import BlockServicer, Identity
+from corolla.block_server.sessions import SessionTable
+from corolla.block_server.settings import BlockServerSettings
+from corolla.block_server.speed import measure_speed
+from corolla.chassis.channels import MAX_FRAME_BYTES
+from corolla.chassis.errors import StartupError
+from corolla.chassis.handlers import service_handler
+from corolla.chassis.lifecycle import TaskGroup
+from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
+from corolla.chassis.rpc_server import RpcServer
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.span_model import load_span
+from corolla.v1 import blocks_pb2, router_pb2
+from corolla.wire.tensors import DTYPES, tensor_type
+
+log = logging.getLogger(__name__)
+
+_HOUSEKEEPING_INTERVAL_S = 1.0
+
+
+class BlockServer:
+    """One block server in this process."""
+
+    def __init__(self, settings: BlockServerSettings) -> None:
+        self.settings = settings
+        torch.set_num_threads(settings.threads)
+        self.server_id = secrets.token_hex(16)
+        self._registry = new_registry()
+        self._metrics = BlockServerMetrics(self._registry)
+        self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection)
+        self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
+        self._tasks = TaskGroup()
+        self._peers = PeerTable()
+        self._scheduler: Scheduler[StepWork] = Scheduler(settings.max_batch_tokens, settings.max_queued_steps)
+        self._sessions: SessionTable[SessionCache] | None = None
+        self._engine: Engine | None = None
+        self._relay: Relay | None = None
+        self._registration: Registration | None = None
+
+    @property
+    def port(self) -> int:
+        return self._rpc.port
+
+    @property
+    def metrics_port(self) -> int:
+        return self._metrics_endpoint.port
+
+    @property
+    def address(self) -> str:
+        return f"{self.settings.reachable_host}:{self.port}"
+
+    async def start(self) -> None:
+        """Takes a span, loads it and serves it."""
+        settings = self.settings
+        checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision)
+        dtype = DTYPES[settings.dtype]
+        fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype)
+        capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
+        if settings.span is not None:
+            capacity = len(settings.span)
+        speed = await asyncio.to_thread(measure_speed, checkpoint, dtype, settings.device)
+        description = router_pb2.ServerDescription(
+            server_id=self.server_id,
+            address=self.address,
+            model=checkpoint.name,
+            fingerprint=fingerprint,
+            dtype=settings.dtype,
+            num_model_blocks=checkpoint.num_blocks,
+            capacity_blocks=capacity,
+            decode_tokens_per_second=speed.decode_tokens_per_second,
+            prefill_tokens_per_second=speed.prefill_tokens_per_second,
+            zone=settings.zone,
+            pod_uid=settings.pod_uid,
+        )
+        self._registration = Registration(settings.router, description, self._load)
+        await self._rpc.start()
+        span = await self._registration.register(settings.span)
+        self._tasks.start(self._registration.keep(span), "heartbeats")
+        log.info("loading", extra={"model": checkpoint.name, "blocks": str(span)})
+
+        model = await asyncio.to_thread(load_span, checkpoint, span, dtype=dtype, device=settings.device)
+        runner = Runner(model, page_tokens=settings.page_tokens)
+        pool = PagePool(self._num_pages(speed.cache_bytes_per_token * len(span)), settings.page_tokens)
+        self._sessions = SessionTable(pool, runner.new_cache)
+        self._relay = Relay(fingerprint, self._peers)
+        engine = self._engine = Engine(runner, self._scheduler, self._sessions, self._peers, self._relay, self._metrics)
+        identity = Identity(
+            server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
+            dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
+            max_tokens_per_frame=settings.max_tokens_per_frame,
+        )  # fmt: skip
+        servicer = BlockServicer(identity, engine, self._scheduler, self._sessions, self._peers)
+        service = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
+        self._rpc.add(
+            service,
+            service_handler(
+                service,
+                servicer,
+                RpcMetrics(self._registry),
+                max_request_bytes=MAX_FRAME_BYTES,
+                raw_methods=["Exchange"],
+            ),
+        )
+        self._tasks.start(engine.run(), "engine")
+        self._tasks.start(self._keep_house(self._sessions, engine), "housekeeping")
+        await self._rpc.ready()
+        self._registration.state = router_pb2.SERVER_STATE_READY
+        self._registration.hurry()
+        log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": pool.num_pages})
+
+    async def stop(self) -> None:
+        """Leaves the placement, lets running calls end and frees everything."""
+        await self._rpc.not_ready()
+        if self._registration is not None:
+            await self._registration.leave()
+        await self._rpc.stop(self.settings.grace_s)
+        await self._tasks.close()
+        if self._relay is not None:
+            await self._relay.close()
+        if self._engine is not None:
+            self._engine.close()
+        if self._registration is not None:
+            await self._registration.close()
+        self._metrics_endpoint.close()
+
+    def _num_pages(self, cache_bytes_per_token: int) -> int:
+        bytes_per_page = cache_bytes_per_token * self.settings.page_tokens
+        num_pages = (self.settings.kv_cache_mib << 20) // bytes_per_page
+        if num_pages < 1:
+            raise StartupError(
+                f"COROLLA_KV_CACHE_MIB={self.settings.kv_cache_mib} is less than one page of {bytes_per_page} bytes"
+            )
+        return num_pages
+
+    def _load(self) -> router_pb2.ServerLoad:
+        if self._sessions is None or self._engine is None:
+            return router_pb2.ServerLoad()
+        pool = self._sessions.pool
+        return router_pb2.ServerLoad(
+            num_sessions=len(self._sessions),
+            num_pages=pool.num_pages,
+            num_free_pages=pool.num_free,
+            num_queued_steps=len(self._scheduler),
+            decode_step_seconds=self._engine.decode_step_seconds,
+        )
+
+    async def _keep_house(self, sessions: SessionTable[SessionCache], engine: Engine) -> None:
+        """Ends leases and refreshes the gauges."""
+
+        def expire() -> None:
+            self._metrics.expired.inc(sessions.expire(time.monotonic()))
+
+        while True:
+            engine.between_iterations(expire)
+            self._metrics.observe_sessions(sessions, len(self._scheduler))
+            await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)

@@ -1,0 +1,218 @@
+"""BlockService: frames in, checked, handed to the engine; frames out."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+
+import psutil
+
+from corolla.block_server.engine import Engine, StepWork
+from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
+from corolla.block_server.scheduler import QueuedStep, Scheduler
+from corolla.block_server.sessions import OpenRequest, SessionTable
+from corolla.chassis.errors import CorollaError, FingerprintMismatch, MalformedMessage
+from corolla.chassis.handlers import Context
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+from corolla.wire.frames import Frame, decode
+from corolla.wire.span import Span
+
+_ID_BYTES = 16
+MAX_LEASE_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What this server is."""
+
+    server_id: str
+    span: Span
+    model: str
+    fingerprint: str
+    dtype_name: str
+    dtype: pb.TensorType.ValueType
+    hidden_size: int
+    max_tokens_per_frame: int
+
+
+class BlockServicer:
+    """Serves `BlockService`. Every frame is checked before it costs memory or time."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        engine: Engine,
+        scheduler: Scheduler[StepWork],
+        sessions: SessionTable[SessionCache],
+        peers: PeerTable,
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._peers = peers
+        self._frame_handlers: dict[type, Callable[[Frame, Peer], None]] = {
+            pb.Open: self._open,
+            pb.Step: self._step,
+            pb.Close: self._close,
+            pb.Truncate: self._truncate,
+        }
+
+    async def Exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        """One stream: Hello first, then frames in any number and order."""
+        messages = aiter(requests)
+        first = await anext(messages, None)
+        if first is None:
+            return
+        frames = list(decode(first))
+        if not frames or not isinstance(frames[0].control, pb.Hello):
+            raise MalformedMessage("frame", "a stream begins with Hello")
+        peer = self._welcome(frames[0].control)
+        writer = asyncio.create_task(self._write(peer, context))
+        try:
+            self._handle(frames[1:], peer)
+            async for message in messages:
+                self._handle(decode(message), peer)
+        finally:
+            peer.outbox.close()
+            writer.cancel()
+            if self._peers.remove(peer):
+                self._engine.between_iterations(lambda: self._forget(peer.client_id))
+
+    async def GetStatus(self, request: pb.GetBlockServerStatusRequest, context: Context) -> pb.BlockServerStatus:
+        """What the server holds now."""
+        identity, pool = self._identity, self._sessions.pool
+        return pb.BlockServerStatus(
+            server_id=identity.server_id,
+            span=common_pb2.BlockSpan(start=identity.span.start, end=identity.span.end),
+            model=identity.model,
+            fingerprint=identity.fingerprint,
+            dtype=identity.dtype_name,
+            num_sessions=len(self._sessions),
+            num_pages=pool.num_pages,
+            num_free_pages=pool.num_free,
+            page_tokens=pool.page_tokens,
+            kv_cache_bytes=sum(session.cache.nbytes for session in self._sessions),
+            resident_memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
+            num_queued_steps=len(self._scheduler),
+        )
+
+    def _welcome(self, hello: pb.Hello) -> Peer:
+        identity = self._identity
+        if hello.fingerprint != identity.fingerprint:
+            raise FingerprintMismatch("this server holds other weights or speaks another protocol version")
+        if len(hello.client_id) not in (0, _ID_BYTES):
+            raise MalformedMessage("client_id", f"must have {_ID_BYTES} bytes")
+        peer = Peer(hello.client_id)
+        self._peers.add(peer)
+        peer.send(
+            pb.Welcome(
+                server_id=identity.server_id,
+                span=common_pb2.BlockSpan(start=identity.span.start, end=identity.span.end),
+                dtype=identity.dtype,
+                max_tokens_per_frame=identity.max_tokens_per_frame,
+            )
+        )
+        return peer
+
+    async def _write(self, peer: Peer, context: Context) -> None:
+        async for message in peer.outbox.messages():
+            await context.write(message)
+        # The outbox closed under a reader that does not keep up: end the stream, so that it notices.
+        context.cancel()  # type: ignore[attr-defined]
+
+    def _handle(self, frames: Iterable[Frame], peer: Peer) -> None:
+        for frame in frames:
+            handler = self._frame_handlers.get(type(frame.control))
+            if handler is None:
+                raise MalformedMessage("frame", "callers do not send frames of this kind")
+            handler(frame, peer)
+
+    def _open(self, frame: Frame, peer: Peer) -> None:
+        control: pb.Open = frame.control  # type: ignore[assignment]
+
+        def open_session() -> None:
+            try:
+                request = self._open_request(control, peer)
+                session = self._sessions.open(request, time.monotonic())
+            except CorollaError as error:
+                peer.send(describe(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
+                return
+            peer.send(
+                pb.Opened(
+                    request_id=control.request_id,
+                    session_id=control.session_id,
+                    epoch=control.epoch,
+                    num_cached_tokens=session.cache.num_tokens,
+                )
+            )
+
+        self._engine.between_iterations(open_session)
+
+    def _open_request(self, control: pb.Open, peer: Peer) -> OpenRequest:
+        if len(control.session_id) != _ID_BYTES or not peer.client_id:
+            raise MalformedMessage("session_id", f"must have {_ID_BYTES} bytes, on a client's stream")
+        blocks = self._blocks(control.blocks)
+        if control.epoch == 0 or control.max_tokens == 0 or control.lease_ms == 0:
+            raise MalformedMessage("open", "epoch, max_tokens and lease_ms must be positive")
+        return OpenRequest(
+            session_id=control.session_id,
+            epoch=control.epoch,
+            tenant=control.tenant,
+            client_id=peer.client_id,
+            resume=control.resume,
+            max_tokens=control.max_tokens,
+            blocks=blocks,
+            lease_s=min(control.lease_ms / 1000, MAX_LEASE_S),
+            transient=control.transient,
+        )
+
+    def _blocks(self, span: common_pb2.BlockSpan) -> Span:
+        if span.start >= span.end or not self._identity.span.covers(blocks := Span(span.start, span.end)):
+            raise MalformedMessage("blocks", "not within the span of this server")
+        return blocks
+
+    def _step(self, frame: Frame, peer: Peer) -> None:
+        step: pb.Step = frame.control  # type: ignore[assignment]
+        try:
+            self._engine.submit(self._queued_step(step, frame, peer))
+        except CorollaError as error:
+            (self._peers.get(step.client_id) or peer).send(step_fault(step, error, list(step.rows)))
+
+    def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
+        identity = self._identity
+        blocks = self._blocks(step.blocks)
+        if step.route and step.route[0].span.start != blocks.end:
+            raise MalformedMessage("route", "the next hop does not continue where this one ends")
+        if peer.client_id and step.client_id != peer.client_id:
+            raise MalformedMessage("client_id", "not the one of this stream")
+        session_ids = frozenset(row.session_id for row in step.rows)
+        if not step.rows or len(session_ids) != len(step.rows):
+            raise MalformedMessage("rows", "a step has at least one row, and one for each session")
+        if any(row.num_tokens == 0 or row.num_result_tokens > row.num_tokens for row in step.rows):
+            raise MalformedMessage("rows", "a row has at least one token, and no more results than tokens")
+        num_tokens = sum(row.num_tokens for row in step.rows)
+        if num_tokens > identity.max_tokens_per_frame:
+            raise MalformedMessage("rows", f"a step has at most {identity.max_tokens_per_frame} tokens")
+        if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
+            raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
+        is_decode = num_tokens == len(step.rows)
+        return QueuedStep(session_ids, num_tokens, is_decode, blocks, StepWork(step, frame.payload, peer))
+
+    def _close(self, frame: Frame, peer: Peer) -> None:
+        control: pb.Close = frame.control  # type: ignore[assignment]
+        self._engine.between_iterations(lambda: self._sessions.close(control.session_id, control.epoch))
+
+    def _truncate(self, frame: Frame, peer: Peer) -> None:
+        control: pb.Truncate = frame.control  # type: ignore[assignment]
+        self._engine.between_iterations(
+            lambda: self._sessions.truncate(control.session_id, control.epoch, control.position, idle=control.idle)
+        )
+
+    def _forget(self, client_id: bytes) -> None:
+        """The client's stream ended; if it has not come back by now, what lived only with it is freed."""
+        if self._peers.get(client_id) is None:
+            self._sessions.close_transient(client_id)

@@ -1,0 +1,177 @@
+"""The sessions that this hop holds: epochs, owners, leases and reserved pages. Pure: time is passed in."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from corolla.block_server.kv.pages import PagePool
+from corolla.chassis.errors import HopSessionLost, OutOfPages, PositionGap, StaleEpoch
+from corolla.wire.span import Span
+
+
+class Cache(Protocol):
+    """A session's keys and values, as far as bookkeeping needs to know them."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def reserve(self, max_tokens: int) -> None: ...
+
+    def truncate(self, num_tokens: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+AnyCache = TypeVar("AnyCache", bound=Cache)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """What a client service asks of this hop. See `Open` in blocks.proto."""
+
+    session_id: bytes
+    epoch: int
+    tenant: str
+    client_id: bytes
+    resume: bool
+    max_tokens: int
+    blocks: Span
+    lease_s: float
+    transient: bool
+
+
+@dataclass(slots=True)
+class HopSession(Generic[AnyCache]):
+    """One session on this hop."""
+
+    request: OpenRequest
+    cache: AnyCache
+    num_pages: int
+    lease_deadline_s: float
+    is_idle: bool = False
+
+
+class SessionTable(Generic[AnyCache]):
+    """All sessions of the hop.
+
+    Invariant: the pages that sessions reserved and the pool's free ones add up to the pool.
+    """
+
+    def __init__(self, pool: PagePool, new_cache: Callable[[], AnyCache]) -> None:
+        self.pool = pool
+        self._new_cache = new_cache
+        # Least recently used first.
+        self._sessions: dict[bytes, HopSession[AnyCache]] = {}
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[HopSession[AnyCache]]:
+        return iter(self._sessions.values())
+
+    def open(self, request: OpenRequest, now_s: float) -> HopSession[AnyCache]:
+        """Opens a session, or reopens it with a higher epoch.
+
+        Raises:
+            StaleEpoch: it was opened with this epoch or a higher one before.
+            HopSessionLost: it belongs to another tenant.
+            OutOfPages: the worst case does not fit; a session that was there before stays as it was.
+        """
+        held = self._sessions.get(request.session_id)
+        if held is not None:
+            if held.request.tenant != request.tenant:
+                raise HopSessionLost("the session is not held here")
+            if held.request.epoch >= request.epoch:
+                raise StaleEpoch("the session was opened with a later epoch")
+        num_pages = self.pool.pages_for(request.max_tokens)
+        self._make_room(num_pages - (held.num_pages if held else 0), keep=request.session_id)
+        if held is None:
+            held = HopSession(request, self._new_cache(), 0, 0.0)
+            self._sessions[request.session_id] = held
+        elif not request.resume or held.request.blocks != request.blocks:
+            held.cache.clear()
+        elif held.cache.num_tokens > request.max_tokens:
+            held.cache.truncate(request.max_tokens)
+        self._resize(held, num_pages)
+        held.cache.reserve(request.max_tokens)
+        held.request = request
+        held.is_idle = False
+        self._touch(held, now_s)
+        return held
+
+    def for_step(self, session_id: bytes, epoch: int, client_id: bytes, position: int, num_tokens: int,
+                 blocks: Span, now_s: float) -> HopSession[AnyCache]:  # fmt: skip
+        """The session of a step, checked.
+
+        Raises:
+            HopSessionLost, StaleEpoch, PositionGap, OutOfPages: the step must not be computed.
+        """
+        held = self._sessions.get(session_id)
+        if held is None or held.request.client_id != client_id or held.request.blocks != blocks:
+            raise HopSessionLost("the session is not held here")
+        if held.request.epoch != epoch:
+            raise StaleEpoch("the session was opened with another epoch")
+        if position > held.cache.num_tokens:
+            raise PositionGap("the hop holds fewer tokens than the step assumes", held.cache.num_tokens)
+        if self.pool.pages_for(position + num_tokens) > held.num_pages:
+            raise OutOfPages("the step goes beyond the pages reserved for its session")
+        held.is_idle = False
+        self._touch(held, now_s)
+        return held
+
+    def truncate(self, session_id: bytes, epoch: int, position: int, *, idle: bool) -> None:
+        """Forgets tokens and gives back pages; an idle session may be evicted. A stale request changes nothing."""
+        held = self._sessions.get(session_id)
+        if held is None or held.request.epoch != epoch:
+            return
+        if position < held.cache.num_tokens:
+            held.cache.truncate(position)
+        self._resize(held, self.pool.pages_for(held.cache.num_tokens))
+        held.is_idle = idle
+
+    def close(self, session_id: bytes, epoch: int) -> None:
+        """Frees the session, unless it was reopened since."""
+        held = self._sessions.get(session_id)
+        if held is not None and held.request.epoch <= epoch:
+            self._free(held)
+
+    def close_transient(self, client_id: bytes) -> int:
+        """Frees the sessions that live only as long as their client's stream. Returns how many."""
+        gone = [held for held in self if held.request.transient and held.request.client_id == client_id]
+        for held in gone:
+            self._free(held)
+        return len(gone)
+
+    def expire(self, now_s: float) -> int:
+        """Frees the sessions whose lease ran out. Returns how many."""
+        gone = [held for held in self if held.lease_deadline_s < now_s]
+        for held in gone:
+            self._free(held)
+        return len(gone)
+
+    def _make_room(self, num_pages: int, keep: bytes) -> None:
+        idle = [held for held in self if held.is_idle and held.request.session_id != keep]
+        if num_pages > self.pool.num_free + sum(held.num_pages for held in idle):
+            self.pool.take(num_pages)  # says what is missing; evicting would not have helped
+        for held in idle:
+            if num_pages <= self.pool.num_free:
+                return
+            self._free(held)
+            self.num_evicted += 1
+
+    def _resize(self, held: HopSession[AnyCache], num_pages: int) -> None:
+        if num_pages > held.num_pages:
+            self.pool.take(num_pages - held.num_pages)
+        else:
+            self.pool.give(held.num_pages - num_pages)
+        held.num_pages = num_pages
+
+    def _touch(self, held: HopSession[AnyCache], now_s: float) -> None:
+        held.lease_deadline_s = now_s + held.request.lease_s
+        self._sessions[held.request.session_id] = self._sessions.pop(held.request.session_id)
+
+    def _free(self, held: HopSession[AnyCache]) -> None:
+        del self._sessions[held.request.session_id]
+        self._resize(held, 0)
+        held.cache.clear()

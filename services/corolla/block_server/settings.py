@@ -1,0 +1,50 @@
+"""Settings of a block server, from `COROLLA_*` variables."""
+
+import socket
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from corolla.chassis.settings import ServiceSettings
+from corolla.wire.span import Span
+
+
+class BlockServerSettings(ServiceSettings):
+    """One block server."""
+
+    port: int = Field(50052, ge=0, le=65535, description="Port of the data plane; 0 takes a free one.")
+    advertised_host: str = Field(
+        "", description="Name or address by which others reach this server; empty: the machine's own name."
+    )
+    router: str = Field("127.0.0.1:50050", description="host:port of the router.")
+    model: str = Field("demo", description="Checkpoint folder, hub id, or `demo`.")
+    revision: str | None = Field(None, description="Revision of a hub id.")
+    blocks: str = Field("auto", description="Blocks to hold: `auto`, or `start:end`.")
+    capacity_blocks: int = Field(0, ge=0, description="How many blocks fit when `auto`; 0 means all of the model.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Type of weights, cache and wire.")
+    device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
+    threads: int = Field(1, ge=1, le=1024, description="Torch threads of this process.")
+    kv_cache_mib: int = Field(1024, ge=1, description="Memory for keys and values in MiB.")
+    page_tokens: int = Field(32, ge=1, le=4096, description="Tokens of one KV page.")
+    max_batch_tokens: int = Field(256, ge=1, description="Tokens of one iteration; longer prompts come in chunks.")
+    max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")
+    max_queued_steps: int = Field(1024, ge=1, description="Steps that may wait; further ones are refused.")
+    zone: str = Field("", description="Failure domain; the planner prefers chains within one.")
+    pod_uid: str = Field("", description="UID of the Kubernetes pod, where there is one.")
+
+    @field_validator("blocks")
+    @classmethod
+    def _blocks_are_auto_or_a_span(cls, value: str) -> str:
+        if value != "auto":
+            Span.parse(value)
+        return value
+
+    @property
+    def span(self) -> Span | None:
+        """The explicit span, or None for `auto`."""
+        return None if self.blocks == "auto" else Span.parse(self.blocks)
+
+    @property
+    def reachable_host(self) -> str:
+        """What the router tells others about where this server is."""
+        return self.advertised_host or socket.gethostname()

@@ -1,0 +1,61 @@
+"""Values to the messages of the public API."""
+
+from collections.abc import Sequence
+
+from corolla.client.generation.sampling import SampledToken
+from corolla.client.generation.stopping import FinishReason
+from corolla.client.generation.usage import Usage
+from corolla.client.text.tokenizer import TextTokenizer
+from corolla.v1 import generation_pb2 as pb
+from corolla.v1 import router_pb2
+
+_FINISH_REASONS = {
+    FinishReason.EOS: pb.FINISH_REASON_EOS,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.STOP_SEQUENCE: pb.FINISH_REASON_STOP_SEQUENCE,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
+}
+
+
+def finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
+
+
+def usage(counted: Usage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=counted.prompt_tokens,
+        completion_tokens=counted.completion_tokens,
+        cached_tokens=counted.cached_tokens,
+        recoveries=counted.recoveries,
+        stall_seconds=counted.stall_s,
+        time_to_first_token_seconds=counted.time_to_first_token_s,
+        total_seconds=counted.elapsed_s,
+    )
+
+
+def logprobs(tokenizer: TextTokenizer, tokens: Sequence[SampledToken]) -> list[pb.TokenLogprob]:
+    """One entry for each token; none when no log-probabilities were asked for."""
+
+    def entry(token_id: int, logprob: float) -> pb.TokenLogprob:
+        return pb.TokenLogprob(token_id=token_id, text=tokenizer.token_text(token_id), logprob=logprob)
+
+    entries = []
+    for token in tokens:
+        if token.logprob is None:
+            continue
+        described = entry(token.token_id, token.logprob)
+        described.top.extend(entry(token_id, logprob) for token_id, logprob in token.top_logprobs)
+        entries.append(described)
+    return entries
+
+
+def session(record: router_pb2.SessionRecord) -> pb.Session:
+    return pb.Session(
+        session_id=record.session_id,
+        model=record.model,
+        num_tokens=len(record.token_log),
+        num_turns=record.num_turns,
+        busy=record.busy,
+        expires_in_seconds=record.expires_in_ms / 1000,
+    )

@@ -1,0 +1,289 @@
+"""GenerationService: authenticate, validate, answer."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from corolla.chassis.errors import InvalidRequest, ModelNotFound
+from corolla.chassis.handlers import Context
+from corolla.client.api import replies, validation
+from corolla.client.api.tenants import Tenants
+from corolla.client.chain.opener import ChainOpener
+from corolla.client.chain.placement import PlacementWatch
+from corolla.client.chain.session import SessionIdentity
+from corolla.client.generation.answer import Delta
+from corolla.client.generation.answering import Answering
+from corolla.client.generation.sampling import SampledToken
+from corolla.client.generation.usage import Usage
+from corolla.client.text.chat import ChatTemplate, Message, check_roles
+from corolla.client.text.tokenizer import TextTokenizer
+from corolla.client.transcripts import Transcripts
+from corolla.v1 import generation_pb2 as pb
+from corolla.v1 import router_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What GetModel tells."""
+
+    name: str
+    family: str
+    num_blocks: int
+    context_length: int
+    vocab_size: int
+    dtype: str
+    fingerprint: str
+
+
+class GenerationServicer:
+    """Serves `GenerationService`."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        tenants: Tenants,
+        answering: Answering,
+        transcripts: Transcripts,
+        opener: ChainOpener,
+        placement: PlacementWatch,
+        tokenizer: TextTokenizer,
+        chat: ChatTemplate,
+    ) -> None:
+        self._facts = facts
+        self._tenants = tenants
+        self._answering = answering
+        self._transcripts = transcripts
+        self._opener = opener
+        self._placement = placement
+        self._tokenizer = tokenizer
+        self._chat = chat
+
+    # --- text ---------------------------------------------------------------------------------------------------
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        usage = Usage()
+        completions: dict[int, _Collected] = {}
+        async with aclosing(self._generate(request, context, usage)) as deltas:
+            async for index, delta in deltas:
+                completions.setdefault(index, _Collected()).add(delta)
+        return pb.GenerateResponse(
+            model=self._facts.name,
+            completions=[
+                pb.Completion(
+                    index=index,
+                    text=collected.text,
+                    token_ids=[token.token_id for token in collected.tokens],
+                    finish_reason=collected.finish_reason,
+                    logprobs=replies.logprobs(self._tokenizer, collected.tokens),
+                )
+                for index, collected in sorted(completions.items())
+            ],
+            usage=replies.usage(usage),
+        )
+
+    async def GenerateStream(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        usage = Usage()
+        num_open = max(1, request.num_completions)
+        async with aclosing(self._generate(request, context, usage)) as deltas:
+            async for index, delta in deltas:
+                num_open -= delta.finish_reason is not None
+                yield pb.GenerateChunk(
+                    index=index,
+                    token_ids=[delta.token.token_id],
+                    text_delta=delta.text,
+                    logprobs=replies.logprobs(self._tokenizer, [delta.token]),
+                    finish_reason=replies.finish_reason(delta.finish_reason),
+                    usage=None if num_open else replies.usage(usage),
+                )
+
+    async def _generate(
+        self, request: pb.GenerateRequest, context: Context, usage: Usage
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        tenant = self._tenants.of(context)
+        validation.check_model(request.model, self._facts.name)
+        call = validation.prompt_call(request, self._facts.vocab_size)
+        if not call.session_id:
+            prompt_ids = await asyncio.to_thread(self._prompt_ids, call.prompt, True)
+            answers = self._answering.complete(tenant, prompt_ids, call.options, call.num_completions, usage)
+            async with aclosing(answers) as deltas:
+                async for pair in deltas:
+                    yield pair
+            return
+
+        def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
+            if record.transcript:
+                raise InvalidRequest("session_id", "this session holds a conversation; continue it with Chat")
+            is_first = not record.token_log
+            return len(record.token_log), [*record.token_log, *self._prompt_ids(call.prompt, is_first)]
+
+        turn = self._answering.continue_session(
+            tenant, call.session_id, next_prompt, lambda record, text: None, call.options, usage
+        )
+        async with aclosing(turn) as turn_deltas:
+            async for delta in turn_deltas:
+                yield 0, delta
+
+    def _prompt_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        token_ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        if not token_ids:
+            raise InvalidRequest("text", "must give at least one token")
+        return token_ids
+
+    # --- conversations --------------------------------------------------------------------------------------------
+
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> pb.ChatResponse:
+        usage, collected = Usage(), _Collected()
+        async with aclosing(self._answer(request, context, usage)) as deltas:
+            async for delta in deltas:
+                collected.add(delta)
+        return pb.ChatResponse(
+            model=self._facts.name,
+            message=pb.ChatMessage(role="assistant", content=collected.text),
+            token_ids=[token.token_id for token in collected.tokens],
+            finish_reason=collected.finish_reason,
+            logprobs=replies.logprobs(self._tokenizer, collected.tokens),
+            usage=replies.usage(usage),
+        )
+
+    async def ChatStream(self, request: pb.ChatRequest, context: Context) -> AsyncGenerator[pb.ChatChunk, None]:
+        usage = Usage()
+        async with aclosing(self._answer(request, context, usage)) as deltas:
+            async for delta in deltas:
+                yield pb.ChatChunk(
+                    token_ids=[delta.token.token_id],
+                    text_delta=delta.text,
+                    logprobs=replies.logprobs(self._tokenizer, [delta.token]),
+                    finish_reason=replies.finish_reason(delta.finish_reason),
+                    usage=None if delta.finish_reason is None else replies.usage(usage),
+                )
+
+    async def _answer(self, request: pb.ChatRequest, context: Context, usage: Usage) -> AsyncGenerator[Delta, None]:
+        tenant = self._tenants.of(context)
+        validation.check_model(request.model, self._facts.name)
+        call = validation.chat_call(request)
+        if not call.session_id:
+            check_roles(call.messages)
+            prompt_ids = await asyncio.to_thread(self._chat.prompt_ids, call.messages)
+            answers = self._answering.complete(tenant, prompt_ids, call.options, 1, usage)
+            async with aclosing(answers) as deltas:
+                async for _, delta in deltas:
+                    yield delta
+            return
+
+        def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
+            if record.token_log and not record.transcript:
+                raise InvalidRequest("session_id", "this session holds plain text; continue it with Generate")
+            earlier = [Message(message.role, message.content) for message in record.transcript]
+            _check_new_messages(earlier, call.messages)
+            return self._chat.next_turn_ids(record.token_log, earlier, call.messages)
+
+        def remember(record: router_pb2.SessionRecord, text: str) -> None:
+            for message in (*call.messages, Message("assistant", text)):
+                record.transcript.add(role=message.role, content=message.content)
+
+        turn = self._answering.continue_session(tenant, call.session_id, next_prompt, remember, call.options, usage)
+        async with aclosing(turn) as turn_deltas:
+            async for delta in turn_deltas:
+                yield delta
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.Session:
+        tenant = self._tenants.of(context)
+        validation.check_model(request.model, self._facts.name)
+        return replies.session(await self._transcripts.create(tenant))
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
+        return replies.session(await self._transcripts.get(request.session_id, self._tenants.of(context)))
+
+    async def DeleteSession(self, request: pb.DeleteSessionRequest, context: Context) -> pb.DeleteSessionResponse:
+        tenant = self._tenants.of(context)
+        record = await self._transcripts.delete(request.session_id, tenant)
+        identity = SessionIdentity(bytes.fromhex(record.session_id), record.epoch, tenant)
+        await self._opener.forget(identity, record.chain)
+        return pb.DeleteSessionResponse()
+
+    # --- the model ------------------------------------------------------------------------------------------------
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        self._tenants.of(context)
+        validation.check_model(request.model, self._facts.name)
+        match request.WhichOneof("input"):
+            case "text":
+                add_special_tokens = not request.without_special_tokens
+                token_ids = await asyncio.to_thread(
+                    self._tokenizer.encode, request.text, add_special_tokens=add_special_tokens
+                )
+            case "chat":
+                conversation = validation.messages(request.chat.messages)
+                check_roles(conversation)
+                token_ids = await asyncio.to_thread(self._chat.prompt_ids, conversation)
+            case _:
+                raise InvalidRequest("input", "one of text and chat must be set")
+        tokens = [self._tokenizer.token_text(token_id) for token_id in token_ids]
+        return pb.TokenizeResponse(token_ids=token_ids, tokens=tokens)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        self._tenants.of(context)
+        return pb.ListModelsResponse(models=[self._model()])
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
+        self._tenants.of(context)
+        if not request.model:
+            raise ModelNotFound("name a model; see ListModels")
+        validation.check_model(request.model, self._facts.name)
+        return self._model()
+
+    def _model(self) -> pb.Model:
+        facts = self._facts
+        return pb.Model(
+            name=facts.name,
+            family=facts.family,
+            num_blocks=facts.num_blocks,
+            context_length=facts.context_length,
+            vocab_size=facts.vocab_size,
+            dtype=facts.dtype,
+            fingerprint=facts.fingerprint,
+            has_chat_template=self._chat.exists,
+            ready=self._placement.cheapest_chain is not None,
+        )
+
+
+class _Collected:
+    """An answer put together for a unary reply."""
+
+    def __init__(self) -> None:
+        self.tokens: list[SampledToken] = []
+        self._parts: list[str] = []
+        self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def add(self, delta: Delta) -> None:
+        self.tokens.append(delta.token)
+        self._parts.append(delta.text)
+        self.finish_reason = replies.finish_reason(delta.finish_reason)
+
+
+def _check_new_messages(earlier: Sequence[Message], new: Sequence[Message]) -> None:
+    """Checks the conversation as a whole, and names fields as the caller counts them. Raises InvalidRequest."""
+    if not new:
+        raise InvalidRequest("messages", "must not be empty")
+    try:
+        check_roles([*earlier, *new])
+    except InvalidRequest as error:
+        renamed = [(_shifted(field, len(earlier)), text) for field, text in error.violations]
+        raise InvalidRequest(*renamed[0], *renamed[1:]) from None
+
+
+def _shifted(field: str, num_earlier: int) -> str:
+    prefix, _, rest = field.partition("[")
+    number, _, name = rest.partition("]")
+    return f"{prefix}[{int(number) - num_earlier}]{name}" if number.isdigit() else field

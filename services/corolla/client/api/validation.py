@@ -1,0 +1,130 @@
+"""Requests to values, or refusals that name the field. Pure: nothing is called, nothing is allocated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from corolla.chassis.errors import InvalidRequest, ModelNotFound
+from corolla.client.generation.options import AnswerOptions
+from corolla.client.generation.sampling import SamplingParams
+from corolla.client.text.chat import Message
+from corolla.v1 import generation_pb2 as pb
+
+MAX_COMPLETIONS: Final = 16
+MAX_STOP_SEQUENCES: Final = 16
+MAX_STOP_CHARS: Final = 256
+MAX_TIME_LIMIT_MS: Final = 24 * 3600 * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCall:
+    """A Generate request. The prompt is text or token ids."""
+
+    prompt: str | Sequence[int]
+    options: AnswerOptions
+    session_id: str
+    num_completions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A Chat request."""
+
+    messages: tuple[Message, ...]
+    options: AnswerOptions
+    session_id: str
+
+
+def check_model(given: str, served: str) -> None:
+    """Raises ModelNotFound."""
+    if given and given != served:
+        raise ModelNotFound("this service does not have that model; see ListModels", given[:256])
+
+
+def prompt_call(request: pb.GenerateRequest, vocab_size: int) -> PromptCall:
+    """Checks a Generate request by itself. Raises InvalidRequest."""
+    num_completions = request.num_completions if request.HasField("num_completions") else 1
+    if not 1 <= num_completions <= MAX_COMPLETIONS:
+        raise InvalidRequest("num_completions", f"must be between 1 and {MAX_COMPLETIONS}")
+    if request.session_id and num_completions > 1:
+        raise InvalidRequest("num_completions", "must be 1 in a session")
+    logprobs = request.logprobs if request.HasField("logprobs") else None
+    return PromptCall(
+        prompt=_prompt(request, vocab_size),
+        options=_options(request.sampling, request.stopping, logprobs),
+        session_id=request.session_id,
+        num_completions=num_completions,
+    )
+
+
+def chat_call(request: pb.ChatRequest) -> ChatCall:
+    """Checks a Chat request by itself; the order of roles depends on the session and is checked later."""
+    logprobs = request.logprobs if request.HasField("logprobs") else None
+    return ChatCall(
+        messages=messages(request.messages),
+        options=_options(request.sampling, request.stopping, logprobs),
+        session_id=request.session_id,
+    )
+
+
+def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
+    """Plain values of the messages."""
+    return tuple(Message(message.role, message.content) for message in given)
+
+
+def _prompt(request: pb.GenerateRequest, vocab_size: int) -> str | Sequence[int]:
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        if not request.text:
+            raise InvalidRequest("text", "must not be empty")
+        return request.text
+    if kind == "tokens":
+        token_ids = tuple(request.tokens.ids)
+        if not token_ids:
+            raise InvalidRequest("tokens.ids", "must not be empty")
+        if (largest := max(token_ids)) >= vocab_size:
+            index = token_ids.index(largest)
+            raise InvalidRequest(f"tokens.ids[{index}]", f"must be less than the vocabulary's size, {vocab_size}")
+        return token_ids
+    raise InvalidRequest("prompt", "one of text and tokens must be set")
+
+
+def _options(
+    sampling: pb.SamplingParameters, stopping: pb.StoppingParameters, num_logprobs: int | None
+) -> AnswerOptions:
+    violations: list[tuple[str, str]] = []
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
+    if max_tokens is not None and max_tokens < 1:
+        violations.append(("stopping.max_tokens", "must be at least 1"))
+    time_limit_ms = stopping.time_limit_ms if stopping.HasField("time_limit_ms") else None
+    if time_limit_ms is not None and not 1 <= time_limit_ms <= MAX_TIME_LIMIT_MS:
+        violations.append(("stopping.time_limit_ms", f"must be between 1 and {MAX_TIME_LIMIT_MS}"))
+    if len(stopping.stop) > MAX_STOP_SEQUENCES:
+        violations.append(("stopping.stop", f"at most {MAX_STOP_SEQUENCES} are accepted"))
+    violations += [
+        (f"stopping.stop[{index}]", f"must have 1 to {MAX_STOP_CHARS} characters")
+        for index, sequence in enumerate(stopping.stop)
+        if not 1 <= len(sequence) <= MAX_STOP_CHARS
+    ]
+    params = SamplingParams()
+    try:
+        params = _sampling(sampling, num_logprobs)
+    except InvalidRequest as error:
+        names = {"num_logprobs": "logprobs"}
+        violations += [(names.get(field, f"sampling.{field}"), text) for field, text in error.violations]
+    if violations:
+        raise InvalidRequest(*violations[0], *violations[1:])
+    return AnswerOptions(
+        sampling=params,
+        max_tokens=max_tokens,
+        stop_sequences=tuple(stopping.stop),
+        ignore_eos=stopping.ignore_eos,
+        time_limit_s=None if time_limit_ms is None else time_limit_ms / 1000,
+    )
+
+
+def _sampling(given: pb.SamplingParameters, num_logprobs: int | None) -> SamplingParams:
+    values = {descriptor.name: value for descriptor, value in given.ListFields()}
+    if "temperature" not in values and values.keys() & {"top_k", "top_p", "min_p", "seed"}:
+        values["temperature"] = 1.0
+    return SamplingParams(**values, num_logprobs=num_logprobs)

@@ -1,0 +1,147 @@
+"""One session on one chain: the position, and the steps that move it."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from corolla.chassis.errors import HopUnavailable, InternalError
+from corolla.client.chain.gangs import Gang, embed, head
+from corolla.client.chain.streams import DataPlane, RowFuture, RowResult
+from corolla.client.compute import ComputeThread
+from corolla.client.edges import Edges
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+from corolla.wire.tensors import tensor_type, to_payload
+
+_MAX_CHUNKS_UNDER_WAY_PER_HOP: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SessionIdentity:
+    """Who a session is on every hop."""
+
+    session_id: bytes
+    epoch: int
+    tenant: str
+
+
+class ChainSession:
+    """A session that is open on every hop of a chain.
+
+    `position` is the one authoritative count of processed tokens: it moves when a step came back from the last hop, and
+    each step carries it.
+    """
+
+    def __init__(
+        self,
+        identity: SessionIdentity,
+        chain: common_pb2.Chain,
+        position: int,
+        plane: DataPlane,
+        gang: Gang,
+        edges: Edges,
+        compute: ComputeThread,
+        *,
+        prefill_chunk_tokens: int,
+        step_timeout_s: float,
+    ) -> None:
+        self.chain = chain
+        self.position = position
+        self._identity = identity
+        self._plane = plane
+        self._gang = gang
+        self._edges = edges
+        self._compute = compute
+        self._chunk_tokens = prefill_chunk_tokens
+        self._step_timeout_s = step_timeout_s
+        self._in_gang = False
+
+    async def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Processes a prompt in chunks; several are under way at once, so that hops work at the same time.
+
+        Args:
+            token_ids: at least one.
+
+        Returns:
+            Float32 logits `[V]` after the last token.
+        """
+        if not token_ids:
+            raise InternalError("a prompt to process has at least one token")
+        under_way: list[tuple[int, RowFuture]] = []
+        max_under_way = _MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops)
+        try:
+            for start in range(0, len(token_ids), self._chunk_tokens):
+                chunk = token_ids[start : start + self._chunk_tokens]
+                is_last = start + len(chunk) == len(token_ids)
+                if len(under_way) == max_under_way:
+                    await self._arrived(*under_way.pop(0))
+                position = self.position + sum(count for count, _ in under_way)
+                under_way.append((len(chunk), await self._send_chunk(chunk, position, int(is_last))))
+            while len(under_way) > 1:
+                await self._arrived(*under_way.pop(0))
+            result = await self._arrived(*under_way.pop())
+        finally:
+            for _, future in under_way:
+                future.cancel()
+        return (await self._compute.run(head, self._edges, [result]))[0]
+
+    async def decode(self, token_id: int) -> torch.Tensor:
+        """Processes one token. Returns float32 logits `[V]` after it."""
+        if not self._in_gang:
+            self._gang.join()
+            self._in_gang = True
+        logits = await self._gang.decode(self._row(self.position, 1, 1), token_id)
+        self.position += 1
+        return logits
+
+    def park(self, position: int) -> None:
+        """Ends a turn: the hops keep the first `position` tokens for the next one, as long as they have room."""
+        self.position = position
+        for hop in self.chain.hops:
+            identity = self._identity
+            self._plane.tell(
+                hop.address,
+                pb.Truncate(session_id=identity.session_id, epoch=identity.epoch, position=position, idle=True),
+            )
+
+    def close(self) -> None:
+        """Frees the session's pages on every hop."""
+        for hop in self.chain.hops:
+            self._plane.tell(hop.address, pb.Close(session_id=self._identity.session_id, epoch=self._identity.epoch))
+
+    def leave_gang(self) -> None:
+        """No more decode steps come; the gang must not wait for them."""
+        if self._in_gang:
+            self._gang.leave()
+            self._in_gang = False
+
+    async def _send_chunk(self, token_ids: Sequence[int], position: int, num_result_tokens: int) -> RowFuture:
+        positions = range(position, position + len(token_ids))
+        hidden = await self._compute.run(embed, self._edges, token_ids, positions)
+        step = pb.Step(
+            rows=[self._row(position, len(token_ids), num_result_tokens)],
+            dtype=tensor_type(hidden.dtype),
+            hidden_size=hidden.shape[1],
+        )
+        return self._plane.step(self.chain.hops, step, to_payload(hidden))[0]
+
+    async def _arrived(self, num_tokens: int, future: RowFuture) -> RowResult:
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                result = await future
+        except TimeoutError:
+            raise HopUnavailable("a hop of the chain does not answer") from None
+        self.position += num_tokens
+        return result
+
+    def _row(self, position: int, num_tokens: int, num_result_tokens: int) -> pb.StepRow:
+        return pb.StepRow(
+            session_id=self._identity.session_id,
+            epoch=self._identity.epoch,
+            position=position,
+            num_tokens=num_tokens,
+            num_result_tokens=num_result_tokens,
+        )

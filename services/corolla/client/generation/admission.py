@@ -1,0 +1,80 @@
+"""How many answers run at a time, and how each is counted."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from corolla.chassis.errors import QueueFull
+from corolla.client.generation.stopping import FinishReason
+from corolla.client.generation.usage import Usage
+from corolla.client.metrics import ClientMetrics
+
+
+class Admission:
+    """Refuses what is too much before it takes anything, and keeps the gauges true on every way out."""
+
+    def __init__(self, max_running: int, metrics: ClientMetrics) -> None:
+        self._max_running = max_running
+        self._num_running = 0
+        self._metrics = metrics
+
+    @contextmanager
+    def request(self, usage: Usage) -> Iterator["RequestMeter"]:
+        """Holds a place for one request. Raises QueueFull."""
+        if self._num_running >= self._max_running:
+            raise QueueFull("the service has as many running requests as it takes")
+        self._num_running += 1
+        meter = RequestMeter(self._metrics, usage)
+        try:
+            yield meter
+        finally:
+            self._num_running -= 1
+            meter.close()
+
+
+class RequestMeter:
+    """Feeds the metrics of one request."""
+
+    def __init__(self, metrics: ClientMetrics, usage: Usage) -> None:
+        self._metrics = metrics
+        self._usage = usage
+        self._newest_token_s: dict[int, float] = {}
+        self._is_waiting = True
+        metrics.waiting.inc()
+
+    @property
+    def started_s(self) -> float:
+        """When the request began, by `time.monotonic()`."""
+        return self._usage.started_s
+
+    def prompt(self, num_tokens: int, num_cached_tokens: int, num_recomputed_tokens: int) -> None:
+        """The chain is open and the prompt known: what of it the hops still had, and what of the log they had lost."""
+        self._usage.prompt_tokens = num_tokens
+        self._usage.cached_tokens = num_cached_tokens
+        self._metrics.prompt_tokens.inc(num_tokens)
+        self._metrics.prompt_length.observe(num_tokens)
+        self._metrics.cache_queries.inc(num_tokens)
+        self._metrics.cache_hits.inc(num_cached_tokens)
+        self._metrics.recomputed.inc(num_recomputed_tokens)
+        if self._is_waiting:
+            self._metrics.waiting.dec()
+            self._metrics.running.inc()
+            self._is_waiting = False
+
+    def token(self, completion_index: int) -> None:
+        now_s = time.monotonic()
+        newest_s = self._newest_token_s.get(completion_index)
+        self._newest_token_s[completion_index] = now_s
+        if newest_s is not None:
+            self._metrics.inter_token.observe(now_s - newest_s)
+        self._usage.count_token()
+        if self._usage.completion_tokens == 1:
+            self._metrics.time_to_first_token.observe(self._usage.time_to_first_token_s)
+        self._metrics.generation_tokens.inc()
+
+    def finished(self, reason: FinishReason) -> None:
+        self._metrics.success.labels(reason.value).inc()
+        self._metrics.e2e.observe(self._usage.elapsed_s)
+
+    def close(self) -> None:
+        (self._metrics.waiting if self._is_waiting else self._metrics.running).dec()

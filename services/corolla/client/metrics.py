@@ -1,0 +1,55 @@
+"""What a client service exports. Base names and buckets are vLLM's, so that known dashboards carry over."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from corolla.chassis.metrics import (
+    INTER_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    TIME_TO_FIRST_TOKEN_BUCKETS,
+    TOKEN_COUNT_BUCKETS,
+)
+
+
+class ClientMetrics:
+    """Requests and tokens. No label names a session, a request or a tenant."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.running = Gauge("corolla_num_requests_running", "Answers being generated.", registry=registry)
+        self.waiting = Gauge("corolla_num_requests_waiting", "Answers that wait for their chain.", registry=registry)
+        self.time_to_first_token = Histogram(
+            "corolla_time_to_first_token_seconds",
+            "From the request to its first token, in seconds.",
+            buckets=TIME_TO_FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token = Histogram(
+            "corolla_inter_token_latency_seconds",
+            "Between one token of an answer and the next, in seconds.",
+            buckets=INTER_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.e2e = Histogram(
+            "corolla_e2e_request_latency_seconds",
+            "From the request to the end of its answer, in seconds.",
+            buckets=REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter("corolla_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self.generation_tokens = Counter("corolla_generation_tokens", "Tokens of answers.", registry=registry)
+        self.prompt_length = Histogram(
+            "corolla_request_prompt_tokens", "Tokens of a prompt.", buckets=TOKEN_COUNT_BUCKETS, registry=registry
+        )
+        self.cache_queries = Counter(
+            "corolla_prefix_cache_queries", "Prompt tokens looked for in the hops' caches.", registry=registry
+        )
+        self.cache_hits = Counter(
+            "corolla_prefix_cache_hits", "Prompt tokens that the hops' caches still had.", registry=registry
+        )
+        self.recomputed = Counter(
+            "corolla_recomputed_tokens",
+            "Tokens of a session's log processed again: a cache was gone.",
+            registry=registry,
+        )
+        self.success = Counter(
+            "corolla_request_success", "Finished answers by why they ended.", ["finished_reason"], registry=registry
+        )

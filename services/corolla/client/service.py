@@ -1,0 +1,121 @@
+"""Composition root of the client service."""
+
+import asyncio
+import logging
+
+import torch
+from transformers import GenerationConfig
+
+from corolla.chassis.errors import CheckpointError
+from corolla.chassis.handlers import service_handler
+from corolla.chassis.lifecycle import TaskGroup
+from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
+from corolla.chassis.rpc_server import RpcServer
+from corolla.client.api.servicer import GenerationServicer, ModelFacts
+from corolla.client.api.tenants import Tenants
+from corolla.client.chain.control import ControlPlane
+from corolla.client.chain.opener import ChainLimits, ChainOpener
+from corolla.client.chain.placement import PlacementWatch
+from corolla.client.chain.streams import DataPlane
+from corolla.client.compute import ComputeThread
+from corolla.client.edges import load_edges
+from corolla.client.generation.admission import Admission
+from corolla.client.generation.answering import Answering, ModelLimits
+from corolla.client.metrics import ClientMetrics
+from corolla.client.settings import ClientSettings
+from corolla.client.text.chat import ChatTemplate
+from corolla.client.text.tokenizer import TextTokenizer
+from corolla.client.transcripts import Transcripts
+from corolla.models.checkpoint import Checkpoint
+from corolla.v1 import generation_pb2
+from corolla.wire.tensors import DTYPES
+
+log = logging.getLogger(__name__)
+
+
+class ClientService:
+    """One client service in this process."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self.settings = settings
+        torch.set_num_threads(settings.threads)
+        self._tenants = Tenants(settings.api_keys_file)
+        self._registry = new_registry()
+        self._metrics = ClientMetrics(self._registry)
+        self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection)
+        self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
+        self._tasks = TaskGroup()
+        self._compute = ComputeThread()
+        self._control: ControlPlane | None = None
+        self._plane: DataPlane | None = None
+        self._opener: ChainOpener | None = None
+
+    @property
+    def port(self) -> int:
+        return self._rpc.port
+
+    @property
+    def metrics_port(self) -> int:
+        return self._metrics_endpoint.port
+
+    async def start(self) -> None:
+        """Loads tokenizer, embedding and head, and serves."""
+        settings = self.settings
+        checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision)
+        fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype)
+        control = self._control = ControlPlane(settings.router, checkpoint.name)
+        placement = PlacementWatch(control)
+        self._tasks.start(placement.run(), "placement watch")
+        tokenizer = await asyncio.to_thread(TextTokenizer.load, checkpoint.folder)
+        edges = await asyncio.to_thread(load_edges, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
+        plane = self._plane = DataPlane(fingerprint)
+        limits = ChainLimits(settings.prefill_chunk_tokens, settings.step_timeout_s, round(settings.lease_s * 1000))
+        opener = self._opener = ChainOpener(control, placement, plane, edges, self._compute, fingerprint, limits)
+        transcripts = Transcripts(control, settings.session_ttl_s)
+        chat = ChatTemplate(tokenizer)
+        answering = Answering(
+            opener,
+            transcripts,
+            self._compute,
+            tokenizer,
+            ModelLimits(checkpoint.context_length, settings.default_max_tokens, _eos_token_ids(checkpoint)),
+            Admission(settings.max_running_requests, self._metrics),
+        )
+        facts = ModelFacts(
+            checkpoint.name, checkpoint.family.model_type, checkpoint.num_blocks, checkpoint.context_length,
+            checkpoint.vocab_size, settings.dtype, fingerprint,
+        )  # fmt: skip
+        servicer = GenerationServicer(facts, self._tenants, answering, transcripts, opener, placement, tokenizer, chat)
+        service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+        handler = service_handler(
+            service, servicer, RpcMetrics(self._registry), max_request_bytes=settings.max_request_bytes
+        )
+        self._rpc.add(service, handler)
+        await self._rpc.start()
+        await self._rpc.ready()
+        log.info("ready", extra={"port": self.port, "metrics_port": self.metrics_port, "model": checkpoint.name})
+
+    async def stop(self) -> None:
+        """Lets running answers end, and frees everything."""
+        await self._rpc.stop(self.settings.grace_s)
+        await self._tasks.close()
+        for part in (self._opener, self._plane, self._control):
+            if part is not None:
+                await part.close()
+        self._compute.close()
+        self._metrics_endpoint.close()
+
+
+def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """From the generation config where there is one, as `generate` does; else from the model's own."""
+    try:
+        given = GenerationConfig.from_pretrained(checkpoint.folder).eos_token_id
+    except OSError:
+        given = checkpoint.config.eos_token_id
+    except ValueError:
+        raise CheckpointError(
+            f"{checkpoint.folder}/generation_config.json cannot be read; repair or remove it"
+        ) from None
+    if given is None:
+        return frozenset()
+    return frozenset([given] if isinstance(given, int) else given)

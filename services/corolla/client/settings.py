@@ -1,0 +1,32 @@
+"""Settings of a client service, from `COROLLA_*` variables."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from corolla.chassis.settings import ServiceSettings
+
+
+class ClientSettings(ServiceSettings):
+    """One client service."""
+
+    port: int = Field(50051, ge=0, le=65535, description="Port of the public API; 0 takes a free one.")
+    router: str = Field("127.0.0.1:50050", description="host:port of the router.")
+    model: str = Field("demo", description="Checkpoint folder, hub id, or `demo`.")
+    revision: str | None = Field(None, description="Revision of a hub id.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Type that the block servers run.")
+    device: str = Field("cpu", description="Torch device of embedding and head.")
+    threads: int = Field(1, ge=1, le=1024, description="Torch threads of this process.")
+    api_keys_file: Path | None = Field(
+        None, description="File with a line `tenant:key` for each caller; without it everybody is the tenant `public`."
+    )
+    max_request_bytes: int = Field(4 << 20, ge=1024, le=32 << 20, description="Larger requests are refused.")
+    max_running_requests: int = Field(256, ge=1, description="Requests served at a time; further ones are refused.")
+    default_max_tokens: int = Field(256, ge=1, description="New tokens when the request does not say.")
+    prefill_chunk_tokens: int = Field(256, ge=1, description="Tokens of one prefill step.")
+    step_timeout_s: float = Field(60.0, gt=0, description="Seconds after which a step counts as lost.")
+    lease_s: float = Field(
+        60.0, gt=0, description="Seconds that hops keep a running session that they hear nothing of."
+    )
+    session_ttl_s: float = Field(1800.0, gt=0, description="Seconds that an idle conversation is kept.")
