@@ -23,19 +23,29 @@ PROTOCOL_VERSION = 1
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
 
-_TOKENIZER_FILES = (
+_SETTINGS_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
+_VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
 )
-# Who wrote the configuration, and the dtype that it was written in, change no result.
-_CONFIG_NOTES = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+# Who wrote a file, from where and in which dtype, changes no result.
+_NOTES = frozenset(
+    {
+        "_name_or_path",
+        "dtype",
+        "is_local",
+        "local_files_only",
+        "name_or_path",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
 _SAMPLE_BYTES = 256
 
 
@@ -118,11 +128,12 @@ class Checkpoint:
         digest = hashlib.sha256()
         for sample in sample_bytes(self.weight_index, _SAMPLE_BYTES):
             digest.update(sample)
-        notes = {
-            key: value for key, value in _read_json(self.folder / "config.json").items() if key not in _CONFIG_NOTES
-        }
-        digest.update(json.dumps(notes, sort_keys=True).encode())
-        for name in _TOKENIZER_FILES:
+        for name in _SETTINGS_FILES:
+            path = self.folder / name
+            stored = _read_json(path) if path.is_file() else {}
+            facts = {key: value for key, value in stored.items() if key not in _NOTES}
+            digest.update(f"{name} {json.dumps(facts, sort_keys=True)}\n".encode())
+        for name in _VOCABULARY_FILES:
             path = self.folder / name
             content = path.read_bytes() if path.is_file() else b""
             digest.update(f"{name} {len(content)}\n".encode())
@@ -144,6 +155,8 @@ def _find_folder(name_or_path: str, revision: str | None) -> tuple[Path, str]:
     if name_or_path == DEMO_MODEL:
         folder = demo_checkpoint()
         return folder, folder.name
+    if not name_or_path:
+        raise CheckpointError(f"No model is named; give {DEMO_MODEL!r}, a local folder or a hub id.")
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path.resolve(), path.resolve().name

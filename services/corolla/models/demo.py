@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from safetensors import SafetensorError
 
 from corolla.chassis.errors import CheckpointError
 
@@ -98,7 +97,9 @@ def _convert_beside(gguf: Path, folder: Path, progress: Progress) -> None:
             path.chmod(_FILE_MODE)
         building.chmod(0o755)
         building.rename(folder)
-    except SafetensorError as error:
+    except OSError:
+        raise
+    except Exception as error:  # the writers of weights and tokenizers raise classes of their own, even bare ones
         raise CheckpointError(
             f"The demo model cannot be written to {folder.parent}; check its free space, or set COROLLA_CACHE to "
             "another folder."
@@ -143,6 +144,9 @@ def _convert_tokenizer(gguf: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # How it was read is no property of it; written down, two machines' copies would differ.
+    for note in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(note, None)
     # The GGUF reader does not know this vocabulary's pre-tokenizer, which takes digits one by one.
     pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer

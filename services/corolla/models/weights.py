@@ -137,9 +137,7 @@ def _read_index(folder: Path, index_path: Path) -> dict[str, Path]:
         raise CheckpointError(f"{index_path} is damaged; fetch the checkpoint again.") from error
     stray = next((shard for shard in named.values() if shard.parent != folder), None)
     if stray is not None:
-        raise CheckpointError(
-            f"{index_path} names a file outside its folder; fetch the checkpoint from a source you trust."
-        )
+        raise CheckpointError(f"{index_path} names a file outside its folder; fetch a checkpoint that you trust.")
     for shard in sorted(set(named.values())):
         if not shard.is_file():
             raise CheckpointError(f"{shard} is missing although {INDEX_FILE} names it; fetch the checkpoint again.")

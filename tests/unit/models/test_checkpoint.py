@@ -1,0 +1,276 @@
+"""What can be served is opened quickly; what cannot is refused with a sentence that says what to do."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from corolla.chassis.errors import CheckpointError, UnsupportedFamily
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.families import FAMILIES
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import CONTEXT_LENGTH, HIDDEN_SIZE, VOCAB_SIZE, make_tiny_checkpoint
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint("llama", tmp_path_factory.mktemp("pristine") / "tiny-llama")
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / pristine.name))
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text())
+    for key, value in changes.items():
+        if value is None:
+            content.pop(key, None)
+        else:
+            content[key] = value
+    path.write_text(json.dumps(content))
+
+
+def edit_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Rewrites the shard that holds a tensor; the index stays as it is."""
+    shard = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(shard)
+    changed = change(tensors.pop(name))
+    if changed is not None:
+        tensors[name] = changed
+    save_file(tensors, shard, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_says_what_it_is(tmp_path: Path, family: str) -> None:
+    checkpoint = Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=3)))
+    facts = (checkpoint.family.model_type, checkpoint.num_blocks, checkpoint.hidden_size, checkpoint.vocab_size)
+    assert facts == (family, 3, HIDDEN_SIZE, VOCAB_SIZE)
+    assert checkpoint.context_length == CONTEXT_LENGTH
+    assert checkpoint.name == family
+
+
+def test_opening_reads_no_weights(folder: Path) -> None:
+    started = time.perf_counter()
+    checkpoint = Checkpoint.open(str(folder))
+    assert time.perf_counter() - started < 0.5
+    assert set(checkpoint.weight_index.values()) == set(shards(folder))
+
+
+def test_a_checkpoint_in_one_file_needs_no_index(folder: Path) -> None:
+    tensors = {name: tensor for shard in shards(folder) for name, tensor in load_file(shard).items()}
+    sharded = Checkpoint.open(str(folder)).fingerprint("float32")
+    for path in (*shards(folder), folder / INDEX):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    whole = Checkpoint.open(str(folder))
+    assert set(whole.weight_index) == set(tensors)
+    assert whole.fingerprint("float32") == sharded, "how the tensors are spread over files changes no result"
+
+
+def cut_short(folder: Path) -> None:
+    content = shards(folder)[1].read_bytes()
+    shards(folder)[1].write_bytes(content[:-100])
+
+
+def scribble_on_header(folder: Path) -> None:
+    content = bytearray(shards(folder)[0].read_bytes())
+    content[8:40] = b"x" * 32
+    shards(folder)[0].write_bytes(bytes(content))
+
+
+def empty_shard(folder: Path) -> None:
+    shards(folder)[0].write_bytes(b"")
+
+
+def lose_shard(folder: Path) -> None:
+    shards(folder)[2].unlink()
+
+
+def lose_tensor(folder: Path) -> None:
+    edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda _tensor: None)
+
+
+def lose_block(folder: Path) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=6)
+
+
+def damage_index(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": ')
+
+
+def point_index_outside(folder: Path) -> None:
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    edit_json(folder / INDEX, weight_map={name: f"../{file}" for name, file in weight_map.items()})
+
+
+def lose_index(folder: Path) -> None:
+    (folder / INDEX).unlink()
+
+
+def pickle_weights(folder: Path) -> None:
+    for path in (*shards(folder), folder / INDEX):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def lose_weights(folder: Path) -> None:
+    for path in (*shards(folder), folder / INDEX):
+        path.unlink()
+
+
+def lose_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def damage_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def list_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def quantise(folder: Path) -> None:
+    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+@pytest.mark.parametrize(
+    "damage, advice",
+    [
+        (cut_short, r"damaged or cut short; delete it and fetch"),
+        (scribble_on_header, r"damaged or cut short; delete it and fetch"),
+        (empty_shard, r"damaged or cut short; delete it and fetch"),
+        (lose_shard, r"is missing although .* names it; fetch"),
+        (lose_tensor, r"lacks the tensor model\.layers\.2\.mlp\.up_proj\.weight .*; fetch"),
+        (lose_block, r"no weights for block 5 although config\.json promises 6 blocks; fetch"),
+        (damage_index, r"index\.json is damaged; fetch"),
+        (point_index_outside, r"outside its folder; fetch a checkpoint that you trust"),
+        (lose_index, r"safetensors files but no .*index\.json; fetch"),
+        (pickle_weights, r"only pickled weights \(pytorch_model\.bin\).*; convert them"),
+        (lose_weights, r"no safetensors weights; point to"),
+        (lose_config, r"has no config\.json; point to"),
+        (damage_config, r"config\.json is damaged; fetch"),
+        (list_config, r"config\.json is damaged; fetch"),
+        (quantise, r"already quantised; give the original"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused(folder: Path, damage: Callable[[Path], None], advice: str) -> None:
+    damage(folder)
+    with pytest.raises(CheckpointError, match=advice):
+        Checkpoint.open(str(folder))
+
+
+@pytest.mark.parametrize(
+    "changes, advice",
+    [
+        ({"model_type": "t5"}, r"type 't5' are not supported; choose"),
+        ({"model_type": "of-nobody"}, r"type 'of-nobody' are not supported; choose"),
+        ({"model_type": "of-nobody", "auto_map": {"AutoConfig": "code.Config"}}, r"'of-nobody' are not supported"),
+        ({"model_type": None, "architectures": None}, r"are not supported; choose"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            r"keeps state .*; set another",
+        ),
+    ],
+)
+def test_an_unsupported_model_is_refused(folder: Path, changes: dict[str, Any], advice: str) -> None:
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(UnsupportedFamily, match=advice):
+        Checkpoint.open(str(folder))
+
+
+@pytest.mark.parametrize(
+    "name, advice",
+    [
+        ("./nowhere", r"There is no folder \./nowhere; check the path"),
+        ("/no/such/folder", r"There is no folder /no/such/folder; check the path"),
+        ("nobody/no-such-model", r"'nobody/no-such-model' is no local folder and cannot be fetched"),
+        ("", r"No model is named; give"),
+    ],
+)
+def test_a_missing_checkpoint_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, advice: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=advice):
+        Checkpoint.open(name)
+
+
+def test_a_file_is_no_checkpoint(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file; point to the folder"):
+        Checkpoint.open(str(folder / "config.json"))
+
+
+def test_a_tensor_that_the_index_never_named_is_missed_at_loading(folder: Path) -> None:
+    name = "model.layers.2.mlp.up_proj.weight"
+    edit_tensor(folder, name, lambda _tensor: None)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    del weight_map[name]
+    edit_json(folder / INDEX, weight_map=weight_map)
+    checkpoint = Checkpoint.open(str(folder))
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, layers\.1\.mlp\.up_proj\.weight"):
+        load_span(checkpoint, Span(1, 3), dtype=torch.float32)
+
+
+def test_a_tensor_of_another_shape_is_refused_at_loading(folder: Path) -> None:
+    edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda tensor: tensor[:-1].contiguous())
+    with pytest.raises(CheckpointError, match="fetch the checkpoint again"):
+        load_span(Checkpoint.open(str(folder)), Span(2, 3), dtype=torch.float32)
+
+
+def test_a_fingerprint_is_stable_and_short(pristine: Path, folder: Path) -> None:
+    fingerprint = Checkpoint.open(str(pristine)).fingerprint("float32")
+    assert fingerprint == Checkpoint.open(str(folder)).fingerprint("float32")
+    assert len(fingerprint) == 16
+    int(fingerprint, 16)
+
+
+def another_dtype(checkpoint: Path) -> str:
+    return Checkpoint.open(str(checkpoint)).fingerprint("bfloat16")
+
+
+def another_quantization(checkpoint: Path) -> str:
+    return Checkpoint.open(str(checkpoint)).fingerprint("float32", "int8")
+
+
+def another_tensor(checkpoint: Path) -> str:
+    edit_tensor(checkpoint, "model.layers.4.self_attn.o_proj.weight", lambda tensor: tensor * 1.01)
+    return Checkpoint.open(str(checkpoint)).fingerprint("float32")
+
+
+def another_config(checkpoint: Path) -> str:
+    edit_json(checkpoint / "config.json", rms_norm_eps=0.1)
+    return Checkpoint.open(str(checkpoint)).fingerprint("float32")
+
+
+def another_tokenizer(checkpoint: Path) -> str:
+    (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
+    return Checkpoint.open(str(checkpoint)).fingerprint("float32")
+
+
+@pytest.mark.parametrize(
+    "change", [another_dtype, another_quantization, another_tensor, another_config, another_tokenizer]
+)
+def test_a_fingerprint_tells_apart(pristine: Path, folder: Path, change: Callable[[Path], str]) -> None:
+    assert change(folder) != Checkpoint.open(str(pristine)).fingerprint("float32")
+
+
+def test_a_fingerprint_ignores_who_wrote_the_files(pristine: Path, folder: Path) -> None:
+    edit_json(folder / "config.json", transformers_version="0.0", dtype="float16")
+    edit_json(folder / "tokenizer_config.json", is_local=False, local_files_only=True)
+    assert Checkpoint.open(str(folder)).fingerprint("x") == Checkpoint.open(str(pristine)).fingerprint("x")

@@ -1,0 +1,84 @@
+"""A span holds its own tensors and nothing else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from corolla.chassis.errors import CheckpointError
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.demo import demo_checkpoint
+from corolla.models.families import FAMILIES
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+
+# Prints by how many bytes loading `span` raised this process's peak; a first load takes what every load takes.
+MEASURE_PEAK = """
+import pathlib, sys, torch
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+def peak():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+checkpoint = Checkpoint.open(sys.argv[1])
+load_span(checkpoint, Span(29, 30), dtype=torch.float32)
+before = peak()
+model = load_span(checkpoint, Span.parse(sys.argv[2]), dtype=torch.float32)
+print(peak() - before, model.nbytes)
+"""
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_spans_share_out_the_blocks(tmp_path: Path, family: str) -> None:
+    checkpoint = Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)))
+    whole = load_span(checkpoint, Span(0, 4), dtype=torch.float32)
+    parts = [load_span(checkpoint, span, dtype=torch.float32) for span in (Span(0, 3), Span(3, 4))]
+    assert [part.config.num_hidden_layers for part in parts] == [3, 1]
+    hidden = torch.randn(1, 9, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
+    position_ids = torch.arange(9)[None]
+    expected = whole.forward(hidden, position_ids)
+    for part in parts:
+        hidden = part.forward(hidden, position_ids)
+    assert torch.equal(hidden, expected)
+
+
+def test_only_the_spans_shards_are_opened(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=12)))
+    needed = {shard for name, shard in checkpoint.weight_index.items() if name.startswith("model.layers.7.")}
+    others = set(checkpoint.weight_index.values()) - needed
+    assert others
+    for shard in others:
+        shard.unlink()
+    assert load_span(checkpoint, Span(7, 8), dtype=torch.float32).nbytes > 0
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_span(checkpoint, Span(0, 12), dtype=torch.float32)
+
+
+def test_weights_are_kept_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(str(make_tiny_checkpoint("llama", tmp_path / "llama")))
+    full, half = (load_span(checkpoint, Span(1, 3), dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert half.dtype == torch.bfloat16
+    assert half.nbytes < 0.6 * full.nbytes
+
+
+def test_blocks_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=2)))
+    with pytest.raises(CheckpointError, match="has 2 blocks, so it has no span 1:3; ask for blocks within 0:2"):
+        load_span(checkpoint, Span(1, 3), dtype=torch.float32)
+
+
+@pytest.mark.model
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_memory_is_proportional_to_the_span() -> None:
+    folder = demo_checkpoint()
+    for span in ("0:8", "0:24"):
+        command = [sys.executable, "-c", MEASURE_PEAK, str(folder), span]
+        printed = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=True, timeout=120)
+        grown, held = (int(number) for number in printed.stdout.split())
+        assert 0.7 * held < grown < 1.2 * held
