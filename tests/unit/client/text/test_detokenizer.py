@@ -54,7 +54,8 @@ def single_byte_ids(tokenizer: TextTokenizer) -> dict[int, int]:
     for byte in range(256):
         letters[byte] = chr(byte) if byte in printable else chr(256 + num_others)
         num_others += byte not in printable
-    return {byte: tokenizer.hf_tokenizer.convert_tokens_to_ids(letter) for byte, letter in letters.items()}
+    vocabulary = tokenizer.hf_tokenizer.get_vocab()
+    return {byte: vocabulary[letter] for byte, letter in letters.items()}
 
 
 @given(texts=st.lists(TEXTS, max_size=4), prompt=TEXTS, special=st.integers(0, 1 << 30))

@@ -1,0 +1,275 @@
+"""Rendering equals `transformers`; a new turn extends the token log, however the last answer ended."""
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.client.generation.stopping import StopMatcher
+from corolla.client.text.chat import ChatTemplate, Message, check_roles
+from corolla.client.text.detokenizer import Detokenizer
+from corolla.client.text.tokenizer import TextTokenizer
+from corolla.models.demo import demo_checkpoint
+
+CHAT_TEMPLATES = {
+    "plain": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "trimming": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "without special tokens": (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    ),
+    "with another end": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|endoftext|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "counting": (  # a beginning that changes from turn to turn
+        "{{ messages | length ~ ' messages\n' }}"
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    ),
+}
+STOP = "st"
+CONTENTS = st.text(st.sampled_from("ab e Tth.,st\n  é你好😀กั\ufffd"), min_size=1, max_size=25)
+FINISHES = st.sampled_from(["eos", "length", "stop_sequence"])
+
+
+def with_template(tokenizer: TextTokenizer, template: str | None) -> ChatTemplate:
+    hf_tokenizer: Any = copy.copy(tokenizer.hf_tokenizer)
+    hf_tokenizer.chat_template = template
+    return ChatTemplate(TextTokenizer(hf_tokenizer))
+
+
+class Model:
+    """Stands for a model that says what it is told, as a loop over tokens would return it."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+        (self.eos_token_id,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+
+    def answer(self, prompt_ids: list[int], ids: list[int], finish: str) -> tuple[list[int], str]:
+        """The token log after the answer, and the answer's text."""
+        if finish == "stop_sequence":
+            ids = [*ids, *self.tokenizer.encode("at" + STOP + "op", add_special_tokens=False)]
+        if finish == "eos":
+            ids = [*ids, self.eos_token_id]
+        detokenizer, matcher = (
+            Detokenizer(self.tokenizer, prompt_ids),
+            StopMatcher([STOP] * (finish == "stop_sequence")),
+        )
+        log, text = list(prompt_ids), ""
+        for token_id in ids:
+            log.append(token_id)
+            free, matched = matcher.push(detokenizer.push(token_id))
+            text += free
+            if matched:
+                return log, text
+        free, _ = matcher.push(detokenizer.flush())
+        return log, text + free + matcher.flush()
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[list[int] | str, str]:
+    """Raw ids, which are seldom text and never how the tokenizer would cut it; or a text."""
+    ids = st.lists(st.integers(0, 1 << 30), max_size=12)
+    return draw(st.one_of(ids, CONTENTS)), draw(FINISHES)
+
+
+@pytest.mark.parametrize("template", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES.keys())
+@given(turns=st.lists(st.tuples(CONTENTS, answers()), min_size=3, max_size=3), has_system=st.booleans())
+def test_three_turns_spell_the_whole_conversation(
+    any_tokenizer: TextTokenizer,
+    template: str,
+    turns: list[tuple[str, tuple[list[int] | str, str]]],
+    has_system: bool,
+) -> None:
+    tokenizer = any_tokenizer
+    chat, model = with_template(tokenizer, template), Model(tokenizer)
+    visible_ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_token_ids]
+    messages = [Message("system", "You are helpful.")] if has_system else []
+    log: list[int] = []
+    for index, (content, (said, finish)) in enumerate(turns):
+        new = [Message("user", content)]
+        rendering = chat.render([*messages, *new], add_generation_prompt=True)
+        if index == 0:
+            token_ids = chat.prompt_ids([*messages, *new])
+        else:
+            num_kept_tokens, token_ids = chat.next_turn_ids(log, messages, new)
+            assert token_ids[:num_kept_tokens] == log[:num_kept_tokens]
+            assert num_kept_tokens < len(token_ids)
+        canonical_ids = tokenizer.encode(rendering, add_special_tokens=False)
+        assert spelled(tokenizer, token_ids) == spelled(tokenizer, canonical_ids)
+        if spelled(tokenizer, canonical_ids) != rendering:
+            assert token_ids == canonical_ids, "a tokenizer that changes texts gets the canonical ids"
+        said_ids = (
+            tokenizer.encode(said, add_special_tokens=False)
+            if isinstance(said, str)
+            else [visible_ids[raw_id % len(visible_ids)] for raw_id in said]
+        )
+        log, text = model.answer(token_ids, said_ids, finish)
+        messages += [*new, Message("assistant", text)]
+
+
+def spelled(tokenizer: TextTokenizer, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@given(turns=st.lists(st.tuples(CONTENTS, answers()), min_size=3, max_size=3))
+def test_nothing_is_processed_twice(
+    byte_level_tokenizer: TextTokenizer, turns: list[tuple[str, tuple[list[int] | str, str]]]
+) -> None:
+    tokenizer = byte_level_tokenizer
+    chat, model = with_template(tokenizer, CHAT_TEMPLATES["plain"]), Model(tokenizer)
+    visible_ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_token_ids]
+    messages: list[Message] = []
+    log: list[int] = []
+    num_prompt_tokens, last_finish = 0, ""
+    for index, (content, (said, finish)) in enumerate(turns):
+        new = [Message("user", content)]
+        token_ids = chat.prompt_ids(new)
+        if index > 0:
+            num_kept_tokens, token_ids = chat.next_turn_ids(log, messages, new)
+            # Whole answers stay whole; of a stopped one, all that was returned but a last token cut in two.
+            if last_finish == "stop_sequence":
+                kept_text = spelled(tokenizer, log[:num_kept_tokens])
+                assert num_kept_tokens >= num_prompt_tokens
+                one_more = spelled(tokenizer, log[: num_kept_tokens + 1])
+                rendering = chat.render([*messages, *new], add_generation_prompt=True)
+                assert rendering.startswith(kept_text)
+                assert not rendering.startswith(one_more)
+            else:
+                assert num_kept_tokens == len(log)
+        num_prompt_tokens, last_finish = len(token_ids), finish
+        said_ids = (
+            tokenizer.encode(said, add_special_tokens=False)
+            if isinstance(said, str)
+            else [visible_ids[raw_id % len(visible_ids)] for raw_id in said]
+        )
+        log, text = model.answer(token_ids, said_ids, finish)
+        messages += [*new, Message("assistant", text)]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("finish", ["eos", "length", "stop_sequence"])
+def test_the_demo_model_chats_without_processing_twice(finish: str) -> None:
+    tokenizer = TextTokenizer.load(demo_checkpoint())
+    chat, model = ChatTemplate(tokenizer), Model(tokenizer)
+    messages: list[Message] = []
+    log: list[int] = []
+    for content in ["What is 1234 + 99?", "你好 😀!", "  And\n\n```x``` ? "]:
+        new = [Message("user", content)]
+        token_ids = chat.prompt_ids(new)
+        if messages:
+            num_kept_tokens, token_ids = chat.next_turn_ids(log, messages, new)
+            # "stop" is one token, which the answer was cut before.
+            assert num_kept_tokens == len(log) - (1 if finish == "stop_sequence" else 0)
+            rendering = chat.render([*messages, *new], add_generation_prompt=True)
+            assert spelled(tokenizer, token_ids) == rendering
+        answer_ids = tokenizer.encode("Well: 你好, 12345 😀 is", add_special_tokens=False)
+        log, text = model.answer(token_ids, answer_ids, finish)
+        messages += [*new, Message("assistant", text)]
+
+
+def test_special_tokens_that_the_answer_left_out_are_not_kept(byte_level_tokenizer: TextTokenizer) -> None:
+    chat, model = ChatTemplate(byte_level_tokenizer), Model(byte_level_tokenizer)
+    prompt_ids = chat.prompt_ids([Message("user", "Hi")])
+    ids = byte_level_tokenizer.encode("one<|endoftext|>two", add_special_tokens=False)
+    log, text = model.answer(prompt_ids, ids, "eos")
+    assert text == "onetwo"
+    earlier, new = [Message("user", "Hi"), Message("assistant", text)], [Message("user", "On?")]
+    num_kept_tokens, token_ids = chat.next_turn_ids(log, earlier, new)
+    assert spelled(byte_level_tokenizer, token_ids[:num_kept_tokens]).endswith("one")
+    assert spelled(byte_level_tokenizer, token_ids) == chat.render([*earlier, *new], add_generation_prompt=True)
+
+
+def test_a_log_of_something_else_is_dropped(byte_level_tokenizer: TextTokenizer) -> None:
+    chat = ChatTemplate(byte_level_tokenizer)
+    log = byte_level_tokenizer.encode("quite another text", add_special_tokens=False)
+    messages = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
+    assert chat.next_turn_ids(log, messages[:2], messages[2:]) == (0, chat.prompt_ids(messages))
+    assert chat.next_turn_ids([], messages[:2], messages[2:]) == (0, chat.prompt_ids(messages))
+
+
+@pytest.mark.parametrize("template", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES.keys())
+def test_prompt_ids_equal_transformers(byte_level_tokenizer: TextTokenizer, template: str) -> None:
+    chat = with_template(byte_level_tokenizer, template)
+    messages = [
+        Message("system", " Be brief. "),
+        Message("user", "Hi 😀"),
+        Message("assistant", ""),
+        Message("user", "?"),
+    ]
+    expected = byte_level_tokenizer.hf_tokenizer.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in messages],
+        chat_template=template,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert chat.prompt_ids(messages) == expected
+
+
+def test_no_template_and_a_template_that_raises_are_refused(byte_level_tokenizer: TextTokenizer) -> None:
+    messages = [Message("user", "secret")]
+    assert not with_template(byte_level_tokenizer, None).exists
+    for template, expected in [
+        (None, "no chat template"),
+        ("{{ raise_exception('secret') }}", "does not accept"),
+        ("{{ 1 / 0 }}", "does not accept"),
+        ("{% if %}", "does not accept"),
+        ("{{ messages[7].content.strip() }}", "does not accept"),
+        ("{{ ''.__class__.__mro__ }}", "does not accept"),
+    ]:
+        with pytest.raises(InvalidRequest, match=expected) as caught:
+            with_template(byte_level_tokenizer, template).prompt_ids(messages)
+        assert "secret" not in str(caught.value)
+        assert caught.value.violations[0][0] == "messages"
+
+
+def conversation(text: str) -> list[Message]:
+    """`"su a"` is a system's, a user's, an empty (space) and an assistant's message."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "-": ""}
+    messages: list[Message] = []
+    for letter in text:
+        if letter == " ":
+            messages[-1] = Message(messages[-1].role, "")
+        else:
+            messages.append(Message(roles[letter], "x"))
+    return messages
+
+
+@pytest.mark.parametrize("text", ["u", "su", "uau", "suau", "uauauau", "ua u"])
+def test_conversations_that_a_model_can_answer(text: str) -> None:
+    check_roles(conversation(text))
+
+
+@pytest.mark.parametrize(
+    "text, field",
+    [
+        ("", "messages"),
+        ("t", "messages[0].role"),
+        ("-", "messages[0].role"),
+        ("utu", "messages[1].role"),
+        ("a", "messages[0].role"),
+        ("sau", "messages[1].role"),
+        ("uu", "messages[1].role"),
+        ("uaau", "messages[2].role"),
+        ("usu", "messages[1].role"),
+        ("ssu", "messages[1].role"),
+        ("s", "messages[0].role"),
+        ("ua", "messages[1].role"),
+        ("u ", "messages[0].content"),
+        ("s u", "messages[0].content"),
+        ("uau ", "messages[2].content"),
+    ],
+)
+def test_conversations_out_of_order_are_refused_where_they_are(text: str, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_roles(conversation(text))
+    assert caught.value.violations[0][0] == field
