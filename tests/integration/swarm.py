@@ -1,0 +1,132 @@
+"""A whole stack in this process, over real gRPC and a real Redis: the quickest way to many chains."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from corolla.block_server.service import BlockServer
+from corolla.block_server.settings import BlockServerSettings
+from corolla.chassis.channels import open_channel
+from corolla.client.service import ClientService
+from corolla.client.settings import ClientSettings
+from corolla.local.redis_server import EmbeddedRedis
+from corolla.router.service import RouterProcess
+from corolla.router.settings import RouterSettings
+from corolla.sdk.async_client import AsyncClient
+from corolla.v1 import blocks_pb2, blocks_pb2_grpc
+
+_HERE = {"host": "127.0.0.1", "metrics_host": "127.0.0.1", "metrics_port": 0, "grace_s": 0.5}
+
+
+class Swarm:
+    """Router, block servers and client services for one checkpoint.
+
+    Args:
+        folder: where the log of the swarm's own Redis goes.
+        model: checkpoint folder.
+        spans: one block server for each, `"start:end"` or `"auto"`.
+        num_clients: client services.
+        server: further settings of the block servers; `client` likewise.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        spans: Sequence[str],
+        *,
+        num_clients: int = 1,
+        server: dict[str, Any] | None = None,
+        client: dict[str, Any] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._model = str(model)
+        self._spans = spans
+        self._num_clients = num_clients
+        self._server_settings = server or {}
+        self._client_settings = client or {}
+        self.router: RouterProcess
+        self.servers: list[BlockServer] = []
+        self.clients: list[ClientService] = []
+
+    async def __aenter__(self) -> Self:
+        self.redis = await asyncio.to_thread(EmbeddedRedis.start, self._folder)
+        settings = RouterSettings(port=0, redis_url=self.redis.url, **_HERE)
+        self.router = RouterProcess(settings)
+        await self.router.start()
+        for span in self._spans:
+            await self.add_server(span)
+        for _ in range(self._num_clients):
+            await self.add_client()
+        await self.until_ready()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for client in self.clients:
+            await client.stop()
+        await asyncio.gather(*(server.stop() for server in self.servers))
+        await self.router.stop()
+        await asyncio.to_thread(self.redis.stop)
+
+    @property
+    def router_address(self) -> str:
+        return f"127.0.0.1:{self.router.port}"
+
+    @property
+    def address(self) -> str:
+        return self.address_of(0)
+
+    def address_of(self, client: int) -> str:
+        return f"127.0.0.1:{self.clients[client].port}"
+
+    def connect(self, client: int = 0) -> AsyncClient:
+        return AsyncClient(self.address_of(client))
+
+    async def add_server(self, blocks: str) -> BlockServer:
+        settings = BlockServerSettings(
+            port=0, advertised_host="127.0.0.1", router=self.router_address, model=self._model, blocks=blocks,
+            **{**_HERE, **self._server_settings},
+        )  # fmt: skip
+        server = BlockServer(settings)
+        await server.start()
+        self.servers.append(server)
+        return server
+
+    async def add_client(self) -> ClientService:
+        settings = ClientSettings(
+            port=0, router=self.router_address, model=self._model, **{**_HERE, **self._client_settings}
+        )
+        client = ClientService(settings)
+        await client.start()
+        self.clients.append(client)
+        return client
+
+    async def until_ready(self, timeout_s: float = 10) -> None:
+        """Until every client service knows a complete chain."""
+        async with asyncio.timeout(timeout_s):
+            for number in range(len(self.clients)):
+                async with self.connect(number) as client:
+                    while not (await client.models())[0].ready:
+                        await asyncio.sleep(0.02)
+
+    async def statuses(self) -> list[blocks_pb2.BlockServerStatus]:
+        """What each block server holds."""
+        statuses = []
+        for server in self.servers:
+            async with open_channel(server.address) as channel:
+                stub = blocks_pb2_grpc.BlockServiceStub(channel)
+                statuses.append(await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest()))
+        return statuses
+
+    async def until_empty(self, timeout_s: float = 5) -> None:
+        """Until no block server holds a session or a page."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                statuses = await self.statuses()
+                if all(not each.num_sessions and each.num_free_pages == each.num_pages for each in statuses):
+                    return
+                await asyncio.sleep(0.02)
