@@ -36,6 +36,10 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _WINDOW = {"sliding_window": 12}
 _GPT2_SHAPE = {"vocab_size": VOCAB_SIZE, "n_embd": HIDDEN_SIZE, "n_head": 4, "n_positions": CONTEXT_LENGTH}
 
+# Families whose blocks differ in kind; no two spans of the tests begin alike.
+_MIXED_FAMILIES = frozenset({"qwen2", "gemma2", "gemma3_text", "olmo3", "cohere2"})
+_LAYER_TYPES = ("sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention")
+
 # What each family's configuration gets besides `_SHAPE`; together they cover every special case of the families.
 _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
@@ -92,6 +96,8 @@ def make_tiny_checkpoint(
         `folder`.
     """
     facts = {**_SHAPE, "num_hidden_layers": num_blocks, **_FAMILY_FACTS[family], **(config_changes or {})}
+    if family in _MIXED_FAMILIES:
+        facts = {**facts, "layer_types": [_LAYER_TYPES[block % len(_LAYER_TYPES)] for block in range(num_blocks)]}
     if family == "gpt2":
         facts = {**facts, **_GPT2_SHAPE}
     tokenizer = make_tokenizer()

@@ -248,9 +248,25 @@ def another_quantization(checkpoint: Path) -> str:
     return Checkpoint.open(str(checkpoint)).fingerprint("float32", "int8")
 
 
-def another_tensor(checkpoint: Path) -> str:
-    edit_tensor(checkpoint, "model.layers.4.self_attn.o_proj.weight", lambda tensor: tensor * 1.01)
+def another_number(checkpoint: Path, index: int) -> str:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[index] += 1.0
+        return tensor
+
+    edit_tensor(checkpoint, "model.layers.4.self_attn.o_proj.weight", change)
     return Checkpoint.open(str(checkpoint)).fingerprint("float32")
+
+
+def another_beginning(checkpoint: Path) -> str:
+    return another_number(checkpoint, 0)
+
+
+def another_middle(checkpoint: Path) -> str:
+    return another_number(checkpoint, HIDDEN_SIZE * HIDDEN_SIZE // 2)
+
+
+def another_end(checkpoint: Path) -> str:
+    return another_number(checkpoint, -1)
 
 
 def another_config(checkpoint: Path) -> str:
@@ -264,7 +280,16 @@ def another_tokenizer(checkpoint: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "change", [another_dtype, another_quantization, another_tensor, another_config, another_tokenizer]
+    "change",
+    [
+        another_dtype,
+        another_quantization,
+        another_beginning,
+        another_middle,
+        another_end,
+        another_config,
+        another_tokenizer,
+    ],
 )
 def test_a_fingerprint_tells_apart(pristine: Path, folder: Path, change: Callable[[Path], str]) -> None:
     assert change(folder) != Checkpoint.open(str(pristine)).fingerprint("float32")

@@ -40,8 +40,8 @@ def test_spans_share_out_the_blocks(tmp_path: Path, family: str) -> None:
     whole = load_span(checkpoint, Span(0, 4), dtype=torch.float32)
     parts = [load_span(checkpoint, span, dtype=torch.float32) for span in (Span(0, 3), Span(3, 4))]
     assert [part.config.num_hidden_layers for part in parts] == [3, 1]
-    hidden = torch.randn(1, 9, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
-    position_ids = torch.arange(9)[None]
+    hidden = torch.randn(1, 20, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
+    position_ids = torch.arange(20)[None]
     expected = whole.forward(hidden, position_ids)
     for part in parts:
         hidden = part.forward(hidden, position_ids)
