@@ -115,8 +115,8 @@ class AsyncClient:
         listed = await self._call(self._stub.ListModels, pb.ListModelsRequest())
         return tuple(responses.model(each) for each in listed.models)
 
-    async def model(self, name: str = "") -> Model:
-        """One model; an empty name is the only one."""
+    async def model(self, name: str) -> Model:
+        """One model by its name; see `models`."""
         return responses.model(await self._call(self._stub.GetModel, pb.GetModelRequest(model=name)))
 
     async def close(self) -> None:

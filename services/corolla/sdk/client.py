@@ -109,8 +109,8 @@ class Client:
         listed = self._call(self._stub.ListModels, pb.ListModelsRequest())
         return tuple(responses.model(each) for each in listed.models)
 
-    def model(self, name: str = "") -> Model:
-        """One model; an empty name is the only one."""
+    def model(self, name: str) -> Model:
+        """One model by its name; see `models`."""
         return responses.model(self._call(self._stub.GetModel, pb.GetModelRequest(model=name)))
 
     def close(self) -> None:

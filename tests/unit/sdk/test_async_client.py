@@ -14,7 +14,7 @@ async def test_completions_and_streams(server: GenerationServer) -> None:
         async with client.stream("one two") as stream:
             assert [chunk.text async for chunk in stream] == ["one", " two"]
         assert stream.usage is not None
-        assert (await client.models())[0].name == (await client.model()).name == "echo"
+        assert (await client.models())[0].name == (await client.model("echo")).name == "echo"
         assert (await client.tokenize("a b")).token_ids == (0, 1)
 
 

@@ -85,7 +85,7 @@ def test_the_key_is_sent(server: GenerationServer) -> None:
 
 
 def test_models_and_tokens(client: Client) -> None:
-    assert client.model().context_length == 8192
+    assert client.model("echo").context_length == 8192
     with pytest.raises(errors.ModelNotFound) as raised:
         client.model("nobody")
     assert raised.value.resource_name == "nobody"

@@ -1,0 +1,79 @@
+"""The commands and their options. Whatever is slow to import is imported when a command runs."""
+
+import sys
+from collections.abc import Sequence
+
+import typer
+from typer.exceptions import TyperException
+
+from corolla.cli import ask_commands, service_commands, stack_commands
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="corolla",
+    help="Serves one language model whose blocks are spread over several processes or machines.",
+    epilog="Start with: corolla up",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+stack_commands.add_to(app)
+ask_commands.add_to(app)
+service_commands.add_to(app)
+
+
+@app.command(rich_help_panel="More")
+def version() -> None:
+    """Prints the version."""
+    from corolla import __version__
+
+    sys.stdout.write(f"corolla {__version__}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit status: 0, 1 for a failure, 2 for a wrong call, 130 after Ctrl-C."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has enough. Python would complain once more when it closes the stream.
+        sys.stdout = None
+        return EXIT_FAILED
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        status = app(arguments, prog_name="corolla", standalone_mode=False)
+    except TyperException as failure:
+        context = getattr(failure, "ctx", None)
+        command = context.command_path if context is not None else "corolla"
+        text = failure.format_message().rstrip(".")
+        # `corolla` alone answers with its help and has nothing to complain about.
+        if text:
+            _complain(f"{text[:1].lower()}{text[1:]}; see {command} --help")
+        return failure.exit_code
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    except Exception as failure:
+        from corolla.chassis.errors import CorollaError
+
+        if not isinstance(failure, CorollaError):
+            raise
+        from corolla.cli.advice import sentence_of
+
+        _complain(sentence_of(failure))
+        return EXIT_FAILED
+    return int(status or 0)
+
+
+def _complain(sentence: str) -> None:
+    sys.stderr.write(f"corolla: {sentence}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

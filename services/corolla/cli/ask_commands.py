@@ -1,0 +1,111 @@
+"""Commands that ask a running stack: generate, chat, status."""
+
+from typing import Annotated
+
+import typer
+
+from corolla.cli import ask_options as ask
+
+_PANEL = "Ask a model"
+DEFAULT_ROUTER = "127.0.0.1:50050"
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(rich_help_panel=_PANEL)(generate)
+    app.command(rich_help_panel=_PANEL)(chat)
+    app.command(rich_help_panel=_PANEL)(status)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to complete; - reads it from standard input.")],
+    server: ask.Server = ask.DEFAULT_SERVER,
+    api_key: ask.ApiKey = None,
+    model: ask.Model = "",
+    timeout: ask.Timeout = None,
+    stream: Annotated[
+        bool | None, typer.Option("--stream/--no-stream", help="Print the answer as it comes, or at its end.")
+    ] = None,
+    json: Json = False,
+    n: Annotated[int, typer.Option("-n", help="Independent completions of the prompt.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities, and those of so many likeliest tokens.")
+    ] = None,
+    max_tokens: ask.MaxTokens = None,
+    temperature: ask.Temperature = None,
+    top_k: ask.TopK = None,
+    top_p: ask.TopP = None,
+    min_p: ask.MinP = None,
+    repetition_penalty: ask.RepetitionPenalty = None,
+    presence_penalty: ask.PresencePenalty = None,
+    frequency_penalty: ask.FrequencyPenalty = None,
+    seed: ask.Seed = None,
+    stop: ask.Stop = None,
+    ignore_eos: ask.IgnoreEos = False,
+    time_limit: ask.TimeLimit = None,
+) -> int:
+    """Completes a text.
+
+    The model goes on where the text ends; `corolla chat` answers questions.
+    """
+    from corolla.cli.generate import run_generate
+    from corolla.sdk.client import Client
+
+    options = ask.given(
+        model=model, logprobs=logprobs, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, seed=seed, stop=stop, ignore_eos=ignore_eos, time_limit_s=time_limit,
+    )  # fmt: skip
+    with Client(server, api_key=api_key, timeout=timeout) as client:
+        return run_generate(client, prompt, n, options, streams=stream, as_json=json)
+
+
+def chat(
+    server: ask.Server = ask.DEFAULT_SERVER,
+    api_key: ask.ApiKey = None,
+    model: ask.Model = "",
+    timeout: ask.Timeout = None,
+    system: Annotated[str | None, typer.Option(help="System message: how the model is to answer.")] = None,
+    session: Annotated[str | None, typer.Option(help="Go on with an existing session.", show_default=False)] = None,
+    json: Json = False,
+    max_tokens: ask.MaxTokens = None,
+    temperature: ask.Temperature = None,
+    top_k: ask.TopK = None,
+    top_p: ask.TopP = None,
+    min_p: ask.MinP = None,
+    repetition_penalty: ask.RepetitionPenalty = None,
+    presence_penalty: ask.PresencePenalty = None,
+    frequency_penalty: ask.FrequencyPenalty = None,
+    seed: ask.Seed = None,
+    stop: ask.Stop = None,
+    time_limit: ask.TimeLimit = None,
+) -> int:
+    """Talks with the model, which remembers the conversation.
+
+    Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset starts anew. Without a terminal each line of standard
+    input is a turn.
+    """
+    from corolla.cli.chat import run_chat
+    from corolla.sdk.client import Client
+
+    options = ask.given(
+        model=model, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        seed=seed, stop=stop, time_limit_s=time_limit,
+    )  # fmt: skip
+    with Client(server, api_key=api_key, timeout=timeout) as client:
+        return run_chat(client, system, session, options, as_json=json)
+
+
+def status(
+    router: Annotated[
+        str, typer.Option("--router", "-r", envvar="COROLLA_ROUTER", metavar="HOST:PORT", help="The router.")
+    ] = DEFAULT_ROUTER,
+    model: Annotated[str, typer.Option("--model", "-m", help="Model, where there are several.")] = "",
+    json: Json = False,
+) -> int:
+    """Shows who holds which blocks. Exit status 1 when a block has no server."""
+    from corolla.cli.status import run_status
+
+    return run_status(router, model, as_json=json)

@@ -1,0 +1,55 @@
+"""The options of the commands that ask a running service."""
+
+from typing import Annotated, Any
+
+import typer
+
+DEFAULT_SERVER = "127.0.0.1:50051"
+
+_ANSWER = "How the answer is made"
+_PLACE = "Where to ask"
+
+Server = Annotated[
+    str,
+    typer.Option(
+        "--server",
+        "-s",
+        envvar="COROLLA_SERVER",
+        metavar="HOST:PORT",
+        help="The client service.",
+        rich_help_panel=_PLACE,
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key", envvar="COROLLA_API_KEY", help="Key, where the service wants one.", rich_help_panel=_PLACE
+    ),
+]
+Model = Annotated[str, typer.Option("--model", "-m", help="Model, where there are several.", rich_help_panel=_PLACE)]
+Timeout = Annotated[
+    float | None, typer.Option("--timeout", help="Give up after this many seconds.", rich_help_panel=_PLACE)
+]
+
+
+def _answer(name: str, text: str) -> Any:
+    return typer.Option(f"--{name}", help=text, rich_help_panel=_ANSWER, show_default=False)
+
+
+MaxTokens = Annotated[int | None, _answer("max-tokens", "New tokens at most.")]
+Temperature = Annotated[float | None, _answer("temperature", "0 always takes the likeliest token.")]
+TopK = Annotated[int | None, _answer("top-k", "Keep the k likeliest tokens.")]
+TopP = Annotated[float | None, _answer("top-p", "Keep the smallest set with this probability.")]
+MinP = Annotated[float | None, _answer("min-p", "Keep tokens this likely beside the likeliest.")]
+RepetitionPenalty = Annotated[float | None, _answer("repetition-penalty", "Above 1: fewer repetitions.")]
+PresencePenalty = Annotated[float | None, _answer("presence-penalty", "Above 0: fewer tokens used before.")]
+FrequencyPenalty = Annotated[float | None, _answer("frequency-penalty", "Above 0: fewer tokens used often.")]
+Seed = Annotated[int | None, _answer("seed", "The same seed gives the same answer.")]
+Stop = Annotated[list[str] | None, _answer("stop", "End before this text; may be given several times.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.", rich_help_panel=_ANSWER)]
+TimeLimit = Annotated[float | None, _answer("time-limit", "End with what there is after this many seconds.")]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Only the options that were given."""
+    return {name: value for name, value in options.items() if value not in (None, [], False, "")}

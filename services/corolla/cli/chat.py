@@ -1,0 +1,115 @@
+"""`corolla chat`: a conversation in the terminal, or over a pipe."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from corolla.chassis.errors import CorollaError, InvalidRequest, SessionNotFound
+from corolla.cli.advice import sentence_of
+from corolla.cli.usage_line import usage_text
+from corolla.sdk.client import Client
+from corolla.sdk.sessions import Chat
+
+_HELP = "/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+def run_chat(client: Client, system: str | None, session: str | None, options: dict[str, Any], *, as_json: bool) -> int:
+    """Each line is a turn. On a terminal a failed turn is told and the conversation goes on; over a pipe it ends."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+    if is_terminal:
+        model = client.models()[0].name
+        _say(f"Talking with {model}. {_HELP}")
+    while True:
+        with client.chat(system=system, session=session, **options) as chat:
+            wants_more = _terminal_talk(chat) if is_terminal else _piped_talk(chat, as_json=as_json)
+        if not wants_more:
+            return 0
+        session = None
+        _say("A new conversation.")
+
+
+def _terminal_talk(chat: Chat) -> bool:
+    """Returns whether another conversation is wanted."""
+    # Line editing and history for `input`.
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+
+    while True:
+        try:
+            text = input("\001\033[1;36m\002you>\001\033[0m\002 ").strip()
+        except EOFError:
+            sys.stdout.write("\n")
+            return False
+        except KeyboardInterrupt:
+            _say("\nCtrl-D leaves.")
+            continue
+        if text in ("/exit", "/quit"):
+            return False
+        if text == "/reset":
+            return True
+        if text.startswith("/"):
+            _say(_HELP)
+        elif text:
+            try:
+                _answer_on_terminal(chat, text)
+            except SessionNotFound:
+                _say("The service does not know this conversation any more.")
+                return True
+            except CorollaError as failure:
+                sys.stderr.write(f"corolla: {sentence_of(failure)}\n")
+
+
+def _answer_on_terminal(chat: Chat, text: str) -> None:
+    stream = None
+    try:
+        stream = chat.stream(text)
+        for chunk in stream:
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        if stream is not None:
+            stream.close()
+        _say("\n(stopped)")
+        return
+    sys.stdout.write("\n")
+    if stream.usage is not None:
+        _say(usage_text(stream.usage, stream.finish_reason))
+
+
+def _piped_talk(chat: Chat, *, as_json: bool) -> bool:
+    for text in _piped_turns():
+        if text in ("/exit", "/quit"):
+            return False
+        if text == "/reset":
+            return True
+        if as_json:
+            facts = {"user": text, "session": chat.session_id, **dataclasses.asdict(chat.send(text))}
+            sys.stdout.write(json.dumps(facts) + "\n")
+            sys.stdout.flush()
+            continue
+        sys.stdout.write(f"> {text}\n")
+        for chunk in chat.stream(text):
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+        sys.stdout.write("\n\n")
+        sys.stdout.flush()
+    return False
+
+
+def _piped_turns() -> Iterator[str]:
+    try:
+        # One line at a time, so that whoever writes can wait for an answer before the next turn.
+        while line := sys.stdin.readline():
+            if text := line.strip():
+                yield text
+    except UnicodeDecodeError:
+        raise InvalidRequest("standard input", "is not UTF-8 text") from None
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        text = f"\033[2m{text}\033[0m"
+    sys.stderr.write(f"{text}\n")

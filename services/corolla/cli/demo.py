@@ -1,0 +1,116 @@
+"""`corolla demo`: the main job from end to end, in about a minute."""
+
+import time
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from corolla.chassis.errors import InternalError
+from corolla.cli.interruption import Interrupted, interruptible
+from corolla.cli.placement_table import placement_table
+from corolla.cli.stack_console import StackConsole
+from corolla.cli.usage_line import usage_text
+from corolla.local.options import StackOptions
+from corolla.local.stack import Stack
+from corolla.sdk.client import Client
+from corolla.sdk.results import Usage
+from corolla.sdk.streams import Stream
+
+_PROMPT = "The capital of France is"
+_QUESTIONS = ("What is the capital of France? Answer in one sentence.", "And of Italy?")
+_EXIT_INTERRUPTED = 130
+
+
+def run_demo(options: StackOptions) -> int:
+    """Starts a stack, completes a text, holds a chat of two turns, and stops.
+
+    Raises:
+        CorollaError: something of this failed.
+    """
+    view = StackConsole()
+    console = view.console
+    console.print(
+        Panel(
+            "A language model split over several processes. Each block server computes some of the model's blocks;\n"
+            "the client service sends every token through all of them.",
+            title="Corolla",
+            expand=False,
+        )
+    )
+    stack = Stack(options)
+    started = time.perf_counter()
+    try:
+        with interruptible():
+            try:
+                console.print(Rule("1. Start", align="left"))
+                view.line("stack", f"logs are in {options.log_folder}")
+                stack.start(view.report)
+                placement = stack.placement()
+                if placement is None:
+                    raise InternalError("the router stopped answering")
+                console.print(placement_table(placement))
+                with Client(stack.client_address, timeout=120) as client:
+                    usages = _talk(console, client)
+            finally:
+                view.end_progress()
+                stack.stop()
+    except Interrupted:
+        return _EXIT_INTERRUPTED
+    console.print(Rule("Result", align="left"))
+    console.print(_summary(usages, stack, time.perf_counter() - started))
+    console.print("Run it yourself: [bold]corolla up[/bold]")
+    return 0
+
+
+def _talk(console: Console, client: Client) -> list[tuple[str, Usage]]:
+    usages = []
+    console.print(Rule("2. Complete a text", align="left"))
+    with client.stream(_PROMPT, max_tokens=48, temperature=0) as stream:
+        usages.append(("completion", _show(console, f"{_PROMPT}", stream)))
+    console.print(Rule("3. Chat: the second turn sends only its new tokens", align="left"))
+    with client.chat(max_tokens=48, temperature=0) as chat:
+        for number, question in enumerate(_QUESTIONS, start=1):
+            console.print(Text.assemble(("you    ", "bold cyan"), question))
+            console.print(Text("model  ", style="bold green"), end="")
+            with chat.stream(question) as stream:
+                usages.append((f"chat, turn {number}", _show(console, "", stream)))
+    if not usages[-1][1].cached_tokens:
+        raise InternalError("the second turn found nothing of the first one in the servers' caches")
+    return usages
+
+
+def _show(console: Console, before: str, stream: Stream) -> Usage:
+    console.print(Text(before, style="bold"), end="")
+    num_chunks = 0
+    for chunk in stream:
+        # As it comes: nothing is wrapped or held back, as rich would do with a whole text.
+        console.file.write(chunk.text)
+        console.file.flush()
+        num_chunks += 1
+    console.print()
+    if stream.usage is None or not stream.token_ids or not num_chunks:
+        raise InternalError("the answer is empty")
+    console.print(Text(usage_text(stream.usage, stream.finish_reason), style="dim"))
+    return stream.usage
+
+
+def _summary(usages: list[tuple[str, Usage]], stack: Stack, total_s: float) -> Table:
+    table = Table(header_style="dim")
+    for heading in ("", "tokens/s", "first token", "prompt tokens", "of them cached", "new tokens"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, usage in usages:
+        table.add_row(
+            name,
+            f"{usage.tokens_per_s:.1f}",
+            f"{usage.time_to_first_token_s:.2f} s",
+            str(usage.prompt_tokens),
+            str(usage.cached_tokens),
+            str(usage.completion_tokens),
+        )
+    start_s = sum(seconds for stage, seconds in stack.start_s.items() if stage != "imports")
+    table.caption = f"{len(stack.servers)} block servers, started in {start_s:.1f} s; all in {total_s:.1f} s"
+    table.caption_justify = "left"
+    return table

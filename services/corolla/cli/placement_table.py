@@ -1,0 +1,104 @@
+"""A placement as a table for people and as facts for programs."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from corolla.v1 import router_pb2
+
+_STATES = {
+    router_pb2.SERVER_STATE_JOINING: ("joining", "yellow"),
+    router_pb2.SERVER_STATE_READY: ("ready", "green"),
+    router_pb2.SERVER_STATE_DRAINING: ("draining", "magenta"),
+}
+_BAR_WIDTH = 60
+
+
+def placement_table(placement: router_pb2.Placement, num_sessions: int | None = None) -> RenderableType:
+    """Each server with its span, then a bar of how many ready servers each block has."""
+    table = Table(title=_title(placement, num_sessions), title_justify="left", title_style="bold", header_style="dim")
+    for heading, justify in (
+        ("server", "left"), ("blocks", "right"), ("state", "left"), ("sessions", "right"), ("free pages", "right"),
+        ("decode step", "right"), ("dtype", "left"),
+    ):  # fmt: skip
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for placed in _in_order(placement):
+        state, colour = _STATES.get(placed.state, ("unknown", "red"))
+        load = placed.load
+        table.add_row(
+            placed.server.address,
+            f"{placed.span.start}:{placed.span.end}",
+            Text(state, style=colour),
+            str(load.num_sessions),
+            f"{load.num_free_pages} of {load.num_pages}" if load.num_pages else "",
+            f"{load.decode_step_seconds * 1000:.1f} ms" if load.decode_step_seconds else "",
+            placed.server.dtype,
+        )
+    return Group(table, _coverage(placement))
+
+
+def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[str, Any]:
+    """The same for `--json`."""
+    return {
+        "model": placement.model,
+        "version": placement.version,
+        "num_blocks": placement.num_model_blocks,
+        "num_sessions": num_sessions,
+        "uncovered": [[span.start, span.end] for span in placement.uncovered],
+        "servers": [
+            {
+                "server_id": placed.server.server_id,
+                "address": placed.server.address,
+                "span": [placed.span.start, placed.span.end],
+                "state": _STATES.get(placed.state, ("unknown", ""))[0],
+                "dtype": placed.server.dtype,
+                "fingerprint": placed.server.fingerprint,
+                "num_sessions": placed.load.num_sessions,
+                "num_pages": placed.load.num_pages,
+                "num_free_pages": placed.load.num_free_pages,
+                "num_queued_steps": placed.load.num_queued_steps,
+                "decode_step_seconds": placed.load.decode_step_seconds,
+                "resident_memory_bytes": placed.load.resident_memory_bytes,
+            }
+            for placed in _in_order(placement)
+        ],
+    }
+
+
+def uncovered_text(placement: router_pb2.Placement) -> str:
+    """Which blocks have no ready server, in words."""
+    if not placement.servers:
+        return "No block server is known; start one with `corolla block-server`."
+    spans = ", ".join(f"{span.start}:{span.end}" for span in placement.uncovered)
+    return f"Blocks {spans} have no ready server; start one with `corolla block-server --blocks start:end`."
+
+
+def _title(placement: router_pb2.Placement, num_sessions: int | None) -> str:
+    sessions = "" if num_sessions is None else f", {num_sessions} session{'' if num_sessions == 1 else 's'}"
+    return f"{placement.model or 'no model yet'}: {placement.num_model_blocks} blocks{sessions}"
+
+
+def _in_order(placement: router_pb2.Placement) -> list[router_pb2.PlacedServer]:
+    return sorted(placement.servers, key=lambda placed: (placed.span.start, placed.span.end, placed.server.address))
+
+
+def _coverage(placement: router_pb2.Placement) -> Text:
+    num_blocks = placement.num_model_blocks
+    bar = Text("coverage ", style="dim")
+    if not num_blocks:
+        return bar
+    replicas = [0] * num_blocks
+    for placed in placement.servers:
+        if placed.state == router_pb2.SERVER_STATE_READY:
+            for block in range(placed.span.start, min(placed.span.end, num_blocks)):
+                replicas[block] += 1
+    # One cell a block; several blocks share a cell, which shows the worst of them, where the model has more.
+    per_cell = -(-num_blocks // _BAR_WIDTH)
+    for first in range(0, num_blocks, per_cell):
+        fewest = min(replicas[first : first + per_cell])
+        bar.append("·" if fewest == 0 else str(min(fewest, 9)), style="bold red" if fewest == 0 else "green")
+    covered = sum(1 for count in replicas if count)
+    bar.append(f" {covered} of {num_blocks} blocks", style="dim")
+    return bar

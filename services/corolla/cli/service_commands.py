@@ -1,0 +1,123 @@
+"""Commands that run one service in this process."""
+
+from typing import Annotated, Any
+
+import typer
+
+_PANEL = "Run one service"
+
+Settings = Annotated[
+    bool, typer.Option("--settings", help="Print every setting with its variable and default, and end.")
+]
+Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.", show_default=False)]
+Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)]
+MetricsPort = Annotated[int | None, typer.Option(help="Port of the metrics.", show_default=False)]
+LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", show_default=False)]
+Model = Annotated[str | None, typer.Option(help="Checkpoint folder, hub id, or demo.", show_default=False)]
+Router = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The router.", show_default=False)]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", show_default=False)]
+Threads = Annotated[int | None, typer.Option(help="Torch threads.", show_default=False)]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default=False)]
+
+_REST = "What has no option here is set by a variable COROLLA_...; --settings lists them all."
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("router", rich_help_panel=_PANEL, epilog=_REST)(router)
+    app.command("block-server", rich_help_panel=_PANEL, epilog=_REST)(block_server)
+    app.command("client", rich_help_panel=_PANEL, epilog=_REST)(client)
+
+
+def router(
+    port: Port = None,
+    host: Host = None,
+    redis_url: Annotated[str | None, typer.Option(help="Redis that holds all state.", show_default=False)] = None,
+    metrics_port: MetricsPort = None,
+    log_level: LogLevel = None,
+    settings: Settings = False,
+) -> int:
+    """Runs a router: it records who holds which blocks, and the sessions."""
+    if settings:
+        from corolla.router.settings import RouterSettings
+
+        return _print_settings(RouterSettings)
+    from corolla.router.service import run
+
+    return run(port=port, host=host, redis_url=redis_url, metrics_port=metrics_port, log_level=log_level)
+
+
+def block_server(
+    model: Model = None,
+    blocks: Annotated[
+        str | None, typer.Option(help="start:end, or auto: the router chooses.", show_default=False)
+    ] = None,
+    capacity_blocks: Annotated[
+        int | None, typer.Option(help="How many blocks fit, when auto.", show_default=False)
+    ] = None,
+    router: Router = None,
+    port: Port = None,
+    host: Host = None,
+    advertised_host: Annotated[
+        str | None, typer.Option(help="Address by which others reach this server.", show_default=False)
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    kv_cache_mib: Annotated[int | None, typer.Option(help="Memory for the KV cache.", show_default=False)] = None,
+    metrics_port: MetricsPort = None,
+    log_level: LogLevel = None,
+    settings: Settings = False,
+) -> int:
+    """Runs a block server: it holds a span of the model's blocks and computes them."""
+    if settings:
+        from corolla.block_server.settings import BlockServerSettings
+
+        return _print_settings(BlockServerSettings)
+    from corolla.block_server.__main__ import run
+
+    return run(
+        model=model, blocks=blocks, capacity_blocks=capacity_blocks, router=router, port=port, host=host,
+        advertised_host=advertised_host, dtype=dtype, device=device, threads=threads, kv_cache_mib=kv_cache_mib,
+        metrics_port=metrics_port, log_level=log_level,
+    )  # fmt: skip
+
+
+def client(
+    model: Model = None,
+    router: Router = None,
+    port: Port = None,
+    host: Host = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    api_keys_file: Annotated[
+        str | None, typer.Option(help="File with a line tenant:key for each caller.", show_default=False)
+    ] = None,
+    metrics_port: MetricsPort = None,
+    log_level: LogLevel = None,
+    settings: Settings = False,
+) -> int:
+    """Runs a client service: the public API for completions and chats."""
+    if settings:
+        from corolla.client.settings import ClientSettings
+
+        return _print_settings(ClientSettings)
+    from corolla.client.__main__ import run
+
+    return run(
+        model=model, router=router, port=port, host=host, dtype=dtype, device=device, threads=threads,
+        api_keys_file=api_keys_file, metrics_port=metrics_port, log_level=log_level,
+    )  # fmt: skip
+
+
+def _print_settings(model: Any) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("variable", "default", "meaning", header_style="dim", box=None)
+    for name, field in model.model_fields.items():
+        default = field.get_default()
+        shown = default.get_secret_value() if hasattr(default, "get_secret_value") else default
+        table.add_row(f"COROLLA_{name.upper()}", "" if shown in (None, "") else str(shown), field.description or "")
+    Console(highlight=False).print(table)
+    return 0

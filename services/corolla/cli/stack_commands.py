@@ -1,0 +1,74 @@
+"""Commands that run a whole stack on this machine: up, demo."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_PANEL = "Run a whole stack"
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id, or demo.")]
+Threads = Annotated[int, typer.Option(min=1, max=1024, help="Torch threads of each process.")]
+LogFolder = Annotated[
+    Path | None, typer.Option(help="Folder for the log files; a new one if not given.", show_default=False)
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(rich_help_panel=_PANEL)(up)
+    app.command(rich_help_panel=_PANEL)(demo)
+
+
+def up(
+    model: Model = "demo",
+    servers: Annotated[
+        int | None, typer.Option(min=1, help="Block servers, with even parts of the model.  [default: 2]")
+    ] = None,
+    blocks: Annotated[
+        str,
+        typer.Option(help='A span for each block server, such as "0:10,10:30"; or auto: the router chooses.'),
+    ] = "",
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Of the client service.  [default: 50051, or a free one]"),
+    ] = None,
+    router_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Of the router.  [default: 50050, or a free one]")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address that the client service listens on.")] = "127.0.0.1",
+    redis_url: Annotated[
+        str | None,
+        typer.Option(envvar="COROLLA_REDIS_URL", help="A running Redis.  [default: start one]", show_default=False),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    threads: Threads = 1,
+    log_folder: LogFolder = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every log line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
+) -> int:
+    """Starts Redis, router, block servers and client service, and runs them until Ctrl-C."""
+    from corolla.cli.up import run_up
+    from corolla.local.folders import new_log_folder
+    from corolla.local.options import StackOptions
+
+    if blocks not in ("", "auto") and servers is not None and servers != blocks.count(",") + 1:
+        raise typer.BadParameter(f"--servers {servers} contradicts the number of spans in --blocks")
+    options = StackOptions(
+        model=model, num_servers=2 if servers is None else servers, blocks=blocks, port=port, router_port=router_port,
+        host=host, redis_url=redis_url, dtype=dtype, num_threads=threads, log_folder=log_folder or new_log_folder(),
+    )  # fmt: skip
+    return run_up(options, verbose=verbose, as_json=json)
+
+
+def demo(
+    servers: Annotated[int, typer.Option(min=1, help="Block servers.")] = 3,
+    threads: Threads = 1,
+    log_folder: LogFolder = None,
+) -> int:
+    """Shows it all: starts a stack with a real model, streams an answer and a chat, and stops it."""
+    from corolla.cli.demo import run_demo
+    from corolla.local.folders import new_log_folder
+    from corolla.local.options import StackOptions
+
+    options = StackOptions(num_servers=servers, num_threads=threads, log_folder=log_folder or new_log_folder())
+    return run_demo(options)

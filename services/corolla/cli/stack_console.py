@@ -1,0 +1,118 @@
+"""A stack's life on the console: events, log lines with the name of their process, and a live table on a terminal."""
+
+import json
+import re
+import sys
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from corolla.cli.placement_table import placement_table
+from corolla.local.events import StackEvent
+from corolla.local.stack import Stack
+from corolla.v1 import router_pb2
+
+_COLOURS = ("cyan", "magenta", "blue", "yellow", "green", "bright_cyan", "bright_magenta", "bright_blue")
+_NAME_WIDTH = 9
+_IMPORTANT = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|^corolla: |^Traceback|^\w*(Error|Exception)\b")
+_EVENT_STYLES = {"problem": "bold red", "mended": "green", "ready": "bold green"}
+
+
+class StackConsole:
+    """Prints what a stack does. On standard error where standard output is for programs."""
+
+    def __init__(self, *, verbose: bool = False, as_json: bool = False) -> None:
+        self.console = Console(highlight=False, stderr=as_json)
+        self._verbose = verbose
+        self._as_json = as_json
+        self._lock = threading.Lock()
+        self._colours: dict[str, str] = {}
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._live: Live | None = None
+        self._last_placement: tuple[Any, ...] = ()
+
+    def report(self, event: StackEvent) -> None:
+        """Takes an event of the stack, from any thread."""
+        with self._lock:
+            if self._as_json:
+                self.tell(event.kind, source=event.source, text=event.text, fraction=event.fraction)
+            elif event.kind == "progress":
+                self._show_progress(event.text, event.fraction or 0.0)
+            else:
+                self.line(event.source, event.text, _EVENT_STYLES.get(event.kind, ""))
+
+    def tell(self, event: str, **facts: Any) -> None:
+        """One JSON line."""
+        sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
+        sys.stdout.flush()
+
+    def line(self, source: str, text: str, style: str = "") -> None:
+        """One line with its source in front."""
+        colour = self._colours.setdefault(source, _COLOURS[len(self._colours) % len(_COLOURS)])
+        self.console.print(Text.assemble((f"{source:>{_NAME_WIDTH}} ", colour), ("| ", "dim"), (text, style)))
+
+    def log_lines(self, stack: Stack) -> None:
+        """Prints what the processes logged since the last call: warnings and errors, or everything if verbose."""
+        if self._as_json:
+            return
+        for process in stack.processes:
+            for text in process.log.new_lines():
+                if text and (self._verbose or _IMPORTANT.search(text)):
+                    self.line(process.name, text)
+
+    def placement(self, placement: router_pb2.Placement | None) -> None:
+        """Shows who holds what: a table that is kept current on a terminal, else one whenever it changed."""
+        if placement is None:
+            return
+        shape = tuple(
+            sorted((each.server.address, each.span.start, each.span.end, each.state) for each in placement.servers)
+        )
+        if self._as_json:
+            if shape != self._last_placement:
+                from corolla.cli.placement_table import placement_facts
+
+                self.tell("placement", **placement_facts(placement, 0))
+        elif self._live is not None:
+            self._live.update(placement_table(placement))
+        elif shape != self._last_placement:
+            self.console.print(placement_table(placement))
+        self._last_placement = shape
+
+    def live(self) -> AbstractContextManager[Any]:
+        """While it is held, the placement stands at the bottom of a terminal."""
+        if self._as_json or not self.console.is_terminal:
+            return nullcontext()
+        self._live = Live(console=self.console, refresh_per_second=4, transient=True)
+        return self._live
+
+    def end_live(self) -> None:
+        """What comes now is printed plainly again."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def end_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _show_progress(self, stage: str, fraction: float) -> None:
+        if self._progress is None and fraction >= 1.0:
+            return
+        if self._progress is None:
+            columns = (TextColumn(f"{'model':>{_NAME_WIDTH}} |"), BarColumn(), TextColumn("{task.description}"))
+            self._progress = Progress(*columns, TimeElapsedColumn(), console=self.console)
+            self._task = self._progress.add_task(stage, total=1.0)
+            self._progress.start()
+        if not self.console.is_terminal:
+            self.line("model", f"{stage} ({fraction:.0%})")
+        if self._task is not None:
+            self._progress.update(self._task, description=stage, completed=fraction)
+        if fraction >= 1.0:
+            self.end_progress()

@@ -1,0 +1,1 @@
+"""The whole stack as processes on one machine."""

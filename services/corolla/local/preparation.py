@@ -1,0 +1,33 @@
+"""Finds the model before anything needs it, so that one process fetches or converts it and not every one at once.
+
+Runs as a child of its own, since converting computes; what it finds it writes to its output as JSON lines.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from corolla.chassis.errors import StartupError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`arguments` is the model's name or folder. The last line is the outcome: `prepared` or `failed`."""
+    (model,) = arguments
+    from corolla.models.checkpoint import Checkpoint
+    from corolla.models.demo import DEMO_MODEL, demo_checkpoint
+
+    try:
+        if model == DEMO_MODEL:
+            demo_checkpoint(progress=lambda stage, fraction: _tell("progress", stage=stage, fraction=fraction))
+        checkpoint = Checkpoint.open(model)
+    except StartupError as failure:
+        _tell("failed", message=failure.message)
+        return 1
+    _tell("prepared", num_blocks=checkpoint.num_blocks, model_type=checkpoint.config.model_type, name=checkpoint.name)
+    return 0
+
+
+def _tell(event: str, **facts: Any) -> None:
+    sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,94 @@
+"""What each process of a local stack is started with."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from corolla.local.log_files import LogFile
+from corolla.local.options import StackOptions
+
+LOOPBACK = "127.0.0.1"
+SERVICE_MODULE = "corolla.cli.app"
+
+
+@dataclass(frozen=True)
+class ManagedProcess:
+    """One process of the stack.
+
+    Attributes:
+        name: "redis", "router", "client" or "server-1" and so on.
+        module: whose `main(arguments)` it runs.
+        address: host:port where it serves.
+        blocks: of a block server: what it was told to hold.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    address: str
+    log: LogFile
+    blocks: str = ""
+
+    @property
+    def is_block_server(self) -> bool:
+        return bool(self.blocks)
+
+
+def redis_process(folder: Path, port: int) -> ManagedProcess:
+    arguments = (LOOPBACK, str(port), str(folder))
+    return ManagedProcess(
+        "redis", "corolla.local.redis_child", arguments, f"{LOOPBACK}:{port}", LogFile(folder / "redis.log")
+    )
+
+
+def router_process(folder: Path, port: int) -> ManagedProcess:
+    # The address of Redis may hold a password, so it goes by the environment.
+    arguments = ("router", "--port", str(port), "--host", LOOPBACK)
+    return ManagedProcess("router", SERVICE_MODULE, arguments, f"{LOOPBACK}:{port}", LogFile(folder / "router.log"))
+
+
+def block_server_process(
+    options: StackOptions, number: int, blocks: str, capacity_blocks: int, port: int, router: str
+) -> ManagedProcess:
+    name = f"server-{number}"
+    arguments = ["block-server", "--model", options.model, "--router", router, "--blocks", blocks]
+    arguments += ["--port", str(port), "--host", LOOPBACK, "--advertised-host", LOOPBACK]
+    arguments += ["--dtype", options.dtype, "--threads", str(options.num_threads)]
+    if blocks == "auto":
+        arguments += ["--capacity-blocks", str(capacity_blocks)]
+    log = LogFile(options.log_folder / f"{name}.log")
+    return ManagedProcess(name, SERVICE_MODULE, tuple(arguments), f"{LOOPBACK}:{port}", log, blocks)
+
+
+def client_process(options: StackOptions, port: int, router: str) -> ManagedProcess:
+    arguments = ["client", "--model", options.model, "--router", router, "--port", str(port), "--host", options.host]
+    arguments += ["--dtype", options.dtype, "--threads", str(options.num_threads)]
+    # Whoever listens on every interface is reached on the loopback one from here.
+    host = LOOPBACK if options.host in ("0.0.0.0", "") else options.host  # noqa: S104
+    log = LogFile(options.log_folder / "client.log")
+    return ManagedProcess("client", SERVICE_MODULE, tuple(arguments), f"{host}:{port}", log)
+
+
+def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
+    """This process's environment, with what suits several processes that share few cores."""
+    threads = str(options.num_threads)
+    fixed: Mapping[str, str] = {
+        # OpenMP and BLAS read these once, when torch and numpy are imported; spinning threads would starve neighbours.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "COROLLA_REDIS_URL": redis_url,
+        "COROLLA_METRICS_HOST": LOOPBACK,
+        "COROLLA_METRICS_PORT": "0",
+        "COROLLA_GRACE_S": str(options.grace_s / 2),
+    }
+    offline = {"HF_HUB_OFFLINE": "1"} if options.model == "demo" or Path(options.model).expanduser().is_dir() else {}
+    # The command line says these to each process; a variable of the surroundings is not meant for all of them.
+    own = {key: value for key, value in os.environ.items() if key not in ("COROLLA_PORT", "COROLLA_HOST")}
+    return {**own, **fixed, **offline, **options.environment}

@@ -1,0 +1,57 @@
+"""Whether a process serves: its gRPC health, or Redis's answer to a ping."""
+
+from typing import Any
+
+import grpc
+import redis
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from corolla.v1 import router_pb2
+from corolla.v1.router_pb2_grpc import RouterServiceStub
+
+_TIMEOUT_S = 1.0
+_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 300),
+]
+
+
+class Probe:
+    """Asks one gRPC service how it is."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+
+    def is_serving(self) -> bool:
+        # The published annotations of this stub lack its method.
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def placement(self, model: str) -> router_pb2.Placement | None:
+        """Of a router; None when it does not answer."""
+        try:
+            return RouterServiceStub(self._channel).GetPlacement(
+                router_pb2.GetPlacementRequest(model=model), timeout=_TIMEOUT_S
+            )
+        except grpc.RpcError:
+            return None
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def redis_answers(url: str) -> bool:
+    """Raises ValueError when the address is none of Redis."""
+    connection = redis.Redis.from_url(url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S)
+    try:
+        return bool(connection.ping())
+    except redis.RedisError:
+        return False
+    finally:
+        connection.close()

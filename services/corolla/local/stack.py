@@ -1,0 +1,289 @@
+"""A whole stack as processes on this machine: Redis, router, block servers and client service."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
+
+from corolla.chassis.errors import StartupError
+from corolla.local import processes, readiness
+from corolla.local.events import Report, StackEvent, ignore
+from corolla.local.log_files import LogFile
+from corolla.local.nursery import Exit, Nursery
+from corolla.local.options import DEFAULT_CLIENT_PORT, DEFAULT_ROUTER_PORT, StackOptions, server_blocks
+from corolla.local.ports import Ports
+from corolla.local.processes import LOOPBACK, ManagedProcess
+from corolla.local.supervisor import Supervisor, describe_exit
+from corolla.v1 import router_pb2
+
+_POLL_S = 0.05
+# What the block servers and the client service import, and forked children then have already.
+_HEAVY_MODULES = ("corolla.models.checkpoint", "corolla.block_server.service", "corolla.client.service")
+_STOP_ORDER = (("client",), ("server",), ("router",), ("redis",))
+
+
+class Stack:
+    """Starts, watches and stops the processes; nothing survives it, whatever ends it.
+
+        with Stack(StackOptions(log_folder=folder, num_servers=3)) as stack:
+            Client(stack.client_address).generate("hello")
+
+    Attributes:
+        client_address: host:port of the client service.
+        router_address: host:port of the router.
+        redis_url: of the Redis that it uses.
+        model_name: what the services call the model; known once `start` returned.
+        start_s: seconds that `start` took by its stages.
+    """
+
+    def __init__(self, options: StackOptions) -> None:
+        self.options = options
+        self.client_address = ""
+        self.router_address = ""
+        self.redis_url = options.redis_url or ""
+        self.model_name = ""
+        self.start_s: dict[str, float] = {}
+        self._report: Report = ignore
+        self._processes: dict[str, ManagedProcess] = {}
+        self._probes: dict[str, readiness.Probe] = {}
+        self._nursery: Nursery | None = None
+        self._supervisor: Supervisor | None = None
+        self._environment: dict[str, str] = {}
+        self._stopping = threading.Event()
+
+    @property
+    def processes(self) -> tuple[ManagedProcess, ...]:
+        return tuple(self._processes.values())
+
+    @property
+    def servers(self) -> tuple[ManagedProcess, ...]:
+        """The block servers."""
+        return tuple(process for process in self.processes if process.is_block_server)
+
+    def pid(self, name: str) -> int | None:
+        """Process id of "redis", "router", "client" or "server-1" and so on; None while it does not live."""
+        return self._nursery.pid(name) if self._nursery else None
+
+    def start(self, report: Report = ignore) -> None:
+        """Returns once every process serves and every block has a server.
+
+        Raises:
+            StartupError: the sentence says what went wrong, with the last lines of the log of a process that died.
+        """
+        self._report = report
+        started = time.perf_counter()
+        try:
+            self._choose_addresses()
+            self._start_control_plane()
+            num_blocks = self._prepare_model()
+            prepared = time.perf_counter()
+            self._start_data_plane(num_blocks)
+            self._wait_until(self._covered, "every block has a server")
+        except BaseException:
+            self.stop()
+            raise
+        ended = time.perf_counter()
+        imports_s = self._nursery.warm_s if self._nursery else 0.0
+        self.start_s = {"model": prepared - started, "processes": ended - prepared, "imports": imports_s}
+        self._supervisor = Supervisor(self, self._report, restarts=self.options.restarts)
+        self._supervisor.start()
+        report(StackEvent("ready", "stack", f"ready after {ended - started:.1f} s"))
+
+    def placement(self) -> router_pb2.Placement | None:
+        """Who holds what, as the router says; None when it does not answer."""
+        probe = self._probes.get("router")
+        return probe.placement(self.model_name) if probe else None
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to a process, as a fault would; it is started again if the options say so."""
+        if name not in self._processes:
+            raise StartupError(f"there is no process {name!r}; there are {', '.join(self._processes)}")
+        if self._nursery is not None:
+            self._nursery.signal(name, number)
+
+    def launch(self, process: ManagedProcess) -> None:
+        """Starts a process of the stack, or starts it again."""
+        if self._nursery is not None and not self._stopping.is_set():
+            self._nursery.start(process.name, process.module, process.arguments, self._environment, process.log.path)
+
+    def is_serving(self, name: str) -> bool:
+        """Whether the process answers that it is ready."""
+        probe = self._probes.get(name)
+        return probe.is_serving() if probe else readiness.redis_answers(self.redis_url)
+
+    def take_exits(self) -> list[Exit]:
+        """The ends of processes since the last call."""
+        return self._nursery.take_exits() if self._nursery else []
+
+    def stop(self) -> None:
+        """Ends all processes, those that use others first. May be called twice."""
+        self._stopping.set()
+        if self._supervisor is not None:
+            self._supervisor.stop()
+        if self._nursery is not None:
+            for kinds in _STOP_ORDER:
+                self._stop_kind(self._nursery, [name for name in self._processes if name.startswith(kinds)])
+            self._nursery.close()
+            self._nursery = None
+        for probe in self._probes.values():
+            probe.close()
+        self._probes.clear()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _choose_addresses(self) -> None:
+        options, ports = self.options, Ports()
+        router_port = _choose(ports, options.router_port, DEFAULT_ROUTER_PORT, "router", LOOPBACK)
+        client_port = _choose(ports, options.port, DEFAULT_CLIENT_PORT, "client service", options.host)
+        self.router_address = f"{LOOPBACK}:{router_port}"
+        try:
+            options.log_folder.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise StartupError(f"cannot make the log folder {options.log_folder}: {failure.strerror}") from None
+        planned = []
+        if not self.redis_url:
+            redis_port = ports.free()
+            self.redis_url = f"redis://{LOOPBACK}:{redis_port}/0"
+            planned.append(processes.redis_process(options.log_folder, redis_port))
+        planned.append(processes.router_process(options.log_folder, router_port))
+        client = processes.client_process(options, client_port, self.router_address)
+        self.client_address = client.address
+        self._ports, self._client = ports, client
+        self._plan(planned)
+
+    def _start_control_plane(self) -> None:
+        options = self.options
+        self._environment = processes.child_environment(options, self.redis_url)
+        log = options.log_folder / "nursery.log"
+        log.unlink(missing_ok=True)
+        self._nursery = Nursery(self._environment, log)
+        if options.redis_url:
+            self._check_given_redis(options.redis_url)
+        for process in self.processes:
+            self.launch(process)
+        # The router needs none of it, and comes up meanwhile.
+        self._nursery.warm(_HEAVY_MODULES)
+
+    def _check_given_redis(self, url: str) -> None:
+        try:
+            answers = readiness.redis_answers(url)
+        except ValueError:
+            raise StartupError("the address of Redis is none; write redis://host:port/number") from None
+        if not answers:
+            raise StartupError("no Redis answers at the given address; start it, or leave --redis-url out")
+
+    def _prepare_model(self) -> int:
+        """Finds, fetches or converts the model. Returns its number of blocks."""
+        if self._nursery is None:
+            raise StartupError("the stack was stopped")
+        log = LogFile(self.options.log_folder / "model.log")
+        log.path.unlink(missing_ok=True)
+        self._report(StackEvent("step", "model", f"opening the model {self.options.model}"))
+        arguments = (self.options.model,)
+        self._nursery.start("model", "corolla.local.preparation", arguments, self._environment, log.path)
+        while True:
+            is_last = self._nursery.is_gone("model")
+            for line in log.new_lines():
+                if not line.startswith('{"event"'):
+                    continue
+                facts = json.loads(line)
+                if facts["event"] == "progress":
+                    self._report(StackEvent("progress", "model", facts["stage"], facts["fraction"]))
+                elif facts["event"] == "failed":
+                    raise StartupError(facts["message"])
+                else:
+                    self._report(StackEvent("progress", "model", "ready", 1.0))
+                    self.model_name = facts["name"]
+                    family = facts["model_type"]
+                    self._nursery.warm([f"transformers.models.{family}.modeling_{family}"])
+                    return int(facts["num_blocks"])
+            if is_last:
+                raise StartupError(_with_log("the model could not be opened", log))
+            self._check_alive()
+            time.sleep(_POLL_S)
+
+    def _start_data_plane(self, num_blocks: int) -> None:
+        options = self.options
+        spans = server_blocks(options, num_blocks)
+        capacity_blocks = -(-num_blocks // len(spans))
+        servers = [
+            processes.block_server_process(
+                options, number, blocks, capacity_blocks, self._ports.free(), self.router_address
+            )
+            for number, blocks in enumerate(spans, start=1)
+        ]
+        self._plan([*servers, self._client])
+        # The block servers register with the router as soon as they are up.
+        self._wait_until(lambda: self.is_serving("router"), "the router serves")
+        for process in (*servers, self._client):
+            self.launch(process)
+            self._report(StackEvent("step", process.name, f"starting at {process.address}"))
+        waiting = [process.name for process in (*servers, self._client)]
+        while waiting:
+            name = next((each for each in waiting if self.is_serving(each)), None)
+            if name is not None:
+                waiting.remove(name)
+                self._report(StackEvent("step", name, "serves"))
+                continue
+            self._wait_until(lambda: any(self.is_serving(each) for each in waiting), f"{waiting[0]} serves")
+
+    def _plan(self, planned: Iterable[ManagedProcess]) -> None:
+        for process in planned:
+            process.log.path.unlink(missing_ok=True)
+            self._processes[process.name] = process
+            if process.name != "redis":
+                self._probes[process.name] = readiness.Probe(process.address)
+
+    def _covered(self) -> bool:
+        placement = self.placement()
+        return placement is not None and bool(placement.servers) and not placement.uncovered
+
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        give_up = time.monotonic() + self.options.start_timeout_s
+        while not condition():
+            self._check_alive()
+            if time.monotonic() > give_up:
+                raise StartupError(
+                    f"waited {self.options.start_timeout_s:.0f} s in vain until {what}; see {self.options.log_folder}"
+                )
+            time.sleep(_POLL_S)
+
+    def _check_alive(self) -> None:
+        """Raises StartupError when a process died while starting."""
+        for ended in self.take_exits():
+            process = self._processes.get(ended.name)
+            if process is not None:
+                raise StartupError(_with_log(f"{ended.name} {describe_exit(ended.status)} while starting", process.log))
+            if ended.name != "model" or ended.status < 0:
+                raise StartupError(f"{ended.name} {describe_exit(ended.status)}; see {self.options.log_folder}")
+
+    def _stop_kind(self, nursery: Nursery, names: list[str]) -> None:
+        for name in names:
+            # A stopped process would not hear the other signal.
+            nursery.signal(name, signal.SIGCONT)
+            nursery.signal(name, signal.SIGTERM)
+        for name in nursery.wait_gone(names, self.options.grace_s):
+            self._report(StackEvent("problem", name, f"did not end within {self.options.grace_s:.0f} s; killed"))
+            nursery.signal(name, signal.SIGKILL)
+        nursery.wait_gone(names, self.options.grace_s)
+
+
+def _choose(ports: Ports, wanted: int | None, usual: int, what: str, host: str) -> int:
+    if wanted is None:
+        return ports.free(usual)
+    return ports.given(wanted, what, host) if wanted else ports.free()
+
+
+def _with_log(sentence: str, log: LogFile) -> str:
+    lines = [f"    {line}" for line in log.last_lines()]
+    return "\n".join([f"{sentence}; the end of {log.path}:" if lines else f"{sentence}; {log.path} is empty", *lines])
