@@ -95,7 +95,7 @@ format: setup ## Formats the sources and mends what ruff can mend.
 	@ruff format .
 
 .PHONY: verify
-verify: lint check-protos check-lock ## Checks all that needs no test: lint, generated files current, lock in step.
+verify: lint check-protos check-docs check-lock ## Checks all that needs no test: lint, generated files current, lock in step.
 
 .PHONY: check-protos
 check-protos: setup ## Checks that the stubs are what the protocol files give.
@@ -104,6 +104,14 @@ check-protos: setup ## Checks that the stubs are what the protocol files give.
 	$(call generate-stubs,$$fresh); \
 	diff -r --brief --exclude=__init__.py --exclude=__pycache__ services/corolla/v1 "$$fresh/corolla/v1" || \
 	  { echo "The stubs are not what protos/ gives. Run: make protos" >&2; exit 1; }
+
+.PHONY: check-docs
+check-docs: setup ## Checks that the generated pages of docs/ are what settings and metrics give.
+	@echo "==> generated docs"
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(PY) docs/reference.py "$$fresh"; \
+	for page in "$$fresh"/*; do diff --brief "$$page" "docs/$${page##*/}" || \
+	  { echo "docs/$${page##*/} is out of date. Run: make docs" >&2; exit 1; }; done
 
 .PHONY: check-lock
 check-lock: setup ## Checks that the lock is the whole closure of pyproject.toml and nothing else.
@@ -122,6 +130,10 @@ protos: setup ## Regenerates the stubs in services/corolla/v1.
 	@rm -f services/corolla/v1/*_pb2*.py services/corolla/v1/*_pb2*.pyi
 	@$(call generate-stubs,services)
 	@touch services/corolla/v1/__init__.py
+
+.PHONY: docs
+docs: setup ## Regenerates docs/configuration.md and docs/metrics.md.
+	@$(PY) docs/reference.py docs
 
 .PHONY: golden
 golden: setup ## Recomputes the reference tokens from the unsplit model (minutes).

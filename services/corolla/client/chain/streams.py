@@ -70,8 +70,11 @@ class DataPlane:
         self._opens: dict[int, tuple[str, asyncio.Future[pb.Opened]]] = {}
         self._steps: dict[int, _AwaitedStep] = {}
 
-    async def connect(self, address: str) -> None:
+    async def connect(self, address: str) -> pb.Welcome:
         """Makes sure that there is a stream to the server, so that results can come back on it.
+
+        Returns:
+            What the server said of itself.
 
         Raises:
             HopUnavailable, FingerprintMismatch
@@ -84,20 +87,24 @@ class DataPlane:
             self._tasks.start(self._run(address, stream), f"stream to {address}")
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                await asyncio.shield(stream.welcome)
+                return await asyncio.shield(stream.welcome)
         except TimeoutError:
             raise HopUnavailable("a hop of the chain is not reachable", address) from None
 
-    async def open(self, address: str, request: pb.Open) -> pb.Opened:
-        """Opens a session on one hop. Raises what the hop answers, or HopUnavailable."""
-        await self.connect(address)
+    async def open(self, address: str, request: pb.Open) -> tuple[pb.Opened, int]:
+        """Opens a session on one hop. Raises what the hop answers, or HopUnavailable.
+
+        Returns:
+            The answer, and how many tokens a step on this hop may have.
+        """
+        welcome = await self.connect(address)
         number = next(self._numbers)
         future: asyncio.Future[pb.Opened] = asyncio.get_running_loop().create_future()
         self._opens[number] = (address, future)
         try:
             request.request_id = number
             self._send(address, request)
-            return await future
+            return await future, welcome.max_tokens_per_frame
         finally:
             del self._opens[number]
 
