@@ -32,7 +32,7 @@ class Service(Protocol):
 Settings = TypeVar("Settings", bound=ServiceSettings)
 
 
-def run_service(settings_class: type[Settings], build: Callable[[Settings], Service], **overrides: Any) -> int:
+def run_service(settings_class: type[Settings], build: Callable[[Settings], Service], /, **overrides: Any) -> int:
     """Reads the settings, builds the service and runs it until SIGTERM or SIGINT. Returns the exit status.
 
     A StartupError ends the process with its sentence on standard error and status 2.

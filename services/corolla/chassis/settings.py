@@ -31,7 +31,7 @@ class ServiceSettings(BaseSettings):
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 
-def load(model: type[Settings], **overrides: Any) -> Settings:
+def load(model: type[Settings], /, **overrides: Any) -> Settings:
     """Reads `model` from the environment; `overrides` that are not None win.
 
     Raises:
