@@ -29,6 +29,7 @@ class Swarm:
         spans: one block server for each, `"start:end"` or `"auto"`.
         num_clients: client services.
         server: further settings of the block servers; `client` likewise.
+        api_key: what its own calls are made with, where the client services have keys configured.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Swarm:
         num_clients: int = 1,
         server: dict[str, Any] | None = None,
         client: dict[str, Any] | None = None,
+        api_key: str | None = None,
     ) -> None:
         self._folder = folder
         self._model = str(model)
@@ -47,6 +49,7 @@ class Swarm:
         self._num_clients = num_clients
         self._server_settings = server or {}
         self._client_settings = client or {}
+        self._api_key = api_key
         self.router: RouterProcess
         self.servers: list[BlockServer] = []
         self.clients: list[ClientService] = []
@@ -84,22 +87,21 @@ class Swarm:
         return f"127.0.0.1:{self.clients[client].port}"
 
     def connect(self, client: int = 0) -> AsyncClient:
-        return AsyncClient(self.address_of(client))
+        return AsyncClient(self.address_of(client), api_key=self._api_key)
 
-    async def add_server(self, blocks: str) -> BlockServer:
+    async def add_server(self, blocks: str, **settings_of_this: Any) -> BlockServer:
+        given = {"port": 0, "model": self._model, **_HERE, **self._server_settings, **settings_of_this}
         settings = BlockServerSettings(
-            port=0, advertised_host="127.0.0.1", router=self.router_address, model=self._model, blocks=blocks,
-            **{**_HERE, **self._server_settings},
-        )  # fmt: skip
+            advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given
+        )
         server = BlockServer(settings)
         await server.start()
         self.servers.append(server)
         return server
 
-    async def add_client(self) -> ClientService:
-        settings = ClientSettings(
-            port=0, router=self.router_address, model=self._model, **{**_HERE, **self._client_settings}
-        )
+    async def add_client(self, **settings_of_this: Any) -> ClientService:
+        given = {"port": 0, "model": self._model, **_HERE, **self._client_settings, **settings_of_this}
+        settings = ClientSettings(router=self.router_address, **given)
         client = ClientService(settings)
         await client.start()
         self.clients.append(client)

@@ -1,0 +1,457 @@
+"""What bad input gets: one row each, with the exact status and details, before any hop is called.
+
+That a prompt is both text and token ids cannot be said: the two are a oneof, in which the later one wins.
+"""
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.protobuf.message import Message
+
+from corolla.block_server.engine import Engine
+from corolla.block_server.sessions import SessionTable
+from corolla.chassis.channels import open_channel
+from corolla.v1 import generation_pb2 as pb
+from corolla.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.checkpoints import CONTEXT_LENGTH, VOCAB_SIZE, make_tiny_checkpoint
+from tests.integration.refusals import Refusal, key_metadata, refusal
+from tests.integration.swarm import Swarm
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
+MAX_REQUEST_BYTES = 64 << 10
+MINE, OTHERS = "key-of-mine", "key-of-others"
+
+GENERATE = ("Generate", "GenerateStream")
+CHAT = ("Chat", "ChatStream")
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Ids that rows need: what holds which kind of session, for the tenant with the key `MINE`."""
+
+    fresh: str
+    of_text: str
+    of_chat: str
+    foreign: str
+    expired: str
+    deleted: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of bad input, the methods that it is tried on, and what each must answer."""
+
+    name: str
+    methods: tuple[str, ...]
+    request: Callable[[Sessions], Message | bytes]
+    code: grpc.StatusCode
+    reason: str
+    fields: tuple[str, ...] = ()
+    resource: str = ""
+    api_key: str | None = MINE
+
+
+def prompt(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**{"text": "the thin man", **fields})
+
+
+def chat(*messages: tuple[str, str], **fields: Any) -> pb.ChatRequest:
+    return pb.ChatRequest(messages=[pb.ChatMessage(role=role, content=text) for role, text in messages], **fields)
+
+
+def invalid(name: str, methods: tuple[str, ...], request: Message | Callable[[Sessions], Message], *fields: str) -> Row:
+    build = (lambda _: request) if isinstance(request, Message) else request
+    return Row(name, methods, build, INVALID, "INVALID_REQUEST", fields)
+
+
+def bad_sampling(**values: float) -> list[Row]:
+    (name,), (value,) = values.keys(), values.values()
+    sampling = pb.SamplingParameters(**values)  # type: ignore[arg-type]
+    return [
+        invalid(f"{name}={value}", GENERATE, prompt(sampling=sampling), f"sampling.{name}"),
+        invalid(f"{name}={value}", CHAT, chat(("user", "hi"), sampling=sampling), f"sampling.{name}"),
+    ]
+
+
+def bad_stopping(name: str, field: str, **values: Any) -> list[Row]:
+    stopping = pb.StoppingParameters(**values)
+    return [
+        invalid(name, GENERATE, prompt(stopping=stopping), f"stopping.{field}"),
+        invalid(name, CHAT, chat(("user", "hi"), stopping=stopping), f"stopping.{field}"),
+    ]
+
+
+def unknown_session(name: str, session_id: Callable[[Sessions], str]) -> list[Row]:
+    facts: tuple[Any, ...] = (NOT_FOUND, "SESSION_NOT_FOUND", (), "session")
+    return [
+        Row(name, GENERATE, lambda held: prompt(session_id=session_id(held)), *facts),
+        Row(name, CHAT, lambda held: chat(("user", "hi"), session_id=session_id(held)), *facts),
+        Row(name, ("GetSession",), lambda held: pb.GetSessionRequest(session_id=session_id(held)), *facts),
+        Row(name, ("DeleteSession",), lambda held: pb.DeleteSessionRequest(session_id=session_id(held)), *facts),
+    ]
+
+
+def too_long(name: str, methods: tuple[str, ...], request: Message, field: str) -> Row:
+    return Row(name, methods, lambda _: request, INVALID, "CONTEXT_LENGTH_EXCEEDED", (field,))
+
+
+def malformed(name: str, methods: tuple[str, ...], data: bytes) -> Row:
+    return Row(name, methods, lambda _: data, INVALID, "MALFORMED_MESSAGE", ("request",))
+
+
+def unknown_model(methods: tuple[str, ...], request: Message) -> Row:
+    return Row("unknown model", methods, lambda _: request, NOT_FOUND, "MODEL_NOT_FOUND", (), "model")
+
+
+def refused_key(name: str, api_key: str | None) -> list[Row]:
+    facts: tuple[Any, ...] = (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", (), "", api_key)
+    requests: dict[str, Message] = {
+        "Generate": prompt(),
+        "GenerateStream": prompt(),
+        "Chat": chat(("user", "hi")),
+        "ChatStream": chat(("user", "hi")),
+        "CreateSession": pb.CreateSessionRequest(),
+        "GetSession": pb.GetSessionRequest(session_id="0" * 32),
+        "DeleteSession": pb.DeleteSessionRequest(session_id="0" * 32),
+        "Tokenize": pb.TokenizeRequest(text="hi"),
+        "ListModels": pb.ListModelsRequest(),
+        "GetModel": pb.GetModelRequest(),
+    }
+    return [Row(name, (method,), lambda _, request=request: request, *facts) for method, request in requests.items()]  # type: ignore[misc]
+
+
+NAN, INF = math.nan, math.inf
+INVALID_UTF8 = b"\x12\x02\xff\xfe"  # field 2 of GenerateRequest and Tokenize, a string, with bytes that are no UTF-8
+CONTEXT_FILLING = pb.TokenIds(ids=[40] * CONTEXT_LENGTH)
+
+ROWS: list[Row] = [
+    # The prompt.
+    invalid("empty text", GENERATE, prompt(text=""), "text"),
+    invalid("no ids", GENERATE, pb.GenerateRequest(tokens=pb.TokenIds()), "tokens.ids"),
+    invalid("neither text nor ids", GENERATE, pb.GenerateRequest(), "prompt"),
+    invalid("nothing to tokenize", ("Tokenize",), pb.TokenizeRequest(), "input"),
+    invalid(
+        "id outside the vocabulary",
+        GENERATE,
+        pb.GenerateRequest(tokens=pb.TokenIds(ids=[5, VOCAB_SIZE])),
+        "tokens.ids[1]",
+    ),
+    invalid("id of 32 bits", GENERATE, pb.GenerateRequest(tokens=pb.TokenIds(ids=[2**32 - 1])), "tokens.ids[0]"),
+    # The context.
+    too_long(
+        "prompt + max_tokens beyond the context",
+        GENERATE,
+        prompt(stopping=pb.StoppingParameters(max_tokens=CONTEXT_LENGTH)),
+        "stopping.max_tokens",
+    ),
+    too_long(
+        "max_tokens of 31 bits",
+        CHAT,
+        chat(("user", "hi"), stopping=pb.StoppingParameters(max_tokens=2**31 - 1)),
+        "stopping.max_tokens",
+    ),
+    too_long("prompt as long as the context", GENERATE, pb.GenerateRequest(tokens=CONTEXT_FILLING), "prompt"),
+    too_long("chat longer than the context", CHAT, chat(("user", "x" * CONTEXT_LENGTH)), "prompt"),
+    # Sampling.
+    *(
+        row
+        for values in (
+            {"temperature": -0.1}, {"temperature": 100.1}, {"temperature": 1e-9}, {"temperature": NAN},
+            {"temperature": INF}, {"temperature": -INF}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.01},
+            {"top_p": -1.0}, {"top_p": NAN}, {"top_p": INF}, {"min_p": -0.01}, {"min_p": 1.01}, {"min_p": NAN},
+            {"min_p": INF}, {"repetition_penalty": 0.0}, {"repetition_penalty": -1.0}, {"repetition_penalty": 101.0},
+            {"repetition_penalty": NAN}, {"repetition_penalty": INF}, {"presence_penalty": 2.1},
+            {"presence_penalty": -2.1}, {"presence_penalty": NAN}, {"presence_penalty": INF},
+            {"frequency_penalty": 2.1}, {"frequency_penalty": -2.1}, {"frequency_penalty": NAN},
+            {"frequency_penalty": -INF},
+        )
+        for row in bad_sampling(**values)
+    ),
+    invalid(
+        "several at once",
+        GENERATE,
+        prompt(sampling=pb.SamplingParameters(temperature=NAN, top_p=2.0), stopping=pb.StoppingParameters(max_tokens=0)),
+        "stopping.max_tokens",
+        "sampling.temperature",
+        "sampling.top_p",
+    ),
+    # Stopping.
+    *bad_stopping("max_tokens 0", "max_tokens", max_tokens=0),
+    *bad_stopping("max_tokens negative", "max_tokens", max_tokens=-1),
+    *bad_stopping("too many stop sequences", "stop", stop=["x"] * 17),
+    *bad_stopping("empty stop sequence", "stop[1]", stop=["x", ""]),
+    *bad_stopping("stop sequence too long", "stop[0]", stop=["x" * 257]),
+    *bad_stopping("time limit 0", "time_limit_ms", time_limit_ms=0),
+    *bad_stopping("time limit negative", "time_limit_ms", time_limit_ms=-5),
+    *bad_stopping("time limit of years", "time_limit_ms", time_limit_ms=2**62),
+    # Completions and log-probabilities.
+    invalid("n=0", GENERATE, prompt(num_completions=0), "num_completions"),
+    invalid("n negative", GENERATE, prompt(num_completions=-3), "num_completions"),
+    invalid("n=17", GENERATE, prompt(num_completions=17), "num_completions"),
+    invalid(
+        "n in a session",
+        GENERATE,
+        lambda held: prompt(num_completions=2, session_id=held.fresh),
+        "num_completions",
+    ),
+    invalid("logprobs=-1", GENERATE, prompt(logprobs=-1), "logprobs"),
+    invalid("logprobs=21", GENERATE, prompt(logprobs=21), "logprobs"),
+    invalid("logprobs=21", CHAT, chat(("user", "hi"), logprobs=21), "logprobs"),
+    # The model.
+    unknown_model(GENERATE, prompt(model="another")),
+    unknown_model(CHAT, chat(("user", "hi"), model="another")),
+    unknown_model(("CreateSession",), pb.CreateSessionRequest(model="another")),
+    unknown_model(("Tokenize",), pb.TokenizeRequest(model="another", text="hi")),
+    unknown_model(("GetModel",), pb.GetModelRequest(model="another")),
+    unknown_model(("GetModel",), pb.GetModelRequest()),
+    # Sessions.
+    *unknown_session("unknown session", lambda _: "ab" * 16),
+    *unknown_session("malformed session", lambda _: "not a session"),
+    *unknown_session("session in capitals", lambda held: held.fresh.upper() + "A"),
+    *unknown_session("expired session", lambda held: held.expired),
+    *unknown_session("deleted session", lambda held: held.deleted),
+    *unknown_session("foreign session", lambda held: held.foreign),
+    *(
+        Row("no session", (method,), lambda _, request=request: request, NOT_FOUND, "SESSION_NOT_FOUND", (), "session")  # type: ignore[misc]
+        for method, request in (("GetSession", pb.GetSessionRequest()), ("DeleteSession", pb.DeleteSessionRequest()))
+    ),
+    invalid("Generate in a conversation", GENERATE, lambda held: prompt(session_id=held.of_chat), "session_id"),
+    invalid(
+        "Chat in a session of text", CHAT, lambda held: chat(("user", "hi"), session_id=held.of_text), "session_id"
+    ),
+    # Conversations.
+    invalid("no messages", CHAT, chat(), "messages"),
+    invalid("no messages in a session", CHAT, lambda held: chat(session_id=held.of_chat), "messages"),
+    invalid("unknown role", CHAT, chat(("robot", "hi")), "messages[0].role"),
+    invalid("no role", CHAT, chat(("", "hi")), "messages[0].role"),
+    invalid("assistant first", CHAT, chat(("assistant", "hi"), ("user", "hi")), "messages[0].role"),
+    invalid("assistant last", CHAT, chat(("user", "hi"), ("assistant", "hi")), "messages[1].role"),
+    invalid("only a system message", CHAT, chat(("system", "be brief")), "messages[0].role"),
+    invalid("system later", CHAT, chat(("user", "a"), ("system", "b"), ("user", "c")), "messages[1].role"),
+    invalid("two user messages", CHAT, chat(("user", "a"), ("user", "b")), "messages[1].role"),
+    invalid("empty message", CHAT, chat(("user", "")), "messages[0].content"),
+    invalid("empty system message", CHAT, chat(("system", ""), ("user", "a")), "messages[0].content"),
+    invalid(
+        "system later in a session",
+        CHAT,
+        lambda held: chat(("system", "b"), ("user", "c"), session_id=held.of_chat),
+        "messages[0].role",
+    ),
+    invalid(
+        "assistant last in a session",
+        CHAT,
+        lambda held: chat(("user", "b"), ("assistant", "c"), session_id=held.of_chat),
+        "messages[1].role",
+    ),
+    invalid(
+        "wrong order to tokenize",
+        ("Tokenize",),
+        pb.TokenizeRequest(chat=pb.Conversation(messages=[pb.ChatMessage(role="assistant", content="a")])),
+        "messages[0].role",
+    ),
+    # Bytes.
+    Row(
+        "over the size limit",
+        GENERATE,
+        lambda _: prompt(text="x" * MAX_REQUEST_BYTES),
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "MESSAGE_TOO_LARGE",
+    ),
+    malformed("undecodable bytes", (*GENERATE, *CHAT, "CreateSession", "Tokenize", "GetModel"), b"\xff\xff\xff\xff"),
+    malformed("cut short", GENERATE, prompt().SerializeToString()[:-1]),
+    malformed("text that is no UTF-8", (*GENERATE, "Tokenize"), INVALID_UTF8),
+    malformed("session id that is no UTF-8", ("GetSession", "DeleteSession"), b"\x0a\x01\xff"),
+    # Keys.
+    *refused_key("no key", None),
+    *refused_key("wrong key", "key-of-nobody"),
+    *refused_key("empty key", ""),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+    folder = tmp_path_factory.mktemp("bad-input")
+    keys_file = folder / "keys"
+    keys_file.write_text(f"mine:{MINE}\nothers:{OTHERS}\n")
+    model = make_tiny_checkpoint("llama", folder / "tiny")
+    settings = {"api_keys_file": keys_file, "max_request_bytes": MAX_REQUEST_BYTES}
+    async with Swarm(folder, model, ["0:2", "2:5"], client=settings, api_key=MINE) as swarm:
+        yield swarm
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def channel(swarm: Swarm) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(swarm.address) as channel:
+        yield channel
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sessions(swarm: Swarm, channel: grpc.aio.Channel) -> Sessions:
+    stub, short = GenerationServiceStub(channel), pb.StoppingParameters(max_tokens=2)
+
+    async def create(of: Any = stub, api_key: str = MINE) -> str:
+        session = await of.CreateSession(pb.CreateSessionRequest(), metadata=key_metadata(api_key))
+        return str(session.session_id)
+
+    of_text, of_chat, deleted = await create(), await create(), await create()
+    mine: Any = key_metadata(MINE)
+    await stub.Generate(prompt(session_id=of_text, stopping=short), metadata=mine)
+    await stub.Chat(chat(("user", "hi"), session_id=of_chat, stopping=short), metadata=mine)
+    await stub.DeleteSession(pb.DeleteSessionRequest(session_id=deleted), metadata=mine)
+    # Another client service over the same router, which keeps its sessions only for a moment.
+    hasty = await swarm.add_client(session_ttl_s=0.05)
+    async with open_channel(f"127.0.0.1:{hasty.port}") as other:
+        expired = await create(GenerationServiceStub(other))
+    await asyncio.sleep(0.1)
+    foreign = await create(api_key=OTHERS)
+    return Sessions(await create(), of_text, of_chat, foreign, expired, deleted)
+
+
+@dataclass
+class HopCalls:
+    """What hops were asked for, whatever became of it."""
+
+    opened: list[bytes]
+    stepped: list[bytes]
+
+    @property
+    def sessions(self) -> set[bytes]:
+        return {*self.opened, *self.stepped}
+
+
+@pytest.fixture
+def hop_calls(monkeypatch: pytest.MonkeyPatch) -> HopCalls:
+    """Listens at the doors of all hops; what comes goes in all the same."""
+    calls = HopCalls([], [])
+    open_session, submit = SessionTable.open, Engine.submit
+
+    def listening_open(table: Any, request: Any, now_s: float) -> Any:
+        calls.opened.append(request.session_id)
+        return open_session(table, request, now_s)
+
+    def listening_submit(engine: Any, queued: Any) -> None:
+        calls.stepped.extend(queued.session_ids)
+        submit(engine, queued)
+
+    monkeypatch.setattr(SessionTable, "open", listening_open)
+    monkeypatch.setattr(Engine, "submit", listening_submit)
+    return calls
+
+
+CASES = [pytest.param(row, method, id=f"{row.name}-{method}") for row in ROWS for method in row.methods]
+
+
+def check(refused: Refusal, row: Row) -> None:
+    """Exact code, reason, domain and details; nothing of our insides."""
+    assert (refused.code, refused.reason, refused.domain) == (row.code, row.reason, "corolla.dev")
+    assert refused.fields == row.fields
+    assert ("ResourceInfo" in refused.details) == bool(row.resource)
+    if row.resource:
+        assert refused.details["ResourceInfo"].resource_type == row.resource
+    if row.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        assert refused.details["QuotaFailure"].violations
+        assert refused.metadata["max_request_bytes"] == str(MAX_REQUEST_BYTES)
+    assert "RetryInfo" not in refused.details, "a bad request does not become good by waiting"
+    said = f"{refused.message} {refused.details}"
+    assert not re.search(r"Traceback|Exception|Error\b(?!Info)|\.py\b|<class|127\.0\.0\.1|0x[0-9a-f]{6}", said), said
+    assert refused.message
+
+
+@pytest.mark.parametrize("row, method", CASES)
+async def test_each_row_is_refused_before_a_hop_is_called(
+    row: Row, method: str, channel: grpc.aio.Channel, sessions: Sessions, hop_calls: HopCalls
+) -> None:
+    check(await refusal(channel, method, row.request(sessions), api_key=row.api_key), row)
+    assert not hop_calls.sessions
+
+
+def rows_apart(sessions: Sessions) -> list[list[tuple[Row, str]]]:
+    """Rows that may be tried at a time; those that lock the same session come one after the other."""
+    groups: dict[object, list[tuple[Row, str]]] = {}
+    for row in ROWS:
+        session_id = getattr(row.request(sessions), "session_id", "")
+        for method in row.methods:
+            groups.setdefault(session_id or (row.name, method), []).append((row, method))
+    return list(groups.values())
+
+
+async def refuse_each(channel: grpc.aio.Channel, sessions: Sessions, rows: list[tuple[Row, str]]) -> None:
+    for row, method in rows:
+        check(await refusal(channel, method, row.request(sessions), api_key=row.api_key), row)
+
+
+async def test_a_running_stream_is_unharmed_by_all_of_them(
+    swarm: Swarm, channel: grpc.aio.Channel, sessions: Sessions, hop_calls: HopCalls
+) -> None:
+    async with swarm.connect() as client:
+        options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "seed": 5, "temperature": 1.0}
+        undisturbed = await client.generate("the thin man", **options)
+        hop_calls.opened.clear()
+        hop_calls.stepped.clear()
+        stream = client.stream("the thin man", **options)
+        first = await anext(stream)
+        (running,) = hop_calls.sessions
+        refusals = asyncio.gather(*(refuse_each(channel, sessions, rows) for rows in rows_apart(sessions)))
+        token_ids = list(first.token_ids)
+        async for chunk in stream:
+            token_ids.extend(chunk.token_ids)
+        await refusals
+    assert tuple(token_ids) == undisturbed.token_ids
+    assert hop_calls.sessions == {running}
+
+
+@pytest.mark.parametrize("method", CHAT)
+async def test_a_turn_on_a_session_that_runs_another_is_refused(
+    method: str, swarm: Swarm, channel: grpc.aio.Channel
+) -> None:
+    async with swarm.connect() as client, client.chat() as alone, client.chat() as session:
+        options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+        undisturbed = await alone.send("the thin man", **options)
+        running = await session.stream("the thin man", **options)
+        token_ids = list((await anext(running)).token_ids)
+        session_id = await session.open()
+        request = chat(("user", "hi"), session_id=session_id)
+        refused = await refusal(channel, method, request, api_key=MINE)
+        assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
+        assert refused.retry_after_s > 0
+        refused = await refusal(
+            channel, "DeleteSession", pb.DeleteSessionRequest(session_id=session_id), api_key=MINE
+        )
+        assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
+        assert (await client.get_session(session_id)).busy
+        async for chunk in running:
+            token_ids.extend(chunk.token_ids)
+    assert tuple(token_ids) == undisturbed.token_ids
+
+
+async def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
+    model = make_tiny_checkpoint("llama", tmp_path / "plain")
+    for template in model.glob("chat_template*"):
+        template.unlink()
+    async with Swarm(tmp_path, model, ["0:5"]) as swarm, open_channel(swarm.address) as channel:
+        for method in CHAT:
+            row = invalid("no template", CHAT, chat(("user", "hi")), "messages")
+            check(await refusal(channel, method, chat(("user", "hi"))), row)
+        async with swarm.connect() as client:
+            assert not (await client.models())[0].has_chat_template
+            assert (await client.generate("the thin man", max_tokens=3)).token_ids
+
+
+async def test_nothing_is_left_behind(swarm: Swarm, sessions: Sessions, channel: grpc.aio.Channel) -> None:
+    stub = GenerationServiceStub(channel)
+    for session_id in (sessions.fresh, sessions.of_text, sessions.of_chat):
+        await stub.DeleteSession(
+            pb.DeleteSessionRequest(session_id=session_id), metadata=key_metadata(MINE)  # type: ignore[arg-type]
+        )
+    await swarm.until_empty()
