@@ -20,7 +20,6 @@ from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 
 UNEVEN = (Span(0, 1), Span(1, 4), Span(4, 5))
-EOS = 1
 
 
 class Chain:
@@ -64,7 +63,7 @@ def make_chain(tmp_path_factory: pytest.TempPathFactory) -> MakeChain:
     made: dict[str, Chain] = {}
 
     def make(family: str, **config_changes: Any) -> Chain:
-        key = f"{family} {sorted(config_changes)}"
+        key = f"{family} {sorted(config_changes.items())}"
         if key not in made:
             folder = tmp_path_factory.mktemp("checkpoint") / family
             made[key] = Chain(make_tiny_checkpoint(family, folder, config_changes=config_changes))
@@ -88,7 +87,28 @@ every_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 
 @every_family
 def test_one_session_is_bit_equal_to_generate(make_chain: MakeChain, family: str) -> None:
-    chain = make_chain(family)
+    assert_bit_equal_to_generate(make_chain(family))
+
+
+@pytest.mark.parametrize(
+    "family, config_changes",
+    [
+        pytest.param("falcon", {"alibi": True}, id="falcon with alibi"),
+        pytest.param("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, id="falcon of the second kind"),
+        pytest.param("gpt_neox", {"use_parallel_residual": False}, id="gpt_neox in sequence"),
+        pytest.param("llama", {"num_key_value_heads": 1, "head_dim": 32}, id="llama with one key head"),
+        pytest.param(
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            id="llama with stretched positions",
+        ),
+    ],
+)
+def test_variants_are_bit_equal_to_generate(make_chain: MakeChain, family: str, config_changes: dict[str, Any]) -> None:
+    assert_bit_equal_to_generate(make_chain(family, **config_changes))
+
+
+def assert_bit_equal_to_generate(chain: Chain) -> None:
     prompt, num_new = tokens(20), 16
     expected = chain.unsplit.generate(
         torch.tensor([prompt]),
