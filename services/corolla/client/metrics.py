@@ -45,6 +45,9 @@ class ClientMetrics:
         self.cache_hits = Counter(
             "corolla_prefix_cache_hits", "Prompt tokens that the hops' caches still had.", registry=registry
         )
+        self.compute_seconds = Counter(
+            "corolla_edge_compute_seconds", "Seconds spent on embedding, head and sampling.", registry=registry
+        )
         self.recomputed = Counter(
             "corolla_recomputed_tokens",
             "Tokens of a session's log processed again: a cache was gone.",

@@ -45,7 +45,7 @@ class ClientService:
         self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection)
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
         self._tasks = TaskGroup()
-        self._compute = ComputeThread()
+        self._compute = ComputeThread(self._metrics.compute_seconds)
         self._control: ControlPlane | None = None
         self._plane: DataPlane | None = None
         self._opener: ChainOpener | None = None

@@ -21,6 +21,7 @@ class ManagedProcess:
         module: whose `main(arguments)` it runs.
         address: host:port where it serves.
         blocks: of a block server: what it was told to hold.
+        metrics_port: where it serves its metrics, on the loopback address; 0 for Redis, which has none.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ManagedProcess:
     address: str
     log: LogFile
     blocks: str = ""
+    metrics_port: int = 0
 
     @property
     def is_block_server(self) -> bool:
@@ -42,32 +44,35 @@ def redis_process(folder: Path, port: int) -> ManagedProcess:
     )
 
 
-def router_process(folder: Path, port: int) -> ManagedProcess:
+def router_process(folder: Path, port: int, metrics_port: int) -> ManagedProcess:
     # The address of Redis may hold a password, so it goes by the environment.
-    arguments = ("router", "--port", str(port), "--host", LOOPBACK)
-    return ManagedProcess("router", SERVICE_MODULE, arguments, f"{LOOPBACK}:{port}", LogFile(folder / "router.log"))
+    arguments = ("router", "--port", str(port), "--host", LOOPBACK, "--metrics-port", str(metrics_port))
+    log = LogFile(folder / "router.log")
+    return ManagedProcess("router", SERVICE_MODULE, arguments, f"{LOOPBACK}:{port}", log, metrics_port=metrics_port)
 
 
 def block_server_process(
-    options: StackOptions, number: int, blocks: str, capacity_blocks: int, port: int, router: str
+    options: StackOptions, number: int, blocks: str, capacity_blocks: int, port: int, metrics_port: int, router: str
 ) -> ManagedProcess:
     name = f"server-{number}"
     arguments = ["block-server", "--model", options.model, "--router", router, "--blocks", blocks]
     arguments += ["--port", str(port), "--host", LOOPBACK, "--advertised-host", LOOPBACK]
+    arguments += ["--metrics-port", str(metrics_port)]
     arguments += ["--dtype", options.dtype, "--threads", str(options.num_threads)]
     if blocks == "auto":
         arguments += ["--capacity-blocks", str(capacity_blocks)]
     log = LogFile(options.log_folder / f"{name}.log")
-    return ManagedProcess(name, SERVICE_MODULE, tuple(arguments), f"{LOOPBACK}:{port}", log, blocks)
+    return ManagedProcess(name, SERVICE_MODULE, tuple(arguments), f"{LOOPBACK}:{port}", log, blocks, metrics_port)
 
 
-def client_process(options: StackOptions, port: int, router: str) -> ManagedProcess:
+def client_process(options: StackOptions, port: int, metrics_port: int, router: str) -> ManagedProcess:
     arguments = ["client", "--model", options.model, "--router", router, "--port", str(port), "--host", options.host]
+    arguments += ["--metrics-port", str(metrics_port)]
     arguments += ["--dtype", options.dtype, "--threads", str(options.num_threads)]
     # Whoever listens on every interface is reached on the loopback one from here.
     host = LOOPBACK if options.host in ("0.0.0.0", "") else options.host  # noqa: S104
     log = LogFile(options.log_folder / "client.log")
-    return ManagedProcess("client", SERVICE_MODULE, tuple(arguments), f"{host}:{port}", log)
+    return ManagedProcess("client", SERVICE_MODULE, tuple(arguments), f"{host}:{port}", log, metrics_port=metrics_port)
 
 
 def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:

@@ -82,6 +82,7 @@ class Stack:
             prepared = time.perf_counter()
             self._start_data_plane(num_blocks)
             self._wait_until(self._covered, "every block has a server")
+            self._wait_until(lambda: readiness.knows_a_chain(self.client_address), "the client service knows a chain")
         except BaseException:
             self.stop()
             raise
@@ -155,8 +156,8 @@ class Stack:
             redis_port = ports.free()
             self.redis_url = f"redis://{LOOPBACK}:{redis_port}/0"
             planned.append(processes.redis_process(options.log_folder, redis_port))
-        planned.append(processes.router_process(options.log_folder, router_port))
-        client = processes.client_process(options, client_port, self.router_address)
+        planned.append(processes.router_process(options.log_folder, router_port, ports.free()))
+        client = processes.client_process(options, client_port, ports.free(), self.router_address)
         self.client_address = client.address
         self._ports, self._client = ports, client
         self._plan(planned)
@@ -218,7 +219,7 @@ class Stack:
         capacity_blocks = -(-num_blocks // len(spans))
         servers = [
             processes.block_server_process(
-                options, number, blocks, capacity_blocks, self._ports.free(), self.router_address
+                options, number, blocks, capacity_blocks, self._ports.free(), self._ports.free(), self.router_address
             )
             for number, blocks in enumerate(spans, start=1)
         ]
@@ -280,8 +281,8 @@ class Stack:
 
 def _choose(ports: Ports, wanted: int | None, usual: int, what: str, host: str) -> int:
     if wanted is None:
-        return ports.free(usual)
-    return ports.given(wanted, what, host) if wanted else ports.free()
+        return ports.free(usual, host)
+    return ports.given(wanted, what, host) if wanted else ports.free(host=host)
 
 
 def _with_log(sentence: str, log: LogFile) -> str:

@@ -185,7 +185,9 @@ class ChainOpener:
             transient=options.transient,
         )
 
-    def _session(self, identity: SessionIdentity, chain: common_pb2.Chain, position: int, max_step_tokens: int) -> ChainSession:
+    def _session(
+        self, identity: SessionIdentity, chain: common_pb2.Chain, position: int, max_step_tokens: int
+    ) -> ChainSession:
         key = chain.SerializeToString(deterministic=True)
         gang = self._gangs.get(key)
         if gang is None:
@@ -193,7 +195,8 @@ class ChainOpener:
             self._gangs[key] = gang
         return ChainSession(
             identity, chain, position, self._plane, gang, self._edges, self._compute,
-            prefill_chunk_tokens=min(self._limits.prefill_chunk_tokens, max_step_tokens), step_timeout_s=self._limits.step_timeout_s,
+            prefill_chunk_tokens=min(self._limits.prefill_chunk_tokens, max_step_tokens),
+            step_timeout_s=self._limits.step_timeout_s,
         )  # fmt: skip
 
     def _undo(self, identity: SessionIdentity, options: OpenOptions, chain: common_pb2.Chain) -> None:
