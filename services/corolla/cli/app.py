@@ -7,9 +7,9 @@ import typer
 from typer.exceptions import TyperException
 
 from corolla.cli import ask_commands, service_commands, stack_commands
+from corolla.cli.interruption import EXIT_INTERRUPTED
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="corolla",

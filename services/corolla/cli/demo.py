@@ -2,6 +2,7 @@
 
 import time
 
+from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.rule import Rule
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from corolla.chassis.errors import InternalError
-from corolla.cli.interruption import Interrupted, interruptible
+from corolla.cli.interruption import EXIT_INTERRUPTED, Interrupted, interruptible
 from corolla.cli.placement_table import placement_table
 from corolla.cli.stack_console import StackConsole
 from corolla.cli.usage_line import usage_text
@@ -21,7 +22,6 @@ from corolla.sdk.streams import Stream
 
 _PROMPT = "The capital of France is"
 _QUESTIONS = ("What is the capital of France? Answer in one sentence.", "And of Italy?")
-_EXIT_INTERRUPTED = 130
 
 
 def run_demo(options: StackOptions) -> int:
@@ -34,8 +34,8 @@ def run_demo(options: StackOptions) -> int:
     console = view.console
     console.print(
         Panel(
-            "A language model split over several processes. Each block server computes some of the model's blocks;\n"
-            "the client service sends every token through all of them.",
+            "One language model, split over several processes. Each block server\n"
+            "computes some of its blocks; every token goes through all of them.",
             title="Corolla",
             expand=False,
         )
@@ -58,10 +58,10 @@ def run_demo(options: StackOptions) -> int:
                 view.end_progress()
                 stack.stop()
     except Interrupted:
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     console.print(Rule("Result", align="left"))
     console.print(_summary(usages, stack, time.perf_counter() - started))
-    console.print("Run it yourself: [bold]corolla up[/bold]")
+    console.print("\nRun it yourself: [bold]corolla up[/bold]")
     return 0
 
 
@@ -69,7 +69,7 @@ def _talk(console: Console, client: Client) -> list[tuple[str, Usage]]:
     usages = []
     console.print(Rule("2. Complete a text", align="left"))
     with client.stream(_PROMPT, max_tokens=48, temperature=0) as stream:
-        usages.append(("completion", _show(console, f"{_PROMPT}", stream)))
+        usages.append(("completion", _show(console, _PROMPT, stream)))
     console.print(Rule("3. Chat: the second turn sends only its new tokens", align="left"))
     with client.chat(max_tokens=48, temperature=0) as chat:
         for number, question in enumerate(_QUESTIONS, start=1):
@@ -93,13 +93,13 @@ def _show(console: Console, before: str, stream: Stream) -> Usage:
     console.print()
     if stream.usage is None or not stream.token_ids or not num_chunks:
         raise InternalError("the answer is empty")
-    console.print(Text(usage_text(stream.usage, stream.finish_reason), style="dim"))
+    console.print(Text(f"       {usage_text(stream.usage, stream.finish_reason)}\n", style="dim"), soft_wrap=True)
     return stream.usage
 
 
 def _summary(usages: list[tuple[str, Usage]], stack: Stack, total_s: float) -> Table:
-    table = Table(header_style="dim")
-    for heading in ("", "tokens/s", "first token", "prompt tokens", "of them cached", "new tokens"):
+    table = Table(header_style="dim", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("", "tokens/s", "first token", "prompt", "cached", "new tokens"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, usage in usages:
         table.add_row(

@@ -5,6 +5,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Final
+
+EXIT_INTERRUPTED: Final = 130
 
 
 class Interrupted(BaseException):

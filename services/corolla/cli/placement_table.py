@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,21 +19,28 @@ _BAR_WIDTH = 60
 
 def placement_table(placement: router_pb2.Placement, num_sessions: int | None = None) -> RenderableType:
     """Each server with its span, then a bar of how many ready servers each block has."""
-    table = Table(title=_title(placement, num_sessions), title_justify="left", title_style="bold", header_style="dim")
-    for heading, justify in (
-        ("server", "left"), ("blocks", "right"), ("state", "left"), ("sessions", "right"), ("free pages", "right"),
-        ("decode step", "right"), ("dtype", "left"),
-    ):  # fmt: skip
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    table = Table(
+        title=_title(placement, num_sessions),
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("server", no_wrap=True)
+    table.add_column("state")
+    for heading in ("blocks", "sessions", "free pages", "step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("dtype")
     for placed in _in_order(placement):
         state, colour = _STATES.get(placed.state, ("unknown", "red"))
         load = placed.load
         table.add_row(
             placed.server.address,
-            f"{placed.span.start}:{placed.span.end}",
             Text(state, style=colour),
+            f"{placed.span.start}:{placed.span.end}",
             str(load.num_sessions),
-            f"{load.num_free_pages} of {load.num_pages}" if load.num_pages else "",
+            f"{load.num_free_pages}/{load.num_pages}" if load.num_pages else "",
             f"{load.decode_step_seconds * 1000:.1f} ms" if load.decode_step_seconds else "",
             placed.server.dtype,
         )

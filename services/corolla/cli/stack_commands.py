@@ -1,7 +1,7 @@
 """Commands that run a whole stack on this machine: up, demo."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -40,7 +40,7 @@ def up(
         str | None,
         typer.Option(envvar="COROLLA_REDIS_URL", help="A running Redis.  [default: start one]", show_default=False),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights and cache.")] = "float32",
     threads: Threads = 1,
     log_folder: LogFolder = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every log line.")] = False,

@@ -63,7 +63,9 @@ class StackConsole:
             return
         for process in stack.processes:
             for text in process.log.new_lines():
-                if text and (self._verbose or _IMPORTANT.search(text)):
+                # Redis warns of settings of the machine that do not matter here.
+                is_important = process.name != "redis" and _IMPORTANT.search(text)
+                if text and (self._verbose or is_important):
                     self.line(process.name, text)
 
     def placement(self, placement: router_pb2.Placement | None) -> None:

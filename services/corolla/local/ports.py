@@ -38,12 +38,12 @@ class Ports:
         self._taken.add(port)
         return port
 
-    def free(self, preferred: int | None = None) -> int:
+    def free(self, preferred: int | None = None, host: str = "127.0.0.1") -> int:
         """The preferred port if it is free, else any free one."""
         candidates = [] if preferred is None else [preferred]
         candidates += random.sample(range(_FIRST, _LAST), 200)
         for port in candidates:
-            if port not in self._taken and is_free(port):
+            if port not in self._taken and is_free(port, host):
                 self._taken.add(port)
                 return port
         raise StartupError("no free port was found")

@@ -6,6 +6,8 @@ import grpc
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from corolla.chassis.errors import CorollaError, Unauthenticated
+from corolla.sdk.client import Client
 from corolla.v1 import router_pb2
 from corolla.v1.router_pb2_grpc import RouterServiceStub
 
@@ -44,6 +46,18 @@ class Probe:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def knows_a_chain(client_address: str) -> bool:
+    """Whether the client service has heard of servers for all blocks."""
+    with Client(client_address, timeout=_TIMEOUT_S) as client:
+        try:
+            return all(model.ready for model in client.models())
+        except Unauthenticated:
+            # It wants a key, which is not for us to know. It learns of changes within a second.
+            return True
+        except CorollaError:
+            return False
 
 
 def redis_answers(url: str) -> bool:
