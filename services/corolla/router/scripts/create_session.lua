@@ -1,0 +1,11 @@
+-- ARGV: session id, tenant, record, chain, ttl in ms. The same call again is no error: the first answer may be lost.
+local key = session_key(ARGV[1])
+if redis.call('EXISTS', key) == 1 then
+  if owned(ARGV[1], ARGV[2]) == ARGV[3] then return found(ARGV[1], ARGV[3]) end
+  return {'taken'}
+end
+redis.call('ZREMRANGEBYSCORE', SESSIONS, '-inf', string.format('%.0f', now_ms()))
+redis.call('HSET', key, 'tenant', ARGV[2], 'record', ARGV[3], 'chain', ARGV[4])
+redis.call('DEL', turn_key(ARGV[1]))
+keep(ARGV[1], tonumber(ARGV[5]))
+return found(ARGV[1], ARGV[3])

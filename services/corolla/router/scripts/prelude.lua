@@ -1,0 +1,69 @@
+-- Stands before every script. KEYS[1] is the prefix of all keys of one model, its hash tag included.
+-- Time is Redis' own: no clock of another machine takes part in any decision.
+local PREFIX = KEYS[1]
+local PLACEMENT = PREFIX .. 'placement'    -- hash: version, blocks
+local SERVERS = PREFIX .. 'servers'        -- hash: server id -> address, newline, serialised PlacedServer without state and load
+local ADDRESSES = PREFIX .. 'addresses'    -- hash: address -> server id
+local CHANGES = PREFIX .. 'changes'        -- stream: an entry for each change of the version
+local SESSIONS = PREFIX .. 'sessions'      -- sorted set: session id by the millisecond at which it expires
+local FORGOTTEN_AFTER_MS = 86400000        -- a model that nobody has served for so long is forgotten
+
+-- String with a TTL: one digit, the server's state, then serialised PlacedServer with only state and load.
+local function lease_key(server_id) return PREFIX .. 'lease:' .. server_id end
+-- Hash with a TTL: tenant, record, chain, epoch, and the id of the turn that ended last.
+local function session_key(session_id) return PREFIX .. 'session:' .. session_id end
+-- String with a TTL: the id of the turn that holds the session.
+local function turn_key(session_id) return PREFIX .. 'turn:' .. session_id end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function version() return redis.call('HGET', PLACEMENT, 'version') or '0' end
+
+-- Versions start at the time in microseconds, so that they keep growing when the store has lost everything.
+local function changed(server_id)
+  if version() == '0' then
+    local time = redis.call('TIME')
+    redis.call('HSET', PLACEMENT, 'version', time[1] .. string.format('%06d', time[2]))
+  end
+  redis.call('HINCRBY', PLACEMENT, 'version', 1)
+  redis.call('XADD', CHANGES, 'MAXLEN', '~', 256, '*', 'server', server_id)
+  redis.call('PEXPIRE', PLACEMENT, FORGOTTEN_AFTER_MS)
+  redis.call('PEXPIRE', CHANGES, FORGOTTEN_AFTER_MS)
+end
+
+local function address_of(entry) return string.sub(entry, 1, string.find(entry, '\n', 1, true) - 1) end
+local function description_of(entry) return string.sub(entry, string.find(entry, '\n', 1, true) + 1) end
+
+local function remove(server_id, entry)
+  redis.call('DEL', lease_key(server_id))
+  redis.call('HDEL', SERVERS, server_id)
+  local address = address_of(entry)
+  if redis.call('HGET', ADDRESSES, address) == server_id then redis.call('HDEL', ADDRESSES, address) end
+end
+
+-- The session's record if `tenant` owns it.
+local function owned(session_id, tenant)
+  local fields = redis.call('HMGET', session_key(session_id), 'tenant', 'record')
+  if fields[1] == tenant then return fields[2] end
+  return false
+end
+
+local function keep(session_id, ttl_ms)
+  local expires = string.format('%.0f', now_ms() + ttl_ms)
+  redis.call('PEXPIREAT', session_key(session_id), expires)
+  redis.call('ZADD', SESSIONS, expires, session_id)
+end
+
+-- A running turn outlasts the session's own time to live.
+local function keep_at_least(session_id, ttl_ms)
+  if redis.call('PTTL', session_key(session_id)) < ttl_ms then keep(session_id, ttl_ms) end
+end
+
+local function found(session_id, record)
+  local busy = redis.call('EXISTS', turn_key(session_id))
+  local epoch = redis.call('HGET', session_key(session_id), 'epoch') or '0'
+  return {'ok', record, busy, redis.call('PTTL', session_key(session_id)), epoch}
+end

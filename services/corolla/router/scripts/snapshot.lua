@@ -1,0 +1,23 @@
+-- Lists the live servers and removes those whose lease ran out: whoever looks first turns an expiry into a change.
+-- ARGV: session id or ''. Returns version, number of blocks, id of the last change, the servers, the session's chain.
+local live = {}
+local entries = redis.call('HGETALL', SERVERS)
+for index = 1, #entries, 2 do
+  local server_id, entry = entries[index], entries[index + 1]
+  local lease = redis.call('GET', lease_key(server_id))
+  if lease then
+    -- Two serialised halves of a message, one after the other, are the whole message.
+    live[#live + 1] = description_of(entry) .. string.sub(lease, 2)
+  else
+    remove(server_id, entry)
+    changed(server_id)
+  end
+end
+if #live > 0 then
+  redis.call('PEXPIRE', PLACEMENT, FORGOTTEN_AFTER_MS)
+  redis.call('PEXPIRE', CHANGES, FORGOTTEN_AFTER_MS)
+end
+local last = redis.call('XREVRANGE', CHANGES, '+', '-', 'COUNT', 1)
+local chain = false
+if ARGV[1] ~= '' then chain = redis.call('HGET', session_key(ARGV[1]), 'chain') end
+return {version(), redis.call('HGET', PLACEMENT, 'blocks') or '0', last[1] and last[1][1] or '0-0', live, chain}

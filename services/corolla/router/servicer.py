@@ -1,0 +1,136 @@
+"""RouterService: checks the request, asks the store, decides."""
+
+import random
+from collections.abc import AsyncIterator
+
+from corolla.chassis.errors import InvalidRequest, ModelNotFound
+from corolla.chassis.handlers import Context
+from corolla.router import validation
+from corolla.router.planner import plan
+from corolla.router.registry import Registry
+from corolla.router.roster import block_span, chain_message
+from corolla.router.sessions import SessionRecords
+from corolla.router.settings import RouterSettings
+from corolla.router.watch import PlacementWatches
+from corolla.v1 import router_pb2 as pb
+
+_STATES = frozenset({pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY, pb.SERVER_STATE_DRAINING})
+
+
+class RouterServicer:
+    """Every method raises an error of the tree; StoreUnavailable whenever Redis does not answer."""
+
+    def __init__(
+        self, settings: RouterSettings, registry: Registry, sessions: SessionRecords, watches: PlacementWatches
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._sessions = sessions
+        self._watches = watches
+        self._random = random.Random()
+
+    # --- for block servers ---
+
+    async def RegisterServer(self, request: pb.RegisterServerRequest, context: Context) -> pb.RegisterServerResponse:
+        server = validation.check_server(request.server)
+        wanted = validation.check_span("span", request.span) if request.HasField("span") else None
+        span = await self._registry.register(server, wanted)
+        return pb.RegisterServerResponse(
+            span=block_span(span),
+            lease_ms=self._settings.lease_ms,
+            heartbeat_interval_ms=self._settings.heartbeat_interval_ms,
+        )
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        validation.check_text("model", request.model)
+        validation.check_name("server_id", request.server_id)
+        if request.state not in _STATES:
+            raise InvalidRequest("state", "must be JOINING, READY or DRAINING")
+        load = validation.check_load(request.load)
+        await self._registry.heartbeat(request.model, request.server_id, request.state, load)
+        return pb.HeartbeatResponse()
+
+    async def DeregisterServer(
+        self, request: pb.DeregisterServerRequest, context: Context
+    ) -> pb.DeregisterServerResponse:
+        validation.check_text("model", request.model)
+        validation.check_name("server_id", request.server_id)
+        await self._registry.deregister(request.model, request.server_id)
+        return pb.DeregisterServerResponse()
+
+    # --- for client services ---
+
+    async def PlanChain(self, request: pb.PlanChainRequest, context: Context) -> pb.PlanChainResponse:
+        validation.check_text("model", request.model)
+        validation.check_text("fingerprint", request.fingerprint, may_be_empty=True)
+        if request.session_id:
+            validation.check_session_id("session_id", request.session_id)
+        excluded = validation.check_excluded(list(request.excluded_server_ids))
+        roster, pinned = await self._registry.snapshot_for(request.model, request.session_id)
+        if not roster.is_known:
+            raise ModelNotFound("no block server has registered for this model", request.model)
+        if pinned is not None and roster.carries(pinned, fingerprint=request.fingerprint, excluded=excluded):
+            return pb.PlanChainResponse(chain=pinned, by_affinity=True)
+        candidates = roster.candidates(
+            fingerprint=request.fingerprint, num_tokens=request.num_tokens, excluded=excluded
+        )
+        # The planner keeps to the order between equals: shuffled, they share the sessions.
+        self._random.shuffle(candidates)
+        return pb.PlanChainResponse(chain=chain_message(plan(candidates, roster.num_blocks)))
+
+    async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.Placement:
+        validation.check_text("model", request.model)
+        return (await self._registry.snapshot(request.model)).placement()
+
+    async def WatchPlacement(self, request: pb.WatchPlacementRequest, context: Context) -> AsyncIterator[pb.Placement]:
+        validation.check_text("model", request.model)
+        async for placement in self._watches.watch(request.model):
+            yield placement
+
+    # --- session records ---
+
+    async def CreateSessionRecord(self, request: pb.CreateSessionRecordRequest, context: Context) -> pb.SessionRecord:
+        return await self._sessions.create(validation.check_record(request.record), self._ttl_ms(request.ttl_ms))
+
+    async def GetSessionRecord(self, request: pb.GetSessionRecordRequest, context: Context) -> pb.SessionRecord:
+        return await self._sessions.get(*self._session(request), request.tenant)
+
+    async def BeginTurn(self, request: pb.BeginTurnRequest, context: Context) -> pb.SessionRecord:
+        session = self._session(request)
+        turn_id = validation.check_name("turn_id", request.turn_id)
+        return await self._sessions.begin_turn(*session, request.tenant, turn_id, self._lock_ms(request.lock_ms))
+
+    async def RenewTurn(self, request: pb.RenewTurnRequest, context: Context) -> pb.RenewTurnResponse:
+        session = self._session(request)
+        turn_id = validation.check_name("turn_id", request.turn_id)
+        await self._sessions.renew_turn(*session, turn_id, self._lock_ms(request.lock_ms))
+        return pb.RenewTurnResponse()
+
+    async def EndTurn(self, request: pb.EndTurnRequest, context: Context) -> pb.EndTurnResponse:
+        record = validation.check_record(request.record)
+        turn_id = validation.check_name("turn_id", request.turn_id)
+        await self._sessions.end_turn(record, turn_id, self._ttl_ms(request.ttl_ms), discard=request.discard)
+        return pb.EndTurnResponse()
+
+    async def DeleteSessionRecord(self, request: pb.DeleteSessionRecordRequest, context: Context) -> pb.SessionRecord:
+        return await self._sessions.delete(*self._session(request), request.tenant)
+
+    async def CountSessionRecords(
+        self, request: pb.CountSessionRecordsRequest, context: Context
+    ) -> pb.CountSessionRecordsResponse:
+        validation.check_text("model", request.model)
+        return pb.CountSessionRecordsResponse(num_sessions=await self._sessions.count(request.model))
+
+    def _session(
+        self,
+        request: pb.GetSessionRecordRequest | pb.BeginTurnRequest | pb.RenewTurnRequest | pb.DeleteSessionRecordRequest,
+    ) -> tuple[str, str]:
+        model = validation.check_text("model", request.model)
+        return model, validation.check_session_id("session_id", request.session_id)
+
+    def _ttl_ms(self, asked_ms: int) -> int:
+        default_ms = max(1, round(self._settings.session_ttl_s * 1000))
+        return validation.check_duration("ttl_ms", asked_ms, validation.MOST_SESSION_TTL_MS, default_ms)
+
+    def _lock_ms(self, asked_ms: int) -> int:
+        return validation.check_duration("lock_ms", asked_ms, validation.MOST_LOCK_MS, self._settings.turn_lock_ms)

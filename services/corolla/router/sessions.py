@@ -1,0 +1,86 @@
+"""Session records in the store: owner, chain, token log, and the lock of the turn that runs."""
+
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from corolla.chassis.errors import InternalError, InvalidRequest, SessionBusy, SessionNotFound
+from corolla.router.store import Store
+from corolla.v1 import router_pb2 as pb
+
+
+class SessionRecords:
+    """Methods raise StoreUnavailable when Redis does not answer, SessionNotFound for a session that is unknown,
+    expired or of another tenant. Whoever repeats a call that may have got through gets the same answer."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def create(self, record: pb.SessionRecord, ttl_ms: int) -> pb.SessionRecord:
+        """Raises InvalidRequest when the id is taken."""
+        reply = await self._store.run(
+            "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms
+        )
+        if reply[0] == b"taken":
+            raise InvalidRequest("record.session_id", "is taken; draw another one")
+        return _record(reply)
+
+    async def get(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:
+        return _record(await self._store.run("get_session", model, session_id, tenant))
+
+    async def begin_turn(
+        self, model: str, session_id: str, tenant: str, turn_id: str, lock_ms: int
+    ) -> pb.SessionRecord:
+        """Locks the session for `turn_id`. Raises SessionBusy while another turn holds it."""
+        return _record(await self._store.run("begin_turn", model, session_id, tenant, turn_id, lock_ms))
+
+    async def renew_turn(self, model: str, session_id: str, turn_id: str, lock_ms: int) -> None:
+        """Raises SessionBusy when the turn no longer holds the session."""
+        _checked(await self._store.run("renew_turn", model, session_id, turn_id, lock_ms))
+
+    async def end_turn(self, record: pb.SessionRecord, turn_id: str, ttl_ms: int, *, discard: bool) -> None:
+        """Writes the record, unless discarded, and unlocks. Raises SessionBusy when the turn no longer holds it."""
+        changes = () if discard else _stored(record)
+        _checked(
+            await self._store.run("end_turn", record.model, record.session_id, record.tenant, turn_id, ttl_ms, *changes)
+        )
+
+    async def delete(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:
+        """Returns the record, so that the caller can free its hops. Raises SessionBusy while a turn runs."""
+        return _record(await self._store.run("delete_session", model, session_id, tenant))
+
+    async def count(self, model: str) -> int:
+        return int(await self._store.run("count_sessions", model))
+
+
+def _stored(record: pb.SessionRecord) -> tuple[bytes, bytes]:
+    """Record and chain as bytes, without what is filled on reading. The chain stands apart for the planner."""
+    kept = pb.SessionRecord()
+    kept.CopyFrom(record)
+    kept.ClearField("epoch")
+    kept.ClearField("busy")
+    kept.ClearField("expires_in_ms")
+    return kept.SerializeToString(deterministic=True), record.chain.SerializeToString(deterministic=True)
+
+
+def _checked(reply: list[Any]) -> list[Any]:
+    match reply[0]:
+        case b"missing":
+            raise SessionNotFound("there is no such session")
+        case b"busy":
+            raise SessionBusy("another turn is running on the session")
+        case b"lost":
+            raise SessionBusy("this turn no longer holds the session; another one may have begun")
+    return reply
+
+
+def _record(reply: list[Any]) -> pb.SessionRecord:
+    _, data, busy, expires_in_ms, epoch = _checked(reply)
+    try:
+        record = pb.SessionRecord.FromString(data)
+    except DecodeError:
+        raise InternalError("the store holds a record that cannot be read") from None
+    record.epoch = int(epoch)
+    record.busy = bool(busy)
+    record.expires_in_ms = max(0, expires_in_ms)
+    return record

@@ -1,0 +1,56 @@
+"""Settings of the router."""
+
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
+
+from corolla.chassis.settings import ServiceSettings
+
+
+class RouterSettings(ServiceSettings):
+    """Read from `COROLLA_*`. The Redis address may hold a password, so it is checked where no error quotes it."""
+
+    port: int = Field(50050, ge=0, le=65535, description="Port of RouterService; 0 takes a free one.")
+    redis_url: SecretStr = Field(
+        SecretStr("redis://127.0.0.1:6379/0"),
+        description="Address of Redis 6.2 or later: redis://, rediss:// or unix://, with user and password if needed.",
+    )
+    redis_timeout_ms: int = Field(
+        250,
+        ge=10,
+        le=10_000,
+        description="Milliseconds after which Redis counts as silent; asked once more, then given up.",
+    )
+    lease_ms: int = Field(
+        6000,
+        ge=100,
+        le=600_000,
+        description="Milliseconds without a heartbeat after which a block server counts as lost.",
+    )
+    heartbeat_interval_ms: int = Field(
+        1500, ge=20, le=300_000, description="Milliseconds between a block server's heartbeats; less than half a lease."
+    )
+    relist_interval_s: float = Field(
+        0.5,
+        ge=0.05,
+        le=60,
+        description="Seconds after which a watched placement is read again even if nothing was heard.",
+    )
+    load_push_interval_s: float = Field(
+        5.0, ge=0.1, le=600, description="Seconds after which watchers learn of changed load when nothing else changes."
+    )
+    session_ttl_s: float = Field(
+        3600, gt=0, le=2_592_000, description="Seconds that a session record lives when its creator names no time."
+    )
+    turn_lock_ms: int = Field(
+        30_000, ge=10, le=3_600_000, description="Milliseconds that a turn holds its session when it names no time."
+    )
+    max_request_bytes: int = Field(
+        8 << 20, ge=1024, le=64 << 20, description="Largest request in bytes; a session record is the largest of them."
+    )
+
+    @field_validator("heartbeat_interval_ms")
+    @classmethod
+    def _twice_in_a_lease(cls, interval_ms: int, info: ValidationInfo) -> int:
+        lease_ms = info.data.get("lease_ms")
+        if lease_ms is not None and 2 * interval_ms >= lease_ms:
+            raise ValueError(f"must be less than half of COROLLA_LEASE_MS={lease_ms}")
+        return interval_ms

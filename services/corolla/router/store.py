@@ -1,0 +1,148 @@
+"""Redis: one Lua script per decision, short time-outs, and one error for whatever goes wrong."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib import resources
+from typing import Any, Final
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+
+from corolla.chassis.errors import StartupError, StoreUnavailable
+from corolla.router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+MOST_CONNECTIONS: Final = 64
+_NUM_RETRIES: Final = 1
+_MODELS_KEY: Final = "corolla:models"
+
+
+def key_prefix(model: str) -> str:
+    """What all keys of a model start with; the braces keep them together on one node of a Redis cluster."""
+    return f"corolla:{{{model}}}:"
+
+
+@cache
+def script_text(name: str) -> str:
+    folder = resources.files("corolla.router") / "scripts"
+    return "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))
+
+
+class Store:
+    """A Redis server.
+
+    Every method raises StoreUnavailable when Redis is silent for `timeout_s`, twice, or refuses. A script may then have
+    run all the same, so each of them bears being run again.
+
+    Raises:
+        StartupError: `url` is no Redis address.
+    """
+
+    def __init__(self, url: str, timeout_s: float, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._is_up = True
+        self._scripts: dict[str, AsyncScript] = {}
+        try:
+            self._client = self._connect(url, timeout_s, Retry(NoBackoff(), _NUM_RETRIES))
+            # Waiting for a change takes longer than any answer may, and is repeated by its caller.
+            self._waiting = self._connect(url, None, Retry(NoBackoff(), 0))
+        except (ValueError, TypeError, RedisError):
+            raise StartupError(
+                "COROLLA_REDIS_URL is no Redis address; write it like redis://:password@host:6379/0"
+            ) from None
+
+    def _connect(self, url: str, timeout_s: float | None, retry: Retry) -> Redis:
+        pool: BlockingConnectionPool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=MOST_CONNECTIONS,
+            timeout=self._timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=self._timeout_s,
+            retry=retry,
+        )
+        # Reads the address now, not at the first call.
+        pool.make_connection()  # type: ignore[no-untyped-call]
+        return Redis(connection_pool=pool)
+
+    async def check(self) -> None:
+        """Asks whether Redis is there.
+
+        Raises:
+            StartupError: it is there, but does not let us in.
+            StoreUnavailable: it is not there, or not ready yet.
+        """
+        try:
+            await self._client.ping()
+        except (AuthenticationError, ResponseError):
+            raise StartupError("Redis refuses us; correct user, password and database in COROLLA_REDIS_URL") from None
+        except (RedisError, OSError):
+            raise StoreUnavailable("the store does not answer") from None
+
+    async def run(self, name: str, model: str, *arguments: str | bytes | int) -> Any:
+        """Runs the script `scripts/<name>.lua` on a model's keys and returns its reply."""
+        script = self._scripts.get(name)
+        if script is None:
+            script = self._scripts[name] = self._client.register_script(script_text(name))
+        started = time.perf_counter()
+        try:
+            async with self._translated():
+                return await script(keys=[key_prefix(model)], args=arguments)
+        finally:
+            self._metrics.script_done(name, time.perf_counter() - started)
+
+    async def remember_model(self, model: str) -> None:
+        async with self._translated():
+            await self._client.sadd(_MODELS_KEY, model)
+
+    async def forget_model(self, model: str) -> None:
+        async with self._translated():
+            await self._client.srem(_MODELS_KEY, model)
+
+    async def models(self) -> list[str]:
+        """All models that have had a block server, sorted."""
+        async with self._translated():
+            names = await self._client.smembers(_MODELS_KEY)
+        return sorted(name.decode() for name in names if isinstance(name, bytes))
+
+    async def wait_for_change(self, model: str, last_change: str, wait_s: float) -> None:
+        """Returns as soon as the model's placement has changed since `last_change`, at the latest after `wait_s`."""
+        async with self._translated(), asyncio.timeout(wait_s + self._timeout_s):
+            await self._waiting.xread({key_prefix(model) + "changes": last_change}, block=max(1, round(wait_s * 1000)))
+
+    async def close(self) -> None:
+        for client in (self._client, self._waiting):
+            await client.aclose(close_connection_pool=True)
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task else 0
+        failure: Exception | None = None
+        try:
+            yield
+        except (RedisError, OSError) as caught:
+            failure = caught
+        # The client sends through asyncio.wait_for, which before Python 3.12 loses a cancellation that comes just then.
+        if task and task.cancelling() > num_cancels:
+            raise asyncio.CancelledError
+        self._note(up=failure is None, cause=type(failure).__name__)
+        if failure is not None:
+            raise StoreUnavailable("the store does not answer") from None
+
+    def _note(self, *, up: bool, cause: str) -> None:
+        self._metrics.store_up(up)
+        if up is not self._is_up:
+            if up:
+                log.info("redis is back")
+            else:
+                log.warning("redis does not answer", extra={"cause": cause})
+        self._is_up = up

