@@ -118,17 +118,40 @@ class Engine:
         step = queued.item.step
         now_s = time.monotonic()
         admitted = _Admitted(queued.item, [])
+        forks: dict[bytes, SessionCache | CorollaError] = {}
+        # All sources are read before any row changes: rows may swap.
+        for row in step.rows:
+            if row.source_session_id:
+                forks[row.session_id] = self._fork(row, step.client_id, queued.blocks)
         offset = 0
         for row in step.rows:
+            forked = forks.pop(row.session_id, None)
             try:
+                if isinstance(forked, CorollaError):
+                    raise forked
                 session = self._sessions.for_step(
-                    row.session_id, row.epoch, step.client_id, row.position, row.num_tokens, queued.blocks, now_s
+                    row.session_id,
+                    row.epoch,
+                    step.client_id,
+                    row.position,
+                    row.num_tokens,
+                    queued.blocks,
+                    now_s,
+                    forked,
                 )
                 admitted.rows.append((row, session, offset))
             except CorollaError as error:
+                if isinstance(forked, SessionCache):
+                    forked.clear()
                 self._fault(queued.item, error, [row])
             offset += row.num_tokens
         return admitted
+
+    def _fork(self, row: pb.StepRow, client_id: bytes, blocks: Span) -> SessionCache | CorollaError:
+        try:
+            return self._sessions.fork(row.source_session_id, client_id, blocks)
+        except CorollaError as error:
+            return error
 
     def _compute(self, admitted: list[_Admitted], blocks: Span) -> BatchOutput:
         """In the compute thread: all rows of all steps as one batch."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from corolla.block_server.kv.pages import PagePool
 from corolla.chassis.errors import HopSessionLost, OutOfPages, PositionGap, StaleEpoch
@@ -20,6 +20,8 @@ class Cache(Protocol):
     def truncate(self, num_tokens: int) -> None: ...
 
     def clear(self) -> None: ...
+
+    def fork(self) -> Self: ...
 
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
@@ -101,24 +103,42 @@ class SessionTable(Generic[AnyCache]):
         return held
 
     def for_step(self, session_id: bytes, epoch: int, client_id: bytes, position: int, num_tokens: int,
-                 blocks: Span, now_s: float) -> HopSession[AnyCache]:  # fmt: skip
-        """The session of a step, checked.
+                 blocks: Span, now_s: float, forked: AnyCache | None = None) -> HopSession[AnyCache]:  # fmt: skip
+        """The session of a step, checked. `forked`, if given, becomes its cache.
 
         Raises:
             HopSessionLost, StaleEpoch, PositionGap, OutOfPages: the step must not be computed.
+
+        An epoch ends with its turn: a step that was forwarded by another hop may come after the client's own word that
+        the turn is over, and must not wake the session.
         """
         held = self._sessions.get(session_id)
         if held is None or held.request.client_id != client_id or held.request.blocks != blocks:
             raise HopSessionLost("the session is not held here")
-        if held.request.epoch != epoch:
-            raise StaleEpoch("the session was opened with another epoch")
-        if position > held.cache.num_tokens:
-            raise PositionGap("the hop holds fewer tokens than the step assumes", held.cache.num_tokens)
+        if held.request.epoch != epoch or held.is_idle:
+            raise StaleEpoch("the session was opened with another epoch, or its turn is over")
+        cache = held.cache if forked is None else forked
+        if position > cache.num_tokens:
+            raise PositionGap("the hop holds fewer tokens than the step assumes", cache.num_tokens)
         if self.pool.pages_for(position + num_tokens) > held.num_pages:
             raise OutOfPages("the step goes beyond the pages reserved for its session")
-        held.is_idle = False
+        if forked is not None:
+            held.cache.clear()
+            held.cache = forked
+            forked.reserve(held.request.max_tokens)
         self._touch(held, now_s)
         return held
+
+    def fork(self, session_id: bytes, client_id: bytes, blocks: Span) -> AnyCache:
+        """What a session of the same client holds, for another of its sessions.
+
+        Raises:
+            HopSessionLost: it is not held here, is another client's or uses other blocks.
+        """
+        held = self._sessions.get(session_id)
+        if held is None or held.request.client_id != client_id or held.request.blocks != blocks:
+            raise HopSessionLost("the session to fork from is not held here")
+        return held.cache.fork()
 
     def truncate(self, session_id: bytes, epoch: int, position: int, *, idle: bool) -> None:
         """Forgets tokens and gives back pages; an idle session may be evicted. A stale request changes nothing."""

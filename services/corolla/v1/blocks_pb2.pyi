@@ -268,6 +268,7 @@ class StepRow(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_RESULT_TOKENS_FIELD_NUMBER: _builtins.int
+    SOURCE_SESSION_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     position: _builtins.int
@@ -275,6 +276,10 @@ class StepRow(_message.Message):
     num_tokens: _builtins.int
     num_result_tokens: _builtins.int
     """Hidden states of this many last tokens come back with the result; 0 for a prompt's inner chunks."""
+    source_session_id: _builtins.bytes
+    """Before anything else, the session's tokens become those that this session held before the step: beams that swap,
+    branches that fork. All rows of a step do so at once. Empty: the session keeps its own.
+    """
     def __init__(
         self,
         *,
@@ -283,10 +288,11 @@ class StepRow(_message.Message):
         position: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         num_result_tokens: _builtins.int = ...,
+        source_session_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_result_tokens", b"num_result_tokens", "num_tokens", b"num_tokens", "position", b"position", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_result_tokens", b"num_result_tokens", "num_tokens", b"num_tokens", "position", b"position", "session_id", b"session_id", "source_session_id", b"source_session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from torch import Tensor
 class _LayerStore:
     keys: Tensor
     values: Tensor
+    num_owners: int = 1
 
 
 class SessionCache:
@@ -55,7 +56,20 @@ class SessionCache:
     def clear(self) -> None:
         """Gives all memory back; the reservation stands."""
         self._num_tokens = 0
+        for store in self._layers:
+            if store is not None:
+                store.num_owners -= 1
         self._layers = [None] * len(self._layers)
+
+    def fork(self) -> "SessionCache":
+        """A cache with the same tokens. Both share memory until one of them writes; that one copies what it held."""
+        twin = SessionCache(len(self._layers), self.page_tokens)
+        twin._num_tokens = self._num_tokens
+        for index, store in enumerate(self._layers):
+            if store is not None:
+                store.num_owners += 1
+                twin._layers[index] = store
+        return twin
 
     def write(self, layer: int, position: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores a layer's new tokens at `position`.
@@ -75,8 +89,11 @@ class SessionCache:
         store = self._layers[layer]
         if store is None and position:
             raise ValueError(f"layer {layer} holds nothing of the {position} tokens before; a session keeps its blocks")
-        if store is None or store.keys.shape[1] < end:
-            store = self._layers[layer] = self._grown(store, position, end, keys, values)
+        if store is None or store.keys.shape[1] < end or store.num_owners > 1:
+            grown = self._grown(store, position, end, keys, values)
+            if store is not None:
+                store.num_owners -= 1
+            store = self._layers[layer] = grown
         # `narrow` costs a third of slicing, which counts at one token and every layer.
         store.keys.narrow(1, position, end - position).copy_(keys)
         store.values.narrow(1, position, end - position).copy_(values)
