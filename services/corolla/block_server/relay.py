@@ -50,12 +50,13 @@ class Relay:
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_EXCHANGE)()
             reader = asyncio.create_task(self._read(call))
             writer = asyncio.create_task(self._write(call, outbox, in_flight))
-            done, rest = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
-            for task in done:
-                task.exception()
+            try:
+                await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                # Also when this server stops: neither may outlive the channel that it uses.
+                for task in (reader, writer):
+                    task.cancel()
+                await asyncio.gather(reader, writer, return_exceptions=True)
             log.warning("stream to the next hop ended", extra={"address": address})
         finally:
             if self._outboxes.get(address) is outbox:

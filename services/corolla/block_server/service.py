@@ -54,6 +54,7 @@ class BlockServer:
         self._engine: Engine | None = None
         self._relay: Relay | None = None
         self._registration: Registration | None = None
+        self._heartbeats: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
@@ -93,7 +94,7 @@ class BlockServer:
         self._registration = Registration(settings.router, description, self._load)
         await self._rpc.start()
         span = await self._registration.register(settings.span)
-        self._tasks.start(self._registration.keep(span), "heartbeats")
+        self._heartbeats = self._tasks.start(self._registration.keep(span), "heartbeats")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span)})
 
         model = await asyncio.to_thread(load_span, checkpoint, span, dtype=dtype, device=settings.device)
@@ -129,6 +130,10 @@ class BlockServer:
     async def stop(self) -> None:
         """Leaves the placement, lets running calls end and frees everything."""
         await self._rpc.not_ready()
+        if self._heartbeats is not None:
+            # A heartbeat after the farewell would find the lease gone and register a server that is about to end.
+            self._heartbeats.cancel()
+            await asyncio.wait({self._heartbeats})
         if self._registration is not None:
             await self._registration.leave()
         await self._rpc.stop(self.settings.grace_s)
