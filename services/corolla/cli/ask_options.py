@@ -52,4 +52,7 @@ TimeLimit = Annotated[float | None, _answer("time-limit", "End with what there i
 
 def given(**options: Any) -> dict[str, Any]:
     """Only the options that were given."""
-    return {name: value for name, value in options.items() if value not in (None, [], False, "")}
+    # 0 and 0.0 are given, though they equal False.
+    return {
+        name: value for name, value in options.items() if not (value is None or value is False or value in ([], ""))
+    }

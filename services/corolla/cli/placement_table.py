@@ -14,7 +14,7 @@ _STATES = {
     router_pb2.SERVER_STATE_READY: ("ready", "green"),
     router_pb2.SERVER_STATE_DRAINING: ("draining", "magenta"),
 }
-_BAR_WIDTH = 60
+_BAR_WIDTH = 50
 
 
 def placement_table(placement: router_pb2.Placement, num_sessions: int | None = None) -> RenderableType:

@@ -1,0 +1,193 @@
+"""The `corolla` command with a real stack, as somebody at a terminal would use it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from corolla import Client
+
+pytestmark = pytest.mark.model
+
+COROLLA = [sys.executable, "-m", "corolla"]
+START_TIMEOUT_S = 150
+
+
+def corolla(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COROLLA, *arguments], input=text, capture_output=True, text=True, check=False, timeout=START_TIMEOUT_S
+    )
+
+
+class RunningUp:
+    """`corolla up --json` as a child."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.log_folder = folder / "logs"
+        command = [*COROLLA, "up", "--json", "--port", "0", "--router-port", "0", "--log-folder", str(self.log_folder)]
+        self._errors = (folder / "errors").open("wb")
+        self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=self._errors, text=True)
+        self.events: list[dict[str, Any]] = []
+        self.addresses = self.wait_for(lambda event: event["event"] == "addresses")
+        self.pids: dict[str, int] = self.addresses["processes"]
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Reads events until one is wanted. The test's own time limit ends a vain wait."""
+        for line in self.process.stdout or ():
+            event: dict[str, Any] = json.loads(line)
+            self.events.append(event)
+            if wanted(event):
+                return event
+        pytest.fail(f"the stack ended: {self.events[-3:]}, {Path(self._errors.name).read_text()}")
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        """Returns the exit status."""
+        self.process.send_signal(number)
+        status = self.process.wait(40)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._errors.close()
+        return status
+
+
+def all_gone(pids: dict[str, int], within_s: float = 10.0) -> bool:
+    give_up = time.monotonic() + within_s
+    while any(is_alive(pid) for pid in pids.values()):
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningUp]:
+    running = RunningUp(tmp_path_factory.mktemp("up"), "--blocks", "0:12,12:30")
+    yield running
+    if running.process.poll() is None:
+        running.end()
+
+
+def test_a_completion_is_the_same_by_every_way(up: RunningUp) -> None:
+    server = up.addresses["client"]
+    asked = ("generate", "The capital of France is", "--max-tokens", "6", "--server", server)
+    streamed, whole, facts = corolla(*asked), corolla(*asked, "--no-stream"), corolla(*asked, "--json")
+    assert streamed.stdout.strip().startswith("Paris")
+    assert streamed.stderr == ""
+    assert whole.stdout == streamed.stdout
+    assert json.loads(facts.stdout)["completions"][0]["text"] + "\n" == streamed.stdout
+    with Client(server) as client:
+        assert client.generate("The capital of France is", max_tokens=6).text + "\n" == streamed.stdout
+
+
+def test_a_seed_repeats_a_sampled_answer(up: RunningUp) -> None:
+    asked = ("generate", "Once upon a time", "--max-tokens", "8", "--temperature", "1.5", "--server")
+    first, again, other = (corolla(*asked, up.addresses["client"], "--seed", seed).stdout for seed in ("5", "5", "6"))
+    assert first == again != other
+
+
+def test_the_second_turn_of_a_chat_is_cached(up: RunningUp) -> None:
+    done = corolla(
+        "chat", "--json", "--max-tokens", "12", "--server", up.addresses["client"],
+        text="What is the capital of France?\nAnd of Italy?\n",
+    )  # fmt: skip
+    first, second = [json.loads(line) for line in done.stdout.splitlines()]
+    assert "Paris" in first["text"]
+    assert "Rome" in second["text"]
+    assert first["usage"]["cached_tokens"] == 0
+    new_tokens = second["usage"]["prompt_tokens"] - second["usage"]["cached_tokens"]
+    assert second["usage"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+    assert 0 < new_tokens < first["usage"]["prompt_tokens"]
+
+
+def test_a_refusal_is_one_sentence(up: RunningUp) -> None:
+    server = up.addresses["client"]
+    for arguments in (["generate", ""], ["generate", "a", "--top-p", "7"], ["generate", "a", "--model", "nobody"]):
+        done = corolla(*arguments, "--server", server)
+        assert done.returncode == 1
+        assert done.stdout.strip() == ""
+        assert done.stderr.startswith("corolla: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_the_status_shows_every_block_covered(up: RunningUp) -> None:
+    done = corolla("status", "--router", up.addresses["router"], "--json")
+    assert done.returncode == 0
+    facts = json.loads(done.stdout)
+    assert [server["span"] for server in facts["servers"]] == [[0, 12], [12, 30]]
+    assert [server["state"] for server in facts["servers"]] == ["ready", "ready"]
+    assert facts["uncovered"] == []
+    table = corolla("status", "--router", up.addresses["router"])
+    assert f"{'1' * 30} 30 of 30 blocks" in table.stdout
+
+
+def test_two_stacks_do_not_share_a_port(up: RunningUp, tmp_path: Path) -> None:
+    port = up.addresses["client"].rpartition(":")[2]
+    done = corolla("up", "--port", port, "--log-folder", str(tmp_path))
+    assert done.returncode == 1
+    assert f"port {port} for the client service is taken" in done.stderr
+
+
+def test_a_dead_server_is_told_and_comes_back(up: RunningUp) -> None:
+    os.kill(up.pids["server-2"], signal.SIGKILL)
+    told = up.wait_for(lambda event: event["event"] == "problem")
+    assert told["source"] == "server-2"
+    assert "SIGKILL" in told["text"]
+    up.wait_for(lambda event: event["event"] == "mended" and event["source"] == "server-2")
+    give_up = time.monotonic() + 20
+    while (done := corolla("generate", "One", "--max-tokens", "1", "--server", up.addresses["client"])).returncode:
+        assert time.monotonic() < give_up, done.stderr
+
+
+def test_ctrl_c_ends_everything(up: RunningUp) -> None:
+    pids = {name: pid for name, pid in up.pids.items() if name != "server-2"}
+    assert up.end() == 0
+    assert all_gone(pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
+def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
+    running = RunningUp(tmp_path, "--servers", "1")
+    assert set(running.pids) == {"redis", "router", "server-1", "client"}
+    assert running.end(signal.SIGKILL) == -signal.SIGKILL
+    assert all_gone(running.pids)
+
+
+def test_a_missing_model_is_told_and_nothing_stays(tmp_path: Path) -> None:
+    done = corolla("up", "--model", str(tmp_path / "nowhere"), "--port", "0", "--log-folder", str(tmp_path))
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_server_that_cannot_start_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_PAGE_TOKENS", "a few")
+    done = corolla("up", "--port", "0", "--router-port", "0", "--log-folder", str(tmp_path))
+    assert done.returncode == 1
+    assert "server-" in done.stderr
+    assert "COROLLA_PAGE_TOKENS='a few'" in done.stderr
+
+
+def test_the_demo_shows_it_all(tmp_path: Path) -> None:
+    started = time.monotonic()
+    done = corolla("demo", "--log-folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "30 of 30 blocks" in done.stdout
+    assert "Paris" in done.stdout
+    assert "prompt tokens cached" in done.stdout
+    assert "tokens/s" in done.stdout
+    assert time.monotonic() - started < 90

@@ -1,0 +1,93 @@
+"""The command's manners: help at once, wrong calls and failures in one sentence, exit statuses."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from corolla.cli.app import main
+from tests.generation_server import GenerationServer
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["generate"], ["chat"], ["status"], ["up"], ["demo"], ["router"], ["block-server"], ["client"]]
+)
+def test_every_command_has_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--help"]) == 0
+    assert "Usage: corolla" in capsys.readouterr().out
+
+
+def test_help_loads_nothing_slow() -> None:
+    program = (
+        "import sys; from corolla.cli.app import main; main(['--help']); "
+        "slow = ('grpc', 'pydantic', 'redis', 'torch', 'transformers'); "
+        "sys.exit(str([name for name in slow if name in sys.modules]))"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "[]"
+    # It takes a tenth of this on an idle machine.
+    assert time.perf_counter() - started < 5
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "corolla", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("corolla 0.")
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["nonsense"], "no such command"),
+        (["generate"], "missing argument"),
+        (["generate", "hi", "--max-tokns", "3"], "--max-tokens"),
+        (["generate", "hi", "--top-k", "x"], "--top-k"),
+        (["up", "--servers", "0"], "--servers"),
+        (["up", "--servers", "3", "--blocks", "0:10,10:30"], "contradicts"),
+        (["up", "--dtype", "float7"], "float7"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("corolla: ")
+    assert sentence in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, advice",
+    [
+        (["generate", "hi", "--server", "127.0.0.1:1"], "corolla up"),
+        (["status", "--router", "127.0.0.1:1"], "no router answers at 127.0.0.1:1"),
+    ],
+)
+def test_nobody_there_tells_what_to_start(
+    arguments: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert advice in told
+    assert told.count("\n") == 1
+
+
+def test_another_service_is_not_mistaken_for_a_router(
+    server: GenerationServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--router", server.address]) == 1
+    assert capsys.readouterr().err.startswith("corolla: ")
+
+
+@pytest.mark.parametrize("command", ["router", "block-server", "client"])
+def test_settings_are_listed_with_their_variables(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--settings"]) == 0
+    assert "COROLLA_METRICS_PORT" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_enough_is_no_failure(server: GenerationServer) -> None:
+    command = f"{sys.executable} -m corolla generate endless --server {server.address} | head -c 5"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout == "on an"
+    assert done.stderr == ""
+    assert server.servicer.cancelled.wait(5)

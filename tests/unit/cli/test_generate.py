@@ -1,0 +1,101 @@
+"""`corolla generate` against a service that echoes."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from corolla.chassis import errors
+from corolla.cli.app import main
+from tests.generation_server import API_KEY, GenerationServer
+
+
+@pytest.fixture(autouse=True)
+def _address(server: GenerationServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_SERVER", server.address)
+
+
+def give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+
+
+@pytest.mark.parametrize("how", [[], ["--stream"], ["--no-stream"]])
+def test_the_text_and_nothing_else(how: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "one two", *how]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "one two\n"
+    assert captured.err == ""
+
+
+def test_a_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    give_stdin(monkeypatch, b"one\ntwo \xff\n")
+    assert main(["generate", "-"]) == 0
+    assert capsys.readouterr().out == "one\ntwo �\n"
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "one two", "--json", "--logprobs", "1"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["model"] == "echo"
+    assert answer["completions"][0]["finish_reason"] == "length"
+    assert answer["completions"][0]["logprobs"][0]["logprob"] == -0.5
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_a_stream_of_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "one two", "--json", "--stream"]) == 0
+    first, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (first["text"], first["usage"]) == ("one", None)
+    assert (last["text"], last["finish_reason"]) == (" two", "eos")
+    assert last["usage"]["prompt_tokens"] == 7
+
+
+def test_several_completions_are_numbered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "one two", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "[1] one two\n[2] one two\n"
+
+
+def test_the_options_arrive(server: GenerationServer) -> None:
+    arguments = [
+        "--max-tokens",
+        "5",
+        "--temperature",
+        "0",
+        "--seed",
+        "0",
+        "--stop",
+        "a",
+        "--stop",
+        "b",
+        "--top-p",
+        ".5",
+    ]
+    assert main(["generate", "one", *arguments, "--ignore-eos", "--time-limit", "2"]) == 0
+    (request,) = server.servicer.requests
+    assert request.stopping.max_tokens == 5
+    assert request.sampling.HasField("temperature")
+    assert request.sampling.HasField("seed")
+    assert request.sampling.top_p == 0.5
+    assert list(request.stopping.stop) == ["a", "b"]
+    assert request.stopping.ignore_eos
+    assert request.stopping.time_limit_ms == 2000
+    assert not request.sampling.HasField("top_k")
+
+
+def test_a_refusal_names_the_field(server: GenerationServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.servicer.failure = errors.InvalidRequest("sampling.top_p", "must be in (0, 1]")
+    assert main(["generate", "one", "--top-p", "7"]) == 1
+    assert capsys.readouterr().err == "corolla: sampling.top_p: must be in (0, 1]\n"
+
+
+def test_a_failure_that_passes_says_when(server: GenerationServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.servicer.failure = errors.NoChain("no server holds blocks 3:7")
+    assert main(["generate", "one"]) == 1
+    assert capsys.readouterr().err == "corolla: no server holds blocks 3:7; try again in 2 s\n"
+
+
+def test_a_missing_key_is_advised(server: GenerationServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.servicer.failure = errors.Unauthenticated("a key is wanted here")
+    assert main(["generate", "one", "--api-key", API_KEY]) == 1
+    assert "--api-key or COROLLA_API_KEY" in capsys.readouterr().err

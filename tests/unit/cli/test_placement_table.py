@@ -1,0 +1,71 @@
+"""A placement as people and programs see it."""
+
+from rich.console import Console
+
+from corolla.cli.placement_table import placement_facts, placement_table, uncovered_text
+from corolla.v1 import common_pb2, router_pb2
+
+
+def placement(
+    *servers: tuple[int, int, "router_pb2.ServerState.ValueType"], num_blocks: int = 30
+) -> router_pb2.Placement:
+    placed = [
+        router_pb2.PlacedServer(
+            server=router_pb2.ServerDescription(address=f"127.0.0.1:{20_000 + number}", dtype="float32"),
+            span=common_pb2.BlockSpan(start=start, end=end),
+            state=state,
+            load=router_pb2.ServerLoad(num_sessions=number, num_pages=2184, num_free_pages=2000),
+        )
+        for number, (start, end, state) in enumerate(servers)
+    ]
+    return router_pb2.Placement(model="m", num_model_blocks=num_blocks, servers=placed)
+
+
+def drawn(shown: router_pb2.Placement) -> str:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(placement_table(shown, 2))
+    return capture.get()
+
+
+def test_the_table_fits_a_terminal_and_is_in_order_of_blocks() -> None:
+    text = drawn(placement((15, 30, router_pb2.SERVER_STATE_READY), (0, 15, router_pb2.SERVER_STATE_READY)))
+    assert "m: 30 blocks, 2 sessions" in text
+    assert text.index("0:15") < text.index("15:30")
+    assert "2000/2184" in text
+    assert "…" not in text
+    assert f"{'1' * 30} 30 of 30 blocks" in text
+
+
+def test_only_ready_servers_cover() -> None:
+    text = drawn(
+        placement(
+            (0, 20, router_pb2.SERVER_STATE_READY),
+            (5, 10, router_pb2.SERVER_STATE_READY),
+            (20, 30, router_pb2.SERVER_STATE_JOINING),
+        )
+    )
+    assert f"{'1' * 5}{'2' * 5}{'1' * 10}{'·' * 10} 20 of 30 blocks" in text
+    assert "joining" in text
+
+
+def test_many_blocks_share_cells_that_show_the_worst() -> None:
+    text = drawn(placement((0, 119, router_pb2.SERVER_STATE_READY), num_blocks=120))
+    assert f"{'1' * 39}· 119 of 120 blocks" in text
+
+
+def test_nobody_yet() -> None:
+    empty = router_pb2.Placement()
+    assert "no model yet" in drawn(empty)
+    assert "corolla block-server" in uncovered_text(empty)
+
+
+def test_uncovered_blocks_are_named() -> None:
+    shown = placement((0, 20, router_pb2.SERVER_STATE_READY))
+    shown.uncovered.add(start=20, end=30)
+    assert "20:30" in uncovered_text(shown)
+    facts = placement_facts(shown, 4)
+    assert facts["uncovered"] == [[20, 30]]
+    assert facts["num_sessions"] == 4
+    assert facts["servers"][0]["span"] == [0, 20]
+    assert facts["servers"][0]["state"] == "ready"

@@ -1,0 +1,54 @@
+"""Who is told to hold what."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corolla.chassis.errors import SettingsError
+from corolla.local.options import StackOptions, server_blocks
+
+
+def options(**given: object) -> StackOptions:
+    return StackOptions(log_folder=Path("/unused"), **given)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 130), st.data())
+def test_parts_are_even_and_leave_nothing_out(num_blocks: int, data: st.DataObject) -> None:
+    num_servers = data.draw(st.integers(1, num_blocks))
+    spans = [tuple(map(int, span.split(":"))) for span in server_blocks(options(num_servers=num_servers), num_blocks)]
+    assert len(spans) == num_servers
+    assert [block for start, end in spans for block in range(start, end)] == list(range(num_blocks))
+    lengths = [end - start for start, end in spans]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_given_spans_are_kept_and_may_overlap() -> None:
+    assert server_blocks(options(blocks="0:10, 5:30,0:30"), 30) == ["0:10", "5:30", "0:30"]
+
+
+def test_auto_asks_the_router() -> None:
+    assert server_blocks(options(blocks="auto", num_servers=3), 30) == ["auto"] * 3
+
+
+@pytest.mark.parametrize(
+    "blocks, complaint",
+    [
+        ("0:10,12:30", "block 10"),
+        ("0:31", "'0:31'"),
+        ("0:10,10", "'10'"),
+        ("10:0,0:30", "'10:0'"),
+        ("a:b", "'a:b'"),
+        ("0:30,", "''"),
+        ("-1:30", "'-1:30'"),
+    ],
+)
+def test_other_spans_are_refused(blocks: str, complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        server_blocks(options(blocks=blocks), 30)
+
+
+def test_more_servers_than_blocks_are_refused() -> None:
+    with pytest.raises(SettingsError, match="31 servers"):
+        server_blocks(options(num_servers=31), 30)

@@ -1,0 +1,41 @@
+"""Ports: given ones are checked, found ones are free and never handed out twice."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from corolla.chassis.errors import StartupError
+from corolla.local.ports import Ports, is_free
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_taken_port_is_refused_by_its_number(taken_port: int) -> None:
+    assert not is_free(taken_port)
+    with pytest.raises(StartupError, match=f"port {taken_port} for the router is taken"):
+        Ports().given(taken_port, "router")
+
+
+def test_a_taken_usual_port_is_passed_over(taken_port: int) -> None:
+    assert Ports().free(taken_port) != taken_port
+
+
+def test_no_port_is_handed_out_twice() -> None:
+    ports = Ports()
+    found = [ports.free() for _ in range(50)]
+    assert len(set(found)) == 50
+    assert ports.free(found[0]) != found[0]
+    with pytest.raises(StartupError):
+        ports.given(found[0], "router")
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(StartupError, match=r"192\.0\.2\.1"):
+        is_free(20_000, "192.0.2.1")
