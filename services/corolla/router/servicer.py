@@ -79,8 +79,16 @@ class RouterServicer:
         return pb.PlanChainResponse(chain=chain_message(plan(candidates, roster.num_blocks)))
 
     async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.Placement:
-        validation.check_text("model", request.model)
-        return (await self._registry.snapshot(request.model)).placement()
+        validation.check_text("model", request.model, may_be_empty=True)
+        model = request.model or await self._only_model()
+        return (await self._registry.snapshot(model)).placement() if model else pb.Placement()
+
+    async def _only_model(self) -> str:
+        """Empty while there is none."""
+        models = sorted(await self._registry.models())
+        if len(models) > 1:
+            raise InvalidRequest("model", f"is required, since there are several: {', '.join(models)}")
+        return models[0] if models else ""
 
     async def WatchPlacement(self, request: pb.WatchPlacementRequest, context: Context) -> AsyncIterator[pb.Placement]:
         validation.check_text("model", request.model)

@@ -431,6 +431,7 @@ class GetPlacementRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """Empty: the only model that there is."""
     def __init__(
         self,
         *,
