@@ -3,6 +3,8 @@
 Each service gets a registry of its own, handed down from its composition root, so that several can live in one process.
 """
 
+from contextlib import suppress
+from socket import create_connection
 from threading import Thread
 from typing import Final
 from wsgiref.simple_server import WSGIServer
@@ -76,6 +78,12 @@ class MetricsEndpoint:
         self.port: int = self._server.server_port
 
     def close(self) -> None:
-        self._server.shutdown()
+        """Ends the thread and frees the port."""
+        ending = Thread(target=self._server.shutdown)
+        ending.start()
+        # The server looks up from its socket twice a second, or when somebody calls: a stopping event loop waits here.
+        with suppress(OSError), create_connection(self._server.socket.getsockname()[:2], timeout=1):
+            pass
+        ending.join()
         self._server.server_close()
         self._thread.join()

@@ -1,0 +1,70 @@
+"""Every family through the whole stack, token for token what the unsplit model answers."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from corolla.models.families import FAMILIES
+from corolla.sdk.async_client import AsyncClient
+from corolla.sdk.results import FinishReason
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.swarm import Swarm
+from tests.reference import Reference, Sampling, Unsplit
+
+CHAINS = (["0:5"], ["0:1", "1:5"], ["0:2", "2:3", "3:5"])
+CHUNK_TOKENS = 16
+NUM_NEW_TOKENS = 24
+
+# Prompts shorter than a chunk, of whole chunks, and beyond them; all but the first go past the sliding windows.
+STREAMS: tuple[tuple[int, Sampling], ...] = (
+    (1, {}),
+    (CHUNK_TOKENS - 3, {"temperature": 1.0, "seed": 3}),
+    (2 * CHUNK_TOKENS, {}),
+    (3 * CHUNK_TOKENS + 5, {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 4}),
+    (70, {}),
+)
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    drawn: list[int] = torch.randint(4, 256, (num_tokens,), generator=generator).tolist()
+    return drawn
+
+
+async def assert_streams_equal(client: AsyncClient, references: Sequence[Reference], chain: Sequence[str]) -> None:
+    """All streams at once; each as the unsplit model answers it alone."""
+    answers = await asyncio.gather(
+        *(
+            client.generate(prompt_of(num_tokens), max_tokens=NUM_NEW_TOKENS, ignore_eos=True, **sampling)
+            for num_tokens, sampling in STREAMS
+        )
+    )
+    for (num_tokens, sampling), answer, reference in zip(STREAMS, answers, references, strict=True):
+        where = f"{num_tokens} prompt tokens, {sampling or 'greedy'}, chain {chain}"
+        assert list(answer.token_ids) == reference.token_ids, where
+        assert answer.finish_reason is FinishReason.LENGTH, where
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_checkpoint(family, tmp_path / family)
+    unsplit = Unsplit(folder)
+    references = [
+        unsplit.generate(prompt_of(num_tokens), NUM_NEW_TOKENS, sampling, ignore_eos=True)
+        for num_tokens, sampling in STREAMS
+    ]
+    assert len({tuple(reference.token_ids) for reference in references}) == len(STREAMS)
+    async with AsyncExitStack() as stack:
+        swarms = [
+            Swarm(tmp_path, folder, chain, client={"prefill_chunk_tokens": CHUNK_TOKENS}, server={"kv_cache_mib": 16})
+            for chain in CHAINS
+        ]
+        await asyncio.gather(*(stack.enter_async_context(swarm) for swarm in swarms))
+        for swarm, chain in zip(swarms, CHAINS, strict=True):
+            async with swarm.connect() as client:
+                await assert_streams_equal(client, references, chain)
+            await swarm.until_empty()

@@ -1,0 +1,134 @@
+"""The truth: the unsplit model in `transformers`, on one machine, through its own `generate`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from corolla.sdk.requests import GenerateOptions
+
+Sampling = GenerateOptions
+"""Sampling options by the names of the Python client; none of them is greedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the unsplit model answers.
+
+    Attributes:
+        token_ids: of the answer.
+        scores: float32 `[tokens, vocabulary]`, after penalties and filters.
+        logits: likewise, as the model gave them.
+    """
+
+    token_ids: list[int]
+    scores: Tensor
+    logits: Tensor
+
+
+class Unsplit:
+    """One checkpoint, whole, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        library: Any = AutoModelForCausalLM
+        self.model: Any = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        eos_token_id = self.model.generation_config.eos_token_id
+        self.eos_token_ids: tuple[int, ...] = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+        # Of the checkpoint's own generation config only the end tokens count: all else is said in each call.
+        self.model.generation_config.eos_token_id = None
+
+    @classmethod
+    def demo(cls) -> Self:
+        """The demo model."""
+        from corolla.models.demo import demo_checkpoint
+
+        return cls(demo_checkpoint())
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        num_new_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        ignore_eos: bool = False,
+        go_on: bool = False,
+    ) -> Reference:
+        """One answer.
+
+        Args:
+            num_new_tokens: at most; exactly so many where end tokens are ignored.
+            go_on: leave the random stream where the call before left it, whatever seed there is.
+        """
+        options = sampling or {}
+        ids = torch.tensor([list(prompt_ids)])
+        is_sampled = bool(options.get("temperature"))
+        if is_sampled and not go_on:
+            torch.manual_seed(options["seed"] or 0)
+        filters: dict[str, Any] = {}
+        if is_sampled:
+            filters = {
+                "temperature": options["temperature"],
+                "top_k": options.get("top_k") or 0,
+                "top_p": options.get("top_p") or 1.0,
+                "min_p": options.get("min_p"),
+            }
+        if not ignore_eos:
+            filters["eos_token_id"] = list(self.eos_token_ids)
+        output = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_new_tokens,
+            do_sample=is_sampled,
+            repetition_penalty=options.get("repetition_penalty") or 1.0,
+            pad_token_id=0,
+            output_scores=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **filters,
+        )
+        token_ids: list[int] = output.sequences[0, ids.shape[1] :].tolist()
+        return Reference(token_ids, torch.cat(output.scores), torch.cat(output.logits))
+
+    def encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self.tokenizer.encode(text)
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text, special tokens left out."""
+        text: str = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def chat_ids(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """A conversation's ids up to where the answer begins."""
+        text: str = self.tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+
+def smallest_gap(reference: Reference, sampling: Sampling) -> float:
+    """By how much the winner won where it was closest, in units of the logits.
+
+    For greedy choice that is the distance of the best two scores. A drawn token is the winner of a race too: torch
+    divides each probability by an exponential draw and takes the largest quotient. So the draws are repeated here.
+    """
+    temperature = sampling.get("temperature") or 0.0
+    races = reference.scores
+    if temperature:
+        torch.manual_seed(sampling["seed"] or 0)
+        probabilities = races.softmax(dim=-1)
+        races = torch.stack([(row / torch.empty_like(row).exponential_(1)).log() for row in probabilities])
+    if races.argmax(dim=-1).tolist() != reference.token_ids:
+        raise ValueError("the tokens are not those that the scores and the seed give")
+    best = races.topk(2).values
+    return float((best[:, 0] - best[:, 1]).min()) * (temperature or 1.0)
