@@ -1,13 +1,12 @@
 """A Redis server of our own, as a child process that keeps everything in memory."""
 
-import ctypes
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -17,7 +16,13 @@ from corolla.chassis.errors import StartupError
 START_TIMEOUT_S: Final = 10.0
 STOP_TIMEOUT_S: Final = 5.0
 _HOST: Final = "127.0.0.1"
-_PR_SET_PDEATHSIG: Final = 1
+
+# A small interpreter that asks for its parent's death signal (PR_SET_PDEATHSIG, SIGKILL) and then becomes Redis. Not a
+# `preexec_fn`: that runs Python in a forked copy of this process, which gRPC's threads may have left beyond use.
+_DIE_WITH_PARENT: Final = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+)
 
 
 def find_redis_server() -> Path:
@@ -63,10 +68,10 @@ class EmbeddedRedis:
         port = port or _free_port()
         command = [str(binary), "--bind", _HOST, "--port", str(port), "--dir", str(folder), "--daemonize", "no"]
         command += ["--save", "", "--appendonly", "no"]
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
         with log_file.open("ab") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent()
-            )
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         server = cls(process, port, log_file)
         try:
             server._wait_until_it_answers()
@@ -97,8 +102,9 @@ class EmbeddedRedis:
     def _wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise StartupError(f"redis-server ended at once, perhaps its port is taken; see {self.log_file}")
+            status = self._process.poll()
+            if status is not None:
+                raise StartupError(f"redis-server ended with {status}; is its port taken? See {self.log_file}")
             if _answers(self.port, self.pid):
                 return
             time.sleep(0.01)
@@ -123,16 +129,3 @@ def _answers(port: int, pid: int) -> bool:
             return f"process_id:{pid}\r\n".encode() in replies.read(length)
     except (OSError, ValueError):
         return False
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """What a child calls on itself before it becomes Redis; None where the system knows no such thing."""
-    if sys.platform != "linux":
-        return None
-    # Loaded here: between fork and exec a child of a threaded parent must not take locks.
-    prctl = ctypes.CDLL(None).prctl
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    return ask

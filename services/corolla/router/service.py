@@ -93,7 +93,7 @@ class RouterProcess:
         await self._watches.close()
         await self._rpc.stop(self.settings.grace_s)
         await self._store.close()
-        self._metrics_endpoint.close()
+        await asyncio.to_thread(self._metrics_endpoint.close)
 
 
 def run(**overrides: Any) -> int:

@@ -2,8 +2,7 @@
 
 import asyncio
 import secrets
-
-import pytest
+from typing import Any
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.v1 import common_pb2
@@ -171,9 +170,8 @@ async def test_a_model_that_nobody_serves_is_not_found(router: Router, model: st
     assert await placement(router, model) == pb.Placement(model=model)
 
 
-@pytest.mark.parametrize(
-    "facts, field",
-    [
+async def test_what_a_server_says_is_checked(router: Router, model: str) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"server_id": ""}, "server.server_id"),
         ({"server_id": "a b"}, "server.server_id"),
         ({"model": ""}, "server.model"),
@@ -191,12 +189,11 @@ async def test_a_model_that_nobody_serves_is_not_found(router: Router, model: st
         ({"decode_tokens_per_second": float("nan")}, "server.decode_tokens_per_second"),
         ({"decode_tokens_per_second": -1.0}, "server.decode_tokens_per_second"),
         ({"prefill_tokens_per_second": float("inf")}, "server.prefill_tokens_per_second"),
-    ],
-)
-async def test_what_a_server_says_is_checked(router: Router, model: str, facts: dict[str, object], field: str) -> None:
-    error = await refusal(BlockServer(router, **{"model": model, **facts}).register())  # type: ignore[arg-type]
-    assert isinstance(error, InvalidRequest)
-    assert [name for name, _ in error.violations] == [field]
+    ]
+    for facts, field in rows:
+        error = await refusal(BlockServer(router, **{"model": model, **facts}).register())
+        assert isinstance(error, InvalidRequest)
+        assert [name for name, _ in error.violations] == [field]
 
 
 async def test_other_requests_are_checked(router: Router, model: str) -> None:
