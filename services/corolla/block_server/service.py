@@ -162,7 +162,8 @@ class BlockServer:
         return router_pb2.ServerLoad(
             num_sessions=len(self._sessions),
             num_pages=pool.num_pages,
-            num_free_pages=pool.num_free,
+            num_free_pages=self._sessions.num_available_pages,
+            page_tokens=pool.page_tokens,
             num_queued_steps=len(self._scheduler),
             decode_step_seconds=self._engine.decode_step_seconds,
         )
