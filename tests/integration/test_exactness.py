@@ -1,0 +1,298 @@
+"""Chains of 1, 2, 3 and 5 hops answer the demo model's prompts as the unsplit model does, token for token.
+
+The unsplit model's answers are kept in `tests/golden/`; some are derived again here, so that what is kept is proved.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+
+from corolla.models.demo import demo_checkpoint
+from corolla.sdk.async_client import AsyncClient
+from corolla.sdk.results import Completion, FinishReason, Generation
+from tests.golden import NUM_NEW_TOKENS, SAFE_GAP, SAMPLINGS, GoldenAnswer, cases, golden_answers, prompt_texts
+from tests.integration.swarm import Swarm
+from tests.reference import Sampling, Unsplit, smallest_gap
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+
+CHAINS = {
+    "one hop": ["0:30"],
+    "two hops": ["0:13", "13:30"],
+    "three hops": ["0:7", "7:20", "20:30"],
+    "five hops": ["0:7", "7:9", "9:20", "20:21", "21:30"],
+}
+MAX_STREAMS = 20
+
+every_chain = pytest.mark.parametrize("chain", CHAINS)
+
+
+@pytest.fixture(scope="module")
+def unsplit() -> Iterator[Unsplit]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Unsplit.demo()
+    torch.set_num_threads(num_threads)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_hops(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
+    """A client of a chain of two hops."""
+    swarm = Swarm(tmp_path_factory.mktemp("two_hops"), demo_checkpoint(), CHAINS["two hops"])
+    async with swarm, swarm.connect() as client:
+        yield client
+
+
+# --- the matrix -------------------------------------------------------------------------------------------------------
+
+
+def share_of(chain: str) -> list[GoldenAnswer]:
+    """A quarter of all cases: over the chains each prompt comes twice, once greedy and once sampled."""
+    shift = list(CHAINS).index(chain)
+    return [
+        answer
+        for number, answer in enumerate(golden_answers())
+        if (number // 2 + 2 * (number % 2)) % len(CHAINS) == shift
+    ]
+
+
+@every_chain
+@pytest.mark.timeout(600)
+async def test_chains_equal_the_unsplit_model(tmp_path: Path, unsplit: Unsplit, chain: str) -> None:
+    await assert_chain_equals(tmp_path, chain, share_of(chain), unsplit)
+
+
+@pytest.mark.exact
+@every_chain
+@pytest.mark.timeout(1800)
+async def test_chains_equal_the_unsplit_model_in_every_case(tmp_path: Path, unsplit: Unsplit, chain: str) -> None:
+    await assert_chain_equals(tmp_path, chain, golden_answers(), unsplit)
+
+
+async def test_the_shares_make_up_the_matrix() -> None:
+    shares = [{answer.name for answer in share_of(chain)} for chain in CHAINS]
+    assert sorted(name for share in shares for name in share) == sorted(answer.name for answer in golden_answers())
+    for chain in CHAINS:
+        assert {bool(answer.sampling) for answer in share_of(chain)} == {False, True}
+
+
+async def assert_chain_equals(
+    folder: Path, chain: str, answers: Sequence[GoldenAnswer], unsplit: Unsplit
+) -> None:
+    """All cases, many at once; every wrong one is named."""
+    places = asyncio.Semaphore(MAX_STREAMS)
+    async with Swarm(folder, demo_checkpoint(), CHAINS[chain]) as swarm, swarm.connect() as client:
+
+        async def fault_of(answer: GoldenAnswer) -> str | None:
+            async with places:
+                generation = await client.generate(
+                    prompt_of(answer), max_tokens=NUM_NEW_TOKENS, ignore_eos=True, **answer.sampling
+                )
+            return difference(answer, generation, unsplit)
+
+        # The longest prompts first: a late one would run alone.
+        by_length = sorted(answers, key=lambda answer: -len(answer.prompt_ids))
+        faults = await asyncio.gather(*(fault_of(answer) for answer in by_length))
+        await swarm.until_empty()
+    assert [fault for fault in faults if fault] == []
+
+
+def prompt_of(answer: GoldenAnswer) -> str | list[int]:
+    """As text, unless the kept prompt is only its beginning."""
+    text = prompt_texts()[answer.prompt]
+    return answer.prompt_ids if answer.prompt == LONGEST else text
+
+
+LONGEST = "english-declaration"
+
+
+def difference(answer: GoldenAnswer, generation: Generation, unsplit: Unsplit) -> str | None:
+    given, expected = list(generation.token_ids), answer.token_ids
+    if given != expected:
+        equal = next((i for i, pair in enumerate(zip(given, expected, strict=False)) if pair[0] != pair[1]), len(given))
+        return f"{answer.name}: {len(given)} tokens, of which the first {equal} are right"
+    if generation.text != unsplit.decode(expected):
+        return f"{answer.name}: right tokens, wrong text"
+    usage = generation.usage
+    counted = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    if generation.finish_reason is not FinishReason.LENGTH or counted != (len(answer.prompt_ids), NUM_NEW_TOKENS, 0):
+        return f"{answer.name}: ended by {generation.finish_reason}, counted {counted}"
+    return None
+
+
+# --- what is kept is true ---------------------------------------------------------------------------------------------
+
+
+async def test_kept_answers_are_complete(unsplit: Unsplit) -> None:
+    answers = golden_answers()
+    assert [(answer.prompt, answer.sampling) for answer in answers] == cases()
+    texts = prompt_texts()
+    for answer in answers:
+        token_ids = unsplit.encode(texts[answer.prompt])
+        assert answer.prompt_ids == (token_ids[:600] if answer.prompt == LONGEST else token_ids)
+        assert len(answer.token_ids) == NUM_NEW_TOKENS
+        assert answer.smallest_gap >= SAFE_GAP
+    lengths = {len(answer.prompt_ids) for answer in answers}
+    assert (len(texts), min(lengths), max(lengths)) == (20, 1, 600)
+
+
+async def test_kept_answers_are_those_of_the_unsplit_model(unsplit: Unsplit) -> None:
+    """The first tokens of each parameter combination's first answer, with end tokens in force."""
+    num_tokens = 10
+    seen: list[Sampling] = []
+    for answer in golden_answers():
+        combination: Sampling = {**answer.sampling, "seed": None}
+        if combination in seen:
+            continue
+        seen.append(combination)
+        reference = unsplit.generate(answer.prompt_ids, num_tokens, answer.sampling)
+        assert reference.token_ids == until_eos(answer.token_ids, unsplit)[:num_tokens], answer.name
+        assert smallest_gap(reference, answer.sampling) >= answer.smallest_gap - 1e-4
+    assert len(seen) == 1 + len(SAMPLINGS)
+
+
+def until_eos(token_ids: list[int], unsplit: Unsplit) -> list[int]:
+    """The answer as it is where end tokens are in force, the end token included."""
+    end = next((index for index, token_id in enumerate(token_ids) if token_id in unsplit.eos_token_ids), None)
+    return token_ids if end is None else token_ids[: end + 1]
+
+
+# --- ends, streams, log-probabilities ---------------------------------------------------------------------------------
+
+
+async def test_answers_end_with_the_models_own_end(two_hops: AsyncClient, unsplit: Unsplit) -> None:
+    ending = [answer for answer in golden_answers() if len(until_eos(answer.token_ids, unsplit)) <= 64]
+    assert {bool(answer.sampling) for answer in ending} == {False, True}
+    generations = await asyncio.gather(
+        *(two_hops.generate(prompt_of(answer), max_tokens=NUM_NEW_TOKENS, **answer.sampling) for answer in ending)
+    )
+    for answer, generation in zip(ending, generations, strict=True):
+        expected = until_eos(answer.token_ids, unsplit)
+        assert list(generation.token_ids) == expected, answer.name
+        assert generation.text == unsplit.decode(expected)
+        assert generation.finish_reason is FinishReason.EOS
+        assert unsplit.tokenizer.decode(expected[-1:]) not in generation.text
+
+
+async def test_a_stop_sequence_cuts_where_the_text_has_it(two_hops: AsyncClient, unsplit: Unsplit) -> None:
+    # Places within tokens, over several tokens, and within characters' tokens; the second stop is never met.
+    cuts = [("code-python", 17, 24), ("english-sonnet", 30, 37), ("russian", 9, 11), ("emoji", 6, 8), ("digits", 11, 16)]
+    greedy = {answer.prompt: answer for answer in golden_answers() if not answer.sampling}
+    for prompt, start, end in cuts:
+        answer = greedy[prompt]
+        text = unsplit.decode(answer.token_ids)
+        stop = text[start:end]
+        visible = text[: text.index(stop)]
+        needed = next(
+            count for count in range(1, NUM_NEW_TOKENS + 1) if stop in unsplit.decode(answer.token_ids[:count])
+        )
+        async with two_hops.stream(
+            prompt_of(answer), max_tokens=NUM_NEW_TOKENS, ignore_eos=True, stop=[stop, "never met"]
+        ) as stream:
+            deltas = [chunk.text async for chunk in stream]
+        assert "".join(deltas) == visible, (prompt, stop)
+        assert list(stream.token_ids) == answer.token_ids[:needed], (prompt, stop)
+        assert stream.finish_reason is FinishReason.STOP_SEQUENCE
+
+
+async def test_streamed_text_is_the_unary_text(two_hops: AsyncClient, unsplit: Unsplit) -> None:
+    num_tokens = 40
+    chosen = [answer for answer in golden_answers() if answer.prompt in ("emoji", "japanese", "russian", "arabic")]
+
+    async def streamed(answer: GoldenAnswer) -> tuple[list[str], list[int]]:
+        texts, token_ids = [], []
+        async with two_hops.stream(
+            prompt_of(answer), max_tokens=num_tokens, ignore_eos=True, **answer.sampling
+        ) as stream:
+            async for chunk in stream:
+                texts.append(chunk.text)
+                token_ids += chunk.token_ids
+        assert stream.usage is not None
+        assert stream.usage.completion_tokens == num_tokens
+        return texts, token_ids
+
+    streams = asyncio.gather(*(streamed(answer) for answer in chosen))
+    unary = asyncio.gather(
+        *(
+            two_hops.generate(prompt_of(answer), max_tokens=num_tokens, ignore_eos=True, **answer.sampling)
+            for answer in chosen
+        )
+    )
+    for answer, (texts, token_ids), generation in zip(chosen, await streams, await unary, strict=True):
+        assert token_ids == list(generation.token_ids) == answer.token_ids[:num_tokens], answer.name
+        whole = unsplit.decode(token_ids)
+        assert "".join(texts) == generation.text == whole, answer.name
+        # U+FFFD only at the very end, where the answer itself ends within a character.
+        assert "\ufffd" not in "".join(texts)[:-1] or "\ufffd" in whole[:-1]
+        assert sum(bool(text) for text in texts) > 4
+
+
+async def test_logprobs_are_those_of_the_unsplit_model(two_hops: AsyncClient, unsplit: Unsplit) -> None:
+    num_tokens, num_top = 12, 5
+    options: list[Sampling] = [
+        {},
+        {"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.3, "seed": 7},
+    ]
+    prompt = prompt_texts()["english-fact"]
+    for sampling in options:
+        reference = unsplit.generate(unsplit.encode(prompt), num_tokens, sampling, ignore_eos=True)
+        expected = reference.logits.log_softmax(dim=-1)
+        generation = await two_hops.generate(
+            prompt, max_tokens=num_tokens, ignore_eos=True, logprobs=num_top, **sampling
+        )
+        assert list(generation.token_ids) == reference.token_ids
+        assert len(generation.logprobs) == num_tokens
+        for entry, token_id, row in zip(generation.logprobs, reference.token_ids, expected, strict=True):
+            best = row.topk(num_top)
+            assert entry.token_id == token_id
+            assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+            assert [top.token_id for top in entry.top] == best.indices.tolist()
+            assert [top.logprob for top in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+            assert entry.text == unsplit.tokenizer.decode([token_id])
+
+
+# --- several at once --------------------------------------------------------------------------------------------------
+
+
+async def test_completions_of_one_prompt_are_solo_runs_with_seeds_in_a_row(
+    two_hops: AsyncClient, unsplit: Unsplit
+) -> None:
+    num_tokens, seed = 16, 40
+    sampling: Sampling = {"temperature": 1.0, "top_p": 0.95, "seed": seed}
+    prompt = prompt_texts()["english-sonnet"]
+    generation = await two_hops.generate(prompt, max_tokens=num_tokens, ignore_eos=True, n=3, **sampling)
+    prompt_ids = unsplit.encode(prompt)
+    expected = [
+        unsplit.generate(prompt_ids, num_tokens, {**sampling, "seed": seed + index}, ignore_eos=True).token_ids
+        for index in range(3)
+    ]
+    assert [list(completion.token_ids) for completion in generation.completions] == expected
+    assert [completion.text for completion in generation.completions] == [unsplit.decode(ids) for ids in expected]
+    assert [completion.index for completion in generation.completions] == [0, 1, 2]
+    assert len({tuple(ids) for ids in expected}) == 3
+    usage = generation.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt_ids), 3 * num_tokens)
+
+
+async def test_concurrent_streams_equal_their_solo_runs(two_hops: AsyncClient) -> None:
+    """Streams that come one after the other and end at different times, some with a long prompt."""
+    names = ["english-address", "one-token", "code-c", "emoji", "german", "chat-question", "digits", "code-sql"]
+    plans: list[tuple[str, int, Sampling]] = [
+        (name, 8 + 4 * (number % 4), {"temperature": 0.9, "seed": number} if number % 2 else {})
+        for number, name in enumerate(names)
+    ]
+
+    async def run(plan: tuple[str, int, Sampling], delay_s: float) -> Completion:
+        await asyncio.sleep(delay_s)
+        prompt, num_tokens, sampling = plan
+        text = prompt_texts()[prompt]
+        generation = await two_hops.generate(text, max_tokens=num_tokens, ignore_eos=True, **sampling)
+        return generation.completions[0]
+
+    solo = [await run(plan, 0) for plan in plans]
+    together = await asyncio.gather(*(run(plan, 0.15 * number) for number, plan in enumerate(plans)))
+    assert together == solo
