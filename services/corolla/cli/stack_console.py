@@ -55,7 +55,8 @@ class StackConsole:
     def line(self, source: str, text: str, style: str = "") -> None:
         """One line with its source in front."""
         colour = self._colours.setdefault(source, _COLOURS[len(self._colours) % len(_COLOURS)])
-        self.console.print(Text.assemble((f"{source:>{_NAME_WIDTH}} ", colour), ("| ", "dim"), (text, style)))
+        line = Text.assemble((f"{source:>{_NAME_WIDTH}} ", colour), ("| ", "dim"), (text, style))
+        self.console.print(line, soft_wrap=True)
 
     def log_lines(self, stack: Stack) -> None:
         """Prints what the processes logged since the last call: warnings and errors, or everything if verbose."""

@@ -1,18 +1,14 @@
 """`corolla chat` over pipes and on a pseudo-terminal, against a service that echoes."""
 
 import json
-import os
-import pty
-import select
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.generation_server import GenerationServer
+from tests.terminal import Terminal
 
 
 def chat_command(server: GenerationServer, *options: str) -> list[str]:
@@ -63,46 +59,6 @@ def test_an_unknown_session_is_a_failure(server: GenerationServer) -> None:
     done = piped(server, "a\n", "--session", "0" * 32)
     assert done.returncode == 1
     assert done.stderr == "corolla: there is no such session\n"
-
-
-class Terminal:
-    """A command on a pseudo-terminal."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._pid, self._fd = pty.fork()
-        if self._pid == 0:
-            os.execv(command[0], command)
-        self.shown = ""
-        self._is_closed = False
-
-    def wait_for(self, text: str, timeout_s: float = 20.0) -> None:
-        """Fails unless the text appears after what was waited for last."""
-        give_up = time.monotonic() + timeout_s
-        while text not in self.shown:
-            if time.monotonic() > give_up:
-                pytest.fail(f"{text!r} did not appear in {self.shown!r}")
-            if select.select([self._fd], [], [], 0.2)[0]:
-                try:
-                    self.shown += os.read(self._fd, 4096).decode()
-                except OSError:
-                    pytest.fail(f"the command ended before {text!r} appeared in {self.shown!r}")
-        self.shown = self.shown.partition(text)[2]
-
-    def type(self, text: str) -> None:
-        os.write(self._fd, text.encode())
-
-    def close(self) -> int:
-        """Returns the exit status."""
-        _, status = os.waitpid(self._pid, 0)
-        os.close(self._fd)
-        self._is_closed = True
-        return os.waitstatus_to_exitcode(status)
-
-    def kill(self) -> None:
-        """After a test that failed half-way."""
-        if not self._is_closed:
-            os.kill(self._pid, signal.SIGKILL)
-            self.close()
 
 
 @pytest.fixture

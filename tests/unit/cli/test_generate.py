@@ -9,6 +9,7 @@ import pytest
 from corolla.chassis import errors
 from corolla.cli.app import main
 from tests.generation_server import API_KEY, GenerationServer
+from tests.terminal import Terminal
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +100,12 @@ def test_a_missing_key_is_advised(server: GenerationServer, capsys: pytest.Captu
     server.servicer.failure = errors.Unauthenticated("a key is wanted here")
     assert main(["generate", "one", "--api-key", API_KEY]) == 1
     assert "--api-key or COROLLA_API_KEY" in capsys.readouterr().err
+
+
+def test_ctrl_c_cancels_the_call_and_is_no_failure_to_explain(server: GenerationServer) -> None:
+    terminal = Terminal([sys.executable, "-m", "corolla", "generate", "endless"])
+    terminal.wait_for("on and on")
+    terminal.type("\x03")
+    assert terminal.close() == 130
+    assert server.servicer.cancelled.wait(5)
+    assert "Traceback" not in terminal.shown
