@@ -10,7 +10,6 @@ from google.rpc import error_details_pb2, status_pb2
 
 from corolla.chassis.status import DETAILS_KEY
 
-
 SERVICE = "/corolla.v1.GenerationService/"
 STREAMING = frozenset({"GenerateStream", "ChatStream"})
 
@@ -70,12 +69,13 @@ async def refusal(
     """Makes a call that must fail. The request's bytes go out as they are."""
     data = request if isinstance(request, bytes) else request.SerializeToString()
     metadata = key_metadata(api_key)
+    untyped: Any = channel
     try:
         if method in STREAMING:
-            async for _ in channel.unary_stream(SERVICE + method)(data, metadata=metadata):
+            async for _ in untyped.unary_stream(SERVICE + method)(data, metadata=metadata):
                 pass
         else:
-            await channel.unary_unary(SERVICE + method)(data, metadata=metadata)
+            await untyped.unary_unary(SERVICE + method)(data, metadata=metadata)
     except grpc.aio.AioRpcError as failure:
         return refusal_of(failure)
     raise AssertionError(f"{method} was not refused")

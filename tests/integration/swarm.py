@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from pydantic import SecretStr
 
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
@@ -16,8 +19,9 @@ from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc
+from tests.integration.waiting import until
 
-_HERE = {"host": "127.0.0.1", "metrics_host": "127.0.0.1", "metrics_port": 0, "grace_s": 0.5}
+_HERE: dict[str, Any] = {"host": "127.0.0.1", "metrics_host": "127.0.0.1", "metrics_port": 0, "grace_s": 0.5}
 
 
 class Swarm:
@@ -56,7 +60,7 @@ class Swarm:
 
     async def __aenter__(self) -> Self:
         self.redis = await asyncio.to_thread(EmbeddedRedis.start, self._folder)
-        settings = RouterSettings(port=0, redis_url=self.redis.url, **_HERE)
+        settings = RouterSettings(port=0, redis_url=SecretStr(self.redis.url), **_HERE)
         self.router = RouterProcess(settings)
         await self.router.start()
         for span in self._spans:
@@ -91,9 +95,7 @@ class Swarm:
 
     async def add_server(self, blocks: str, **settings_of_this: Any) -> BlockServer:
         given = {"port": 0, "model": self._model, **_HERE, **self._server_settings, **settings_of_this}
-        settings = BlockServerSettings(
-            advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given
-        )
+        settings = BlockServerSettings(advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given)
         server = BlockServer(settings)
         await server.start()
         self.servers.append(server)
@@ -109,11 +111,13 @@ class Swarm:
 
     async def until_ready(self, timeout_s: float = 10) -> None:
         """Until every client service knows a complete chain."""
-        async with asyncio.timeout(timeout_s):
-            for number in range(len(self.clients)):
-                async with self.connect(number) as client:
-                    while not (await client.models())[0].ready:
-                        await asyncio.sleep(0.02)
+
+        async def is_ready(client: AsyncClient) -> bool:
+            return (await client.models())[0].ready
+
+        for number in range(len(self.clients)):
+            async with self.connect(number) as client:
+                await until(partial(is_ready, client), timeout_s)
 
     async def statuses(self) -> list[blocks_pb2.BlockServerStatus]:
         """What each block server holds."""
@@ -126,9 +130,10 @@ class Swarm:
 
     async def until_empty(self, timeout_s: float = 5) -> None:
         """Until no block server holds a session or a page."""
-        async with asyncio.timeout(timeout_s):
-            while True:
-                statuses = await self.statuses()
-                if all(not each.num_sessions and each.num_free_pages == each.num_pages for each in statuses):
-                    return
-                await asyncio.sleep(0.02)
+
+        async def is_empty() -> bool:
+            return all(
+                not each.num_sessions and each.num_free_pages == each.num_pages for each in await self.statuses()
+            )
+
+        await until(is_empty, timeout_s)

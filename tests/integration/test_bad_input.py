@@ -167,13 +167,34 @@ ROWS: list[Row] = [
     *(
         row
         for values in (
-            {"temperature": -0.1}, {"temperature": 100.1}, {"temperature": 1e-9}, {"temperature": NAN},
-            {"temperature": INF}, {"temperature": -INF}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.01},
-            {"top_p": -1.0}, {"top_p": NAN}, {"top_p": INF}, {"min_p": -0.01}, {"min_p": 1.01}, {"min_p": NAN},
-            {"min_p": INF}, {"repetition_penalty": 0.0}, {"repetition_penalty": -1.0}, {"repetition_penalty": 101.0},
-            {"repetition_penalty": NAN}, {"repetition_penalty": INF}, {"presence_penalty": 2.1},
-            {"presence_penalty": -2.1}, {"presence_penalty": NAN}, {"presence_penalty": INF},
-            {"frequency_penalty": 2.1}, {"frequency_penalty": -2.1}, {"frequency_penalty": NAN},
+            {"temperature": -0.1},
+            {"temperature": 100.1},
+            {"temperature": 1e-9},
+            {"temperature": NAN},
+            {"temperature": INF},
+            {"temperature": -INF},
+            {"top_k": -1},
+            {"top_p": 0.0},
+            {"top_p": 1.01},
+            {"top_p": -1.0},
+            {"top_p": NAN},
+            {"top_p": INF},
+            {"min_p": -0.01},
+            {"min_p": 1.01},
+            {"min_p": NAN},
+            {"min_p": INF},
+            {"repetition_penalty": 0.0},
+            {"repetition_penalty": -1.0},
+            {"repetition_penalty": 101.0},
+            {"repetition_penalty": NAN},
+            {"repetition_penalty": INF},
+            {"presence_penalty": 2.1},
+            {"presence_penalty": -2.1},
+            {"presence_penalty": NAN},
+            {"presence_penalty": INF},
+            {"frequency_penalty": 2.1},
+            {"frequency_penalty": -2.1},
+            {"frequency_penalty": NAN},
             {"frequency_penalty": -INF},
         )
         for row in bad_sampling(**values)
@@ -181,7 +202,9 @@ ROWS: list[Row] = [
     invalid(
         "several at once",
         GENERATE,
-        prompt(sampling=pb.SamplingParameters(temperature=NAN, top_p=2.0), stopping=pb.StoppingParameters(max_tokens=0)),
+        prompt(
+            sampling=pb.SamplingParameters(temperature=NAN, top_p=2.0), stopping=pb.StoppingParameters(max_tokens=0)
+        ),
         "stopping.max_tokens",
         "sampling.temperature",
         "sampling.top_p",
@@ -425,9 +448,7 @@ async def test_a_turn_on_a_session_that_runs_another_is_refused(
         refused = await refusal(channel, method, request, api_key=MINE)
         assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
         assert refused.retry_after_s > 0
-        refused = await refusal(
-            channel, "DeleteSession", pb.DeleteSessionRequest(session_id=session_id), api_key=MINE
-        )
+        refused = await refusal(channel, "DeleteSession", pb.DeleteSessionRequest(session_id=session_id), api_key=MINE)
         assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
         assert (await client.get_session(session_id)).busy
         async for chunk in running:
@@ -452,6 +473,7 @@ async def test_nothing_is_left_behind(swarm: Swarm, sessions: Sessions, channel:
     stub = GenerationServiceStub(channel)
     for session_id in (sessions.fresh, sessions.of_text, sessions.of_chat):
         await stub.DeleteSession(
-            pb.DeleteSessionRequest(session_id=session_id), metadata=key_metadata(MINE)  # type: ignore[arg-type]
+            pb.DeleteSessionRequest(session_id=session_id),
+            metadata=key_metadata(MINE),
         )
     await swarm.until_empty()

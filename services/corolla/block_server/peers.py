@@ -1,5 +1,7 @@
 """The streams that callers hold to this server."""
 
+import asyncio
+
 from google.protobuf.message import Message
 
 from corolla.chassis.errors import CorollaError, HopUnavailable, PositionGap
@@ -14,6 +16,8 @@ class Peer:
     def __init__(self, client_id: bytes) -> None:
         self.client_id = client_id
         self.outbox = Outbox()
+        self.has_piled_up = asyncio.Event()
+        """Set when it did not read for so long that its stream must end."""
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         """Queues a frame. A peer that does not read loses its stream rather than filling our memory."""
@@ -21,6 +25,7 @@ class Peer:
             self.outbox.put(control, payload)
         except OutboxFull:
             self.outbox.close()
+            self.has_piled_up.set()
 
 
 class PeerTable:

@@ -1,7 +1,8 @@
 """Which queued steps run together next. Pure: it holds no tensor, socket or clock.
 
 The unit is a step as it arrived: rows that a client service gathered stay together down the chain. An iteration takes
-every decode step and then prefill chunks up to a token budget, at least one, so that neither starves the other.
+every decode step and then prefill chunks up to a token budget, at least one, so that neither starves the other. One
+iteration computes one run of blocks; a step of another run, left behind at the head of the queue, leads the next one.
 """
 
 from collections import deque
@@ -37,6 +38,7 @@ class Scheduler(Generic[Item]):
         self._max_batch_tokens = max_batch_tokens
         self._max_queued_steps = max_queued_steps
         self._queue: deque[QueuedStep[Item]] = deque()
+        self._left_behind: QueuedStep[Item] | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -53,6 +55,8 @@ class Scheduler(Generic[Item]):
             return []
         eligible = self._heads()
         first = next((step for step in eligible if step.is_decode), eligible[0])
+        if eligible[0] is self._left_behind:
+            first = eligible[0]
         batch: list[QueuedStep[Item]] = []
         num_tokens = 0
         has_prefill = False
@@ -66,6 +70,7 @@ class Scheduler(Generic[Item]):
                 has_prefill |= not step.is_decode
         taken = {id(step) for step in batch}
         self._queue = deque(step for step in self._queue if id(step) not in taken)
+        self._left_behind = self._queue[0] if self._queue else None
         return batch
 
     def _heads(self) -> list[QueuedStep[Item]]:

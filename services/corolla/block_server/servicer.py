@@ -14,12 +14,13 @@ from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import OpenRequest, SessionTable
-from corolla.chassis.errors import CorollaError, FingerprintMismatch, MalformedMessage
+from corolla.chassis.errors import CorollaError, FingerprintMismatch, MalformedMessage, QueueFull
 from corolla.chassis.handlers import Context
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Frame, decode
 from corolla.wire.span import Span
+from corolla.wire.tensors import from_payload
 
 _ID_BYTES = 16
 MAX_LEASE_S = 24 * 3600.0
@@ -72,16 +73,21 @@ class BlockServicer:
         if not frames or not isinstance(frames[0].control, pb.Hello):
             raise MalformedMessage("frame", "a stream begins with Hello")
         peer = self._welcome(frames[0].control)
-        writer = asyncio.create_task(self._write(peer, context))
+        reader = asyncio.create_task(self._read(frames[1:], messages, peer))
+        helpers = [asyncio.create_task(self._write(peer, context)), asyncio.create_task(peer.has_piled_up.wait())]
         try:
-            self._handle(frames[1:], peer)
-            async for message in messages:
-                self._handle(decode(message), peer)
+            await asyncio.wait({reader, *helpers}, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()
+            elif peer.has_piled_up.is_set():
+                raise QueueFull("the caller of this stream does not read what it is sent")
         except aio.BaseError:
             return  # this server stops, or the peer is gone
         finally:
             peer.outbox.close()
-            writer.cancel()
+            for task in (reader, *helpers):
+                task.cancel()
+            await asyncio.gather(reader, *helpers, return_exceptions=True)
             if self._peers.remove(peer):
                 self._engine.between_iterations(lambda: self._forget(peer.client_id))
 
@@ -121,11 +127,14 @@ class BlockServicer:
         )
         return peer
 
+    async def _read(self, first: Iterable[Frame], messages: AsyncIterator[bytes], peer: Peer) -> None:
+        self._handle(first, peer)
+        async for message in messages:
+            self._handle(decode(message), peer)
+
     async def _write(self, peer: Peer, context: Context) -> None:
         async for message in peer.outbox.messages():
             await context.write(message)
-        # The outbox closed under a reader that does not keep up: end the stream, so that it notices.
-        context.cancel()  # type: ignore[attr-defined]
 
     def _handle(self, frames: Iterable[Frame], peer: Peer) -> None:
         for frame in frames:
@@ -202,6 +211,8 @@ class BlockServicer:
             raise MalformedMessage("rows", f"a step has at most {identity.max_tokens_per_frame} tokens")
         if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
             raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
+        # A step that cannot be read must be refused by itself, not in the middle of a batch with those of others.
+        from_payload(frame.payload, step.dtype, num_tokens, step.hidden_size)
         is_decode = num_tokens == len(step.rows)
         return QueuedStep(session_ids, num_tokens, is_decode, blocks, StepWork(step, frame.payload, peer))
 

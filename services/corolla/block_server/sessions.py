@@ -19,6 +19,8 @@ class Cache(Protocol):
 
     def truncate(self, num_tokens: int) -> None: ...
 
+    def shrink(self) -> None: ...
+
     def clear(self) -> None: ...
 
     def fork(self) -> Self: ...
@@ -72,6 +74,11 @@ class SessionTable(Generic[AnyCache]):
     def __iter__(self) -> Iterator[HopSession[AnyCache]]:
         return iter(self._sessions.values())
 
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that a new session could have: the free ones and those of idle sessions."""
+        return self.pool.num_free + sum(held.num_pages for held in self if held.is_idle)
+
     def open(self, request: OpenRequest, now_s: float) -> HopSession[AnyCache]:
         """Opens a session, or reopens it with a higher epoch.
 
@@ -96,6 +103,8 @@ class SessionTable(Generic[AnyCache]):
         elif held.cache.num_tokens > request.max_tokens:
             held.cache.truncate(request.max_tokens)
         self._resize(held, num_pages)
+        # An earlier turn may have reserved more.
+        held.cache.shrink()
         held.cache.reserve(request.max_tokens)
         held.request = request
         held.is_idle = False
@@ -147,6 +156,7 @@ class SessionTable(Generic[AnyCache]):
             return
         if position < held.cache.num_tokens:
             held.cache.truncate(position)
+        held.cache.shrink()
         self._resize(held, self.pool.pages_for(held.cache.num_tokens))
         held.is_idle = idle
 

@@ -17,7 +17,7 @@ class RpcServer:
     def __init__(self, host: str, port: int, *, with_reflection: bool) -> None:
         self._server = new_server()
         self._host = host
-        self._with_reflection = with_reflection
+        self._reflection_is_due = with_reflection
         self._services = [health.SERVICE_NAME]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -30,11 +30,13 @@ class RpcServer:
 
     async def start(self) -> None:
         await self._set_all(_NOT_SERVING)
-        if self._with_reflection:
-            reflection.enable_server_reflection([*self._services, reflection.SERVICE_NAME], self._server)
         await self._server.start()
 
     async def ready(self) -> None:
+        if self._reflection_is_due:
+            # Not earlier: it lists what is served, and a service may be added after the start.
+            reflection.enable_server_reflection([*self._services, reflection.SERVICE_NAME], self._server)
+            self._reflection_is_due = False
         await self._set_all(_SERVING)
 
     async def not_ready(self) -> None:

@@ -72,15 +72,19 @@ def from_reason(
     """The error that a peer reported by its label; an unknown label is an InternalError."""
     cls = _CLASS_BY_REASON.get(reason, errors.InternalError)
     error = cls.__new__(cls)
-    errors.CorollaError.__init__(error, text, metadata=metadata, retry_after_s=retry_after_s)
+    facts = dict(metadata or {})
+    # Metadata goes on to the caller, who must not learn addresses.
+    address = facts.pop("address", "")
+    errors.CorollaError.__init__(error, text, metadata=facts, retry_after_s=retry_after_s)
     if isinstance(error, errors.PositionGap):
-        error.held = int((metadata or {}).get("num_cached_tokens", "0"))
+        held = facts.get("num_cached_tokens", "")
+        error.held = int(held) if held.isdecimal() else 0
     elif isinstance(error, errors.InvalidRequest):
         error.violations = ()
     elif isinstance(error, errors.ResourceNotFound):
         error.resource_name = ""
     elif isinstance(error, errors.HopUnavailable):
-        error.address = (metadata or {}).get("address", "")
+        error.address = address
     return error
 
 

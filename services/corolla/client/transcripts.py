@@ -64,7 +64,7 @@ class Transcripts:
             SessionNotFound, SessionBusy, RouterUnavailable, StoreUnavailable
         """
         turn_id = secrets.token_hex(16)
-        turn = Turn(await self._control.begin_turn(_checked(session_id), tenant, turn_id, _LOCK_MS))
+        turn = Turn(await self._begin(_checked(session_id), tenant, turn_id))
         renewing = asyncio.create_task(self._keep_lock(session_id, turn_id))
         try:
             yield turn
@@ -73,6 +73,22 @@ class Transcripts:
             # The lock must go also when the caller is gone.
             ending = asyncio.ensure_future(self._end(turn, turn_id))
             await asyncio.shield(ending)
+
+    async def _begin(self, session_id: str, tenant: str, turn_id: str) -> pb.SessionRecord:
+        beginning = asyncio.ensure_future(self._control.begin_turn(session_id, tenant, turn_id, _LOCK_MS))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            # The router may hold the lock for us by now; only its answer tells, so it is waited for all the same.
+            await asyncio.shield(asyncio.ensure_future(self._end_unused(beginning, turn_id)))
+            raise
+
+    async def _end_unused(self, beginning: asyncio.Future[pb.SessionRecord], turn_id: str) -> None:
+        try:
+            record = await beginning
+        except CorollaError:
+            return
+        await self._end(Turn(record), turn_id)
 
     async def _end(self, turn: Turn, turn_id: str) -> None:
         try:

@@ -53,6 +53,17 @@ class SessionCache:
             raise ValueError(f"cannot truncate a cache of {self._num_tokens} tokens to {num_tokens}")
         self._num_tokens = num_tokens
 
+    def shrink(self) -> None:
+        """Gives back the memory beyond the pages of the tokens held, and the reservation with it."""
+        self._num_reserved_tokens = held = self._num_tokens
+        if not held:
+            self.clear()
+            return
+        for index, store in enumerate(self._layers):
+            if store is not None and store.keys.shape[1] >= held + self.page_tokens:
+                store.num_owners -= 1
+                self._layers[index] = self._grown(store, held, held, store.keys, store.values)
+
     def clear(self) -> None:
         """Gives all memory back; the reservation stands."""
         self._num_tokens = 0

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from corolla.chassis.errors import (
-    CorollaError,
     HopUnavailable,
     NoChain,
     OutOfPages,
@@ -48,15 +47,19 @@ class OpenOptions:
     Attributes:
         max_tokens: pages for so many are reserved.
         lease_ms: how long the hops keep it without hearing of it; None is the configured lease.
-        resume: keep what hops hold of it.
+        recorded: the chain of its last turn; those hops keep what they hold of it.
         record_id: the id under which the router knows the session, if it does.
     """
 
     max_tokens: int
     transient: bool
     lease_ms: int | None = None
-    resume: bool = False
+    recorded: common_pb2.Chain | None = None
     record_id: str = ""
+
+    def resumes(self, hop: common_pb2.Hop) -> bool:
+        """Whether the hop may hold something of the session that counts."""
+        return self.recorded is not None and hop in self.recorded.hops
 
 
 class ChainOpener:
@@ -100,12 +103,11 @@ class ChainOpener:
 
     async def forget(self, identity: SessionIdentity, chain: common_pb2.Chain) -> None:
         """Frees a session that is open nowhere in this process, as after its deletion."""
-        for hop in chain.hops:
-            try:
-                await self._plane.connect(hop.address)
-            except CorollaError:
-                continue  # its lease will end
-            self._plane.tell(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
+        addresses = [hop.address for hop in chain.hops]
+        # Where a connection fails, the session's lease will end.
+        await asyncio.gather(*map(self._plane.connect, addresses), return_exceptions=True)
+        for address in addresses:
+            self._plane.tell(address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
     async def close(self) -> None:
         for gang in self._gangs.values():
@@ -178,7 +180,7 @@ class ChainOpener:
             session_id=identity.session_id,
             epoch=identity.epoch,
             tenant=identity.tenant,
-            resume=options.resume,
+            resume=options.resumes(hop),
             max_tokens=options.max_tokens,
             blocks=hop.span,
             lease_ms=options.lease_ms or self._limits.lease_ms,
@@ -205,4 +207,4 @@ class ChainOpener:
             session_id, epoch = identity.session_id, identity.epoch
             keep = pb.Truncate(session_id=session_id, epoch=epoch, position=_ALL_TOKENS, idle=True)
             drop = pb.Close(session_id=session_id, epoch=epoch)
-            self._plane.tell(hop.address, keep if options.resume else drop)
+            self._plane.tell(hop.address, keep if options.resumes(hop) else drop)

@@ -97,15 +97,22 @@ class ChainSession:
         self.position += 1
         return logits
 
-    def park(self, position: int) -> None:
-        """Ends a turn: the hops keep the first `position` tokens for the next one, as long as they have room."""
+    def park(self, position: int, *, earlier: common_pb2.Chain, recorded: common_pb2.Chain) -> None:
+        """Ends a turn: the hops keep the first `position` tokens for the next one, as long as they have room.
+
+        Args:
+            position: tokens to keep.
+            earlier: the chain of the session's last turn.
+            recorded: the chain under which the session will be found again. Other hops would never be told to free
+                it, so they do that now.
+        """
         self.position = position
-        for hop in self.chain.hops:
-            identity = self._identity
-            self._plane.tell(
-                hop.address,
-                pb.Truncate(session_id=identity.session_id, epoch=identity.epoch, position=position, idle=True),
-            )
+        session_id, epoch = self._identity.session_id, self._identity.epoch
+        for hop in recorded.hops:
+            self._plane.tell(hop.address, pb.Truncate(session_id=session_id, epoch=epoch, position=position, idle=True))
+        for hop in (*self.chain.hops, *earlier.hops):
+            if hop not in recorded.hops:
+                self._plane.tell(hop.address, pb.Close(session_id=session_id, epoch=epoch))
 
     def close(self) -> None:
         """Frees the session's pages on every hop."""

@@ -23,7 +23,7 @@ from corolla.client.generation.stopping import StopDecider
 from corolla.client.generation.usage import Usage
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
-from corolla.v1 import router_pb2
+from corolla.v1 import common_pb2, router_pb2
 
 NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
 """A session's record to its new token log, and how many of its first tokens are those of the old one."""
@@ -91,6 +91,8 @@ class Answering:
         with self._admission.request(usage) as meter:
             async with self._transcripts.turn(session_id, tenant) as turn:
                 record = turn.record
+                earlier = common_pb2.Chain()
+                earlier.CopyFrom(record.chain)
                 num_kept_tokens, prompt_ids = await asyncio.to_thread(next_prompt, record)
                 max_tokens = self._max_tokens(len(prompt_ids), options)
                 identity = SessionIdentity(bytes.fromhex(session_id), record.epoch, tenant)
@@ -98,7 +100,7 @@ class Answering:
                     max_tokens=len(prompt_ids) + max_tokens,
                     transient=False,
                     lease_ms=self._transcripts.ttl_ms,
-                    resume=True,
+                    recorded=earlier,
                     record_id=session_id,
                 )
                 async with self._opener.open(identity, opening) as session:
@@ -118,7 +120,7 @@ class Answering:
                                     turn.commit()
                                 yield delta
                     finally:
-                        session.park(position)
+                        session.park(position, earlier=earlier, recorded=record.chain)
 
     async def _complete_one(
         self,

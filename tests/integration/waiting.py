@@ -1,0 +1,13 @@
+"""Waiting for what comes about by itself."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+
+async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 5) -> None:
+    """Asks again and again; TimeoutError when it does not come true in time."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            if await holds():
+                return
+            await asyncio.sleep(0.02)

@@ -1,0 +1,262 @@
+"""The sessions of a hop, against a model of what it promises, for any order of requests."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.sessions import HopSession, OpenRequest, SessionTable
+from corolla.chassis.errors import CorollaError, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
+from corolla.wire.span import Span
+
+NUM_PAGES, PAGE_TOKENS = 12, 4
+BLOCKS = (Span(0, 2), Span(0, 3))
+CLIENTS = (b"c" * 16, b"d" * 16)
+
+
+class CountedCache:
+    """A cache as far as bookkeeping knows it: how many tokens it holds."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.num_reserved_tokens = 0
+
+    def reserve(self, max_tokens: int) -> None:
+        self.num_reserved_tokens = max(self.num_reserved_tokens, max_tokens)
+
+    def truncate(self, num_tokens: int) -> None:
+        assert 0 <= num_tokens <= self.num_tokens
+        self.num_tokens = num_tokens
+
+    def shrink(self) -> None:
+        self.num_reserved_tokens = self.num_tokens
+
+    def clear(self) -> None:
+        self.num_tokens = 0
+
+    def fork(self) -> "CountedCache":
+        twin = CountedCache()
+        twin.num_tokens = self.num_tokens
+        return twin
+
+
+def a_request(session_id: bytes = b"s", **changes: Any) -> OpenRequest:
+    request = OpenRequest(
+        session_id=session_id, epoch=1, tenant="t", client_id=CLIENTS[0], resume=True, max_tokens=8,
+        blocks=BLOCKS[0], lease_s=10.0, transient=False,
+    )  # fmt: skip
+    return replace(request, **changes)
+
+
+def a_table() -> SessionTable[CountedCache]:
+    return SessionTable(PagePool(NUM_PAGES, PAGE_TOKENS), CountedCache)
+
+
+def step(table: SessionTable[CountedCache], request: OpenRequest, position: int, num_tokens: int, now_s: float = 0.0,
+         **changes: Any) -> HopSession[CountedCache]:  # fmt: skip
+    """A step as the engine makes it: checked, then computed."""
+    given = {"epoch": request.epoch, "client_id": request.client_id, "blocks": request.blocks, **changes}
+    held = table.for_step(
+        request.session_id, given["epoch"], given["client_id"], position, num_tokens, given["blocks"], now_s
+    )
+    held.cache.truncate(position)
+    held.cache.num_tokens = position + num_tokens
+    return held
+
+
+class Hop(RuleBasedStateMachine):
+    """Opens, steps, truncates, closes, expires and evicts in any order, stale requests among them."""
+
+    ids = Bundle("ids")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = a_table()
+        self.now_s = 0.0
+
+    @rule(target=ids, number=st.integers(0, 5))
+    def name(self, number: int) -> bytes:
+        return bytes([number])
+
+    def held(self, session_id: bytes) -> HopSession[CountedCache] | None:
+        return next((held for held in self.table if held.request.session_id == session_id), None)
+
+    def snapshot(self) -> list[tuple[OpenRequest, int, int, float, bool]]:
+        return sorted(
+            (
+                (held.request, held.cache.num_tokens, held.num_pages, held.lease_deadline_s, held.is_idle)
+                for held in self.table
+            ),
+            key=lambda facts: facts[0].session_id,
+        )
+
+    @rule(
+        session_id=ids,
+        epoch=st.integers(1, 6),
+        tenant=st.sampled_from("tu"),
+        client_id=st.sampled_from(CLIENTS),
+        resume=st.booleans(),
+        max_tokens=st.integers(1, NUM_PAGES * PAGE_TOKENS + 8),
+        blocks=st.sampled_from(BLOCKS),
+        transient=st.booleans(),
+    )
+    def open(self, session_id: bytes, **fields: Any) -> None:
+        request = OpenRequest(session_id=session_id, lease_s=5.0, **fields)
+        before, held = self.snapshot(), self.held(session_id)
+        num_idle_pages = sum(
+            each.num_pages for each in self.table if each.is_idle and each.request.session_id != session_id
+        )
+        room = self.table.pool.num_free + num_idle_pages + (held.num_pages if held else 0)
+        tokens_before = held.cache.num_tokens if held else 0
+        blocks_before = held.request.blocks if held else None
+        try:
+            opened = self.table.open(request, self.now_s)
+        except HopSessionLost:
+            assert held is not None
+            assert held.request.tenant != request.tenant
+        except StaleEpoch:
+            assert held is not None
+            assert held.request.epoch >= request.epoch
+        except OutOfPages:
+            assert self.table.pool.pages_for(request.max_tokens) > room
+        else:
+            may_keep = request.resume and blocks_before == request.blocks
+            assert opened.cache.num_tokens == (min(tokens_before, request.max_tokens) if may_keep else 0)
+            assert opened.num_pages == self.table.pool.pages_for(request.max_tokens)
+            assert opened.request == request
+            assert not opened.is_idle
+            return
+        assert self.snapshot() == before, "what is refused changes nothing"
+
+    @rule(
+        session_id=ids,
+        epoch_offset=st.integers(-1, 1),
+        client_id=st.sampled_from(CLIENTS),
+        position=st.integers(0, 50),
+        num_tokens=st.integers(1, 6),
+    )
+    def step(self, session_id: bytes, epoch_offset: int, client_id: bytes, position: int, num_tokens: int) -> None:
+        held, before = self.held(session_id), self.snapshot()
+        request = held.request if held else a_request(session_id)
+        failure: CorollaError | None = None
+        try:
+            stepped = step(
+                self.table, request, position, num_tokens, self.now_s, epoch=request.epoch + epoch_offset,
+                client_id=client_id,
+            )  # fmt: skip
+        except CorollaError as error:
+            failure = error
+        if failure is None:
+            assert stepped.cache.num_tokens == position + num_tokens
+            assert not epoch_offset
+            return
+        assert self.snapshot() == before
+        if held is None or held.request.client_id != client_id:
+            assert isinstance(failure, HopSessionLost)
+        elif epoch_offset or held.is_idle:
+            assert isinstance(failure, StaleEpoch)
+        elif position > held.cache.num_tokens:
+            assert isinstance(failure, PositionGap)
+            assert failure.held == held.cache.num_tokens
+        else:
+            assert isinstance(failure, OutOfPages)
+            assert position + num_tokens > held.num_pages * PAGE_TOKENS
+
+    @rule(session_id=ids, epoch_offset=st.integers(-1, 1), position=st.integers(0, 60), idle=st.booleans())
+    def truncate(self, session_id: bytes, epoch_offset: int, position: int, idle: bool) -> None:
+        held, before = self.held(session_id), self.snapshot()
+        epoch = (held.request.epoch if held else 1) + epoch_offset
+        tokens_before = held.cache.num_tokens if held else 0
+        self.table.truncate(session_id, epoch, position, idle=idle)
+        if held is None or epoch_offset:
+            assert self.snapshot() == before
+        else:
+            assert held.cache.num_tokens == min(position, tokens_before)
+            assert held.num_pages == self.table.pool.pages_for(held.cache.num_tokens)
+            assert held.is_idle == idle
+
+    @rule(session_id=ids, epoch_offset=st.integers(-1, 1))
+    def close(self, session_id: bytes, epoch_offset: int) -> None:
+        held, before = self.held(session_id), self.snapshot()
+        self.table.close(session_id, (held.request.epoch if held else 1) + epoch_offset)
+        if held is None or epoch_offset < 0:
+            assert self.snapshot() == before
+        else:
+            assert self.held(session_id) is None
+
+    @rule(client_id=st.sampled_from(CLIENTS))
+    def lose_client(self, client_id: bytes) -> None:
+        gone = [
+            held.request.session_id
+            for held in self.table
+            if held.request.transient and held.request.client_id == client_id
+        ]
+        assert self.table.close_transient(client_id) == len(gone)
+        assert all(self.held(session_id) is None for session_id in gone)
+
+    @rule(seconds=st.floats(0, 8))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        due = [held.request.session_id for held in self.table if held.lease_deadline_s < self.now_s]
+        assert self.table.expire(self.now_s) == len(due)
+        assert all(self.held(session_id) is None for session_id in due)
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        pool = self.table.pool
+        assert sum(held.num_pages for held in self.table) + pool.num_free == NUM_PAGES
+        for held in self.table:
+            assert held.num_pages >= pool.pages_for(held.cache.num_tokens)
+            # Memory is never reserved beyond the pages that are counted.
+            assert pool.pages_for(held.cache.num_reserved_tokens) <= held.num_pages
+
+    def teardown(self) -> None:
+        self.table.expire(self.now_s + 1000)
+        assert self.table.pool.num_free == NUM_PAGES
+
+
+TestHop = Hop.TestCase
+TestHop.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_idle_sessions_go_for_others_the_longest_unused_first() -> None:
+    table = a_table()
+    for number, session_id in enumerate((b"old", b"new", b"busy")):
+        step(table, table.open(a_request(session_id, max_tokens=16), number).request, 0, 16, number)
+    for session_id in (b"new", b"old"):
+        table.truncate(session_id, 1, 16, idle=True)
+    table.open(a_request(b"wants", max_tokens=16), 5.0)
+    assert [held.request.session_id for held in table] == [b"new", b"busy", b"wants"]
+    assert table.num_evicted == 1
+    with pytest.raises(OutOfPages):
+        table.open(a_request(b"greedy", max_tokens=24), 6.0)
+    assert table.num_evicted == 1, "nobody is evicted for what cannot be had anyway"
+
+
+def test_a_step_that_comes_after_the_turn_does_not_wake_the_session() -> None:
+    table = a_table()
+    request = table.open(a_request(), 0.0).request
+    step(table, request, 0, 4)
+    table.truncate(b"s", 1, 2, idle=True)
+    with pytest.raises(StaleEpoch):
+        step(table, request, 2, 1)
+    (held,) = table
+    assert (held.is_idle, held.cache.num_tokens, held.num_pages) == (True, 2, 1)
+    reopened = table.open(a_request(epoch=2), 1.0)
+    assert reopened.cache.num_tokens == 2
+    assert step(table, reopened.request, 2, 1).cache.num_tokens == 3
+
+
+def test_steps_keep_the_lease() -> None:
+    table = a_table()
+    request = table.open(a_request(lease_s=10.0), 0.0).request
+    step(table, request, 0, 1, now_s=9.0)
+    assert table.expire(18.0) == 0
+    assert table.expire(19.5) == 1
+    assert len(table) == 0
+    with pytest.raises(HopSessionLost):
+        step(table, request, 1, 1, now_s=20.0)
