@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from corolla.local.redis_server import find_redis_server
+from corolla.local.redis_server import redis_command
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """`arguments` are host, port and the folder to run in."""
     host, port, folder = arguments
-    binary = str(find_redis_server())
-    options = {"--bind": host, "--port": port, "--dir": folder, "--daemonize": "no", "--save": "", "--appendonly": "no"}
-    os.execv(binary, [binary, *(word for option in options.items() for word in option)])
+    command = redis_command(host, int(port), Path(folder))
+    os.execv(command[0], command)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from corolla.chassis.errors import StartupError
+from corolla.local.ports import Ports
 
 START_TIMEOUT_S: Final = 10.0
 STOP_TIMEOUT_S: Final = 5.0
@@ -43,6 +44,13 @@ def find_redis_server() -> Path:
     )
 
 
+def redis_command(host: str, port: int, folder: Path) -> list[str]:
+    """The command line of a Redis that keeps everything in memory. Raises StartupError when there is none."""
+    options = {"--bind": host, "--port": str(port), "--dir": str(folder), "--daemonize": "no"}
+    options |= {"--save": "", "--appendonly": "no"}
+    return [str(find_redis_server()), *(word for option in options.items() for word in option)]
+
+
 class EmbeddedRedis:
     """A running `redis-server` on the loopback address, without persistence. On Linux it dies with its parent."""
 
@@ -62,12 +70,10 @@ class EmbeddedRedis:
         Raises:
             StartupError: there is no `redis-server`, or it does not come up.
         """
-        binary = find_redis_server()
         folder.mkdir(parents=True, exist_ok=True)
         log_file = folder / "redis.log"
-        port = port or _free_port()
-        command = [str(binary), "--bind", _HOST, "--port", str(port), "--dir", str(folder), "--daemonize", "no"]
-        command += ["--save", "", "--appendonly", "no"]
+        port = port or Ports().free()
+        command = redis_command(_HOST, port, folder)
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
         with log_file.open("ab") as log:
@@ -109,12 +115,6 @@ class EmbeddedRedis:
                 return
             time.sleep(0.01)
         raise StartupError(f"redis-server did not answer within {START_TIMEOUT_S:.0f} s; see {self.log_file}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(port: int, pid: int) -> bool:
