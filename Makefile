@@ -77,6 +77,11 @@ test: setup ## Runs every test: architecture, unit, integration.
 	@echo "==> Testing"
 	@$(PY) -m pytest -q --durations=10 --durations-min=1 $(ARGS)
 
+.PHONY: test-exact
+test-exact: setup ## Compares every chain, prompt and sampling with the unsplit model (minutes); `make test` takes a part.
+	@echo "==> Testing token-for-token equality in full"
+	@$(PY) -m pytest -q -m exact --durations=10 --durations-min=1 $(ARGS)
+
 # --- checks --------------------------------------------------------------------------------------------------------
 
 .PHONY: lint

@@ -3,16 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corolla.sdk.requests import GenerateOptions
+from corolla.models.demo import demo_checkpoint
 
-Sampling = GenerateOptions
-"""Sampling options by the names of the Python client; none of them is greedy."""
+
+class Sampling(TypedDict, total=False):
+    """How to choose tokens, by the names of the Python client; nothing is greedy. A temperature comes with a seed."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +53,6 @@ class Unsplit:
     @classmethod
     def demo(cls) -> Self:
         """The demo model."""
-        from corolla.models.demo import demo_checkpoint
-
         return cls(demo_checkpoint())
 
     def generate(
@@ -68,13 +74,13 @@ class Unsplit:
         ids = torch.tensor([list(prompt_ids)])
         is_sampled = bool(options.get("temperature"))
         if is_sampled and not go_on:
-            torch.manual_seed(options["seed"] or 0)
+            torch.manual_seed(options["seed"])
         filters: dict[str, Any] = {}
         if is_sampled:
             filters = {
                 "temperature": options["temperature"],
-                "top_k": options.get("top_k") or 0,
-                "top_p": options.get("top_p") or 1.0,
+                "top_k": options.get("top_k", 0),
+                "top_p": options.get("top_p", 1.0),
                 "min_p": options.get("min_p"),
             }
         if not ignore_eos:
@@ -84,7 +90,7 @@ class Unsplit:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=num_new_tokens,
             do_sample=is_sampled,
-            repetition_penalty=options.get("repetition_penalty") or 1.0,
+            repetition_penalty=options.get("repetition_penalty", 1.0),
             pad_token_id=0,
             output_scores=True,
             output_logits=True,
@@ -100,9 +106,7 @@ class Unsplit:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, special tokens left out."""
-        text: str = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def chat_ids(self, messages: Sequence[tuple[str, str]]) -> list[int]:
@@ -122,10 +126,10 @@ def smallest_gap(reference: Reference, sampling: Sampling) -> float:
     For greedy choice that is the distance of the best two scores. A drawn token is the winner of a race too: torch
     divides each probability by an exponential draw and takes the largest quotient. So the draws are repeated here.
     """
-    temperature = sampling.get("temperature") or 0.0
+    temperature = sampling.get("temperature", 0.0)
     races = reference.scores
     if temperature:
-        torch.manual_seed(sampling["seed"] or 0)
+        torch.manual_seed(sampling["seed"])
         probabilities = races.softmax(dim=-1)
         races = torch.stack([(row / torch.empty_like(row).exponential_(1)).log() for row in probabilities])
     if races.argmax(dim=-1).tolist() != reference.token_ids:

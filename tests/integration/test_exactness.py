@@ -80,9 +80,7 @@ async def test_the_shares_make_up_the_matrix() -> None:
         assert {bool(answer.sampling) for answer in share_of(chain)} == {False, True}
 
 
-async def assert_chain_equals(
-    folder: Path, chain: str, answers: Sequence[GoldenAnswer], unsplit: Unsplit
-) -> None:
+async def assert_chain_equals(folder: Path, chain: str, answers: Sequence[GoldenAnswer], unsplit: Unsplit) -> None:
     """All cases, many at once; every wrong one is named."""
     places = asyncio.Semaphore(MAX_STREAMS)
     async with Swarm(folder, demo_checkpoint(), CHAINS[chain]) as swarm, swarm.connect() as client:
@@ -145,7 +143,8 @@ async def test_kept_answers_are_those_of_the_unsplit_model(unsplit: Unsplit) -> 
     num_tokens = 10
     seen: list[Sampling] = []
     for answer in golden_answers():
-        combination: Sampling = {**answer.sampling, "seed": None}
+        combination: Sampling = {**answer.sampling}
+        combination.pop("seed", None)
         if combination in seen:
             continue
         seen.append(combination)
@@ -180,7 +179,13 @@ async def test_answers_end_with_the_models_own_end(two_hops: AsyncClient, unspli
 
 async def test_a_stop_sequence_cuts_where_the_text_has_it(two_hops: AsyncClient, unsplit: Unsplit) -> None:
     # Places within tokens, over several tokens, and within characters' tokens; the second stop is never met.
-    cuts = [("code-python", 17, 24), ("english-sonnet", 30, 37), ("russian", 9, 11), ("emoji", 6, 8), ("digits", 11, 16)]
+    cuts = [
+        ("code-python", 17, 24),
+        ("english-sonnet", 30, 37),
+        ("russian", 9, 11),
+        ("emoji", 6, 8),
+        ("digits", 11, 16),
+    ]
     greedy = {answer.prompt: answer for answer in golden_answers() if not answer.sampling}
     for prompt, start, end in cuts:
         answer = greedy[prompt]
@@ -204,7 +209,8 @@ async def test_streamed_text_is_the_unary_text(two_hops: AsyncClient, unsplit: U
     chosen = [answer for answer in golden_answers() if answer.prompt in ("emoji", "japanese", "russian", "arabic")]
 
     async def streamed(answer: GoldenAnswer) -> tuple[list[str], list[int]]:
-        texts, token_ids = [], []
+        texts: list[str] = []
+        token_ids: list[int] = []
         async with two_hops.stream(
             prompt_of(answer), max_tokens=num_tokens, ignore_eos=True, **answer.sampling
         ) as stream:
