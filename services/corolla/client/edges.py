@@ -53,6 +53,11 @@ class Edges:
     def device(self) -> torch.device:
         return self._embedding_model.device
 
+    @property
+    def modules(self) -> tuple[PreTrainedModel, PreTrainedModel]:
+        """The model that embeds and the one that projects; they share tied weights."""
+        return self._embedding_model, self._head_model
+
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The input of block 0.
@@ -66,12 +71,18 @@ class Edges:
         """
         if self._is_lookup:
             return cast(Tensor, self._embedding(token_ids.to(self.device)))
-        output = self._embedding_model(
-            input_ids=token_ids.to(self.device).unsqueeze(0),
-            position_ids=position_ids.to(self.device).unsqueeze(0),
-            use_cache=False,
-        )
-        return cast(Tensor, output.last_hidden_state)[0]
+        return self._first_input(position_ids, input_ids=token_ids.to(self.device).unsqueeze(0))
+
+    @torch.no_grad()
+    def embed_given(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
+        """Like `embed`, where the tokens were already looked up: adds and scales what the family does afterwards.
+
+        Args:
+            embeddings: `[T, H]`, as the token embedding gives them, or trained ones.
+            position_ids: int64 `[T]`, absolute positions.
+        """
+        rows = embeddings.to(device=self.device, dtype=self.dtype).unsqueeze(0)
+        return self._first_input(position_ids, inputs_embeds=rows)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
@@ -86,6 +97,11 @@ class Edges:
         rows = hidden.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         output = self._head_model(inputs_embeds=rows, use_cache=False)
         return cast(Tensor, output.logits)[0].float()
+
+    def _first_input(self, position_ids: Tensor, **tokens: Tensor) -> Tensor:
+        positions = position_ids.to(self.device).unsqueeze(0)
+        output = self._embedding_model(**tokens, position_ids=positions, use_cache=False)
+        return cast(Tensor, output.last_hidden_state)[0]
 
 
 def load_edges(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Edges:
