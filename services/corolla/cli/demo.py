@@ -20,7 +20,7 @@ from corolla.sdk.client import Client
 from corolla.sdk.results import Usage
 from corolla.sdk.streams import Stream
 
-_PROMPT = "The capital of France is"
+_PROMPT = "Once upon a time, in a small village by the sea,"
 _QUESTIONS = ("What is the capital of France? Answer in one sentence.", "And of Italy?")
 
 

@@ -52,7 +52,7 @@ def _say_what_to_try(view: StackConsole, stack: Stack, *, as_json: bool) -> None
         )
         return
     for command in (
-        f'corolla generate "The capital of France is" --server {stack.client_address}',
+        f'corolla generate "Once upon a time, in a small village by the sea," --server {stack.client_address}',
         f"corolla chat --server {stack.client_address}",
         f"corolla status --router {stack.router_address}",
     ):
