@@ -33,6 +33,7 @@ from corolla.wire.tensors import DTYPES, tensor_type
 
 log = logging.getLogger(__name__)
 
+_SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 _HOUSEKEEPING_INTERVAL_S = 1.0
 
 
@@ -92,6 +93,7 @@ class BlockServer:
             pod_uid=settings.pod_uid,
         )
         self._registration = Registration(settings.router, description, self._load)
+        self._rpc.announce(_SERVICE)
         await self._rpc.start()
         span = await self._registration.register(settings.span)
         self._heartbeats = self._tasks.start(self._registration.keep(span), "heartbeats")
@@ -109,11 +111,10 @@ class BlockServer:
             max_tokens_per_frame=settings.max_tokens_per_frame,
         )  # fmt: skip
         servicer = BlockServicer(identity, engine, self._scheduler, self._sessions, self._peers)
-        service = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
         self._rpc.add(
-            service,
+            _SERVICE,
             service_handler(
-                service,
+                _SERVICE,
                 servicer,
                 RpcMetrics(self._registry),
                 max_request_bytes=MAX_FRAME_BYTES,

@@ -83,7 +83,7 @@ class SessionTable(Generic[AnyCache]):
         """Opens a session, or reopens it with a higher epoch.
 
         Raises:
-            StaleEpoch: it was opened with this epoch or a higher one before.
+            StaleEpoch: it was opened with a higher epoch before, or with this one and not taken back.
             HopSessionLost: it belongs to another tenant.
             OutOfPages: the worst case does not fit; a session that was there before stays as it was.
         """
@@ -91,8 +91,10 @@ class SessionTable(Generic[AnyCache]):
         if held is not None:
             if held.request.tenant != request.tenant:
                 raise HopSessionLost("the session is not held here")
-            if held.request.epoch >= request.epoch:
-                raise StaleEpoch("the session was opened with a later epoch")
+            # A client takes an open back, before any step, when another hop of its chain refuses; then it tries again.
+            is_taken_back = held.is_idle and held.request.client_id == request.client_id
+            if held.request.epoch > request.epoch or (held.request.epoch == request.epoch and not is_taken_back):
+                raise StaleEpoch("the session was opened with this epoch or a later one")
         num_pages = self.pool.pages_for(request.max_tokens)
         self._make_room(num_pages - (held.num_pages if held else 0), keep=request.session_id)
         if held is None:

@@ -17,7 +17,7 @@ class RpcServer:
     def __init__(self, host: str, port: int, *, with_reflection: bool) -> None:
         self._server = new_server()
         self._host = host
-        self._reflection_is_due = with_reflection
+        self._with_reflection = with_reflection
         self._services = [health.SERVICE_NAME]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -25,18 +25,21 @@ class RpcServer:
 
     def add(self, service: descriptor.ServiceDescriptor, handler: grpc.GenericRpcHandler) -> None:
         """Serves `service` with a handler from `corolla.chassis.handlers`."""
+        self.announce(service)
         self._server.add_generic_rpc_handlers((handler,))
-        self._services.append(service.full_name)
+
+    def announce(self, service: descriptor.ServiceDescriptor) -> None:
+        """Names a service that is added only after the start, so that health and reflection know it from then on."""
+        if service.full_name not in self._services:
+            self._services.append(service.full_name)
 
     async def start(self) -> None:
         await self._set_all(_NOT_SERVING)
+        if self._with_reflection:
+            reflection.enable_server_reflection([*self._services, reflection.SERVICE_NAME], self._server)
         await self._server.start()
 
     async def ready(self) -> None:
-        if self._reflection_is_due:
-            # Not earlier: it lists what is served, and a service may be added after the start.
-            reflection.enable_server_reflection([*self._services, reflection.SERVICE_NAME], self._server)
-            self._reflection_is_due = False
         await self._set_all(_SERVING)
 
     async def not_ready(self) -> None:

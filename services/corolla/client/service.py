@@ -70,7 +70,9 @@ class ClientService:
         edges = await asyncio.to_thread(load_edges, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
         plane = self._plane = DataPlane(fingerprint)
         limits = ChainLimits(settings.prefill_chunk_tokens, settings.step_timeout_s, round(settings.lease_s * 1000))
-        opener = self._opener = ChainOpener(control, placement, plane, edges, self._compute, fingerprint, limits)
+        opener = self._opener = ChainOpener(
+            control, placement, plane, edges, self._compute, fingerprint, checkpoint.num_blocks, limits
+        )
         transcripts = Transcripts(control, settings.session_ttl_s)
         chat = ChatTemplate(tokenizer)
         answering = Answering(

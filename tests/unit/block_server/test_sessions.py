@@ -113,6 +113,7 @@ class Hop(RuleBasedStateMachine):
         room = self.table.pool.num_free + num_idle_pages + (held.num_pages if held else 0)
         tokens_before = held.cache.num_tokens if held else 0
         blocks_before = held.request.blocks if held else None
+        epoch_before, idle_before = (held.request.epoch, held.is_idle) if held else (0, False)
         try:
             opened = self.table.open(request, self.now_s)
         except HopSessionLost:
@@ -121,6 +122,8 @@ class Hop(RuleBasedStateMachine):
         except StaleEpoch:
             assert held is not None
             assert held.request.epoch >= request.epoch
+            taken_back = held.is_idle and held.request.client_id == request.client_id
+            assert held.request.epoch > request.epoch or not taken_back
         except OutOfPages:
             assert self.table.pool.pages_for(request.max_tokens) > room
         else:
@@ -129,6 +132,7 @@ class Hop(RuleBasedStateMachine):
             assert opened.num_pages == self.table.pool.pages_for(request.max_tokens)
             assert opened.request == request
             assert not opened.is_idle
+            assert epoch_before < request.epoch or (epoch_before == request.epoch and idle_before)
             return
         assert self.snapshot() == before, "what is refused changes nothing"
 
@@ -249,6 +253,17 @@ def test_a_step_that_comes_after_the_turn_does_not_wake_the_session() -> None:
     reopened = table.open(a_request(epoch=2), 1.0)
     assert reopened.cache.num_tokens == 2
     assert step(table, reopened.request, 2, 1).cache.num_tokens == 3
+
+
+def test_an_open_that_was_taken_back_may_be_repeated_by_its_client_only() -> None:
+    table = a_table()
+    table.open(a_request(), 0.0)
+    with pytest.raises(StaleEpoch):
+        table.open(a_request(), 0.0)
+    table.truncate(b"s", 1, 2**31, idle=True)
+    with pytest.raises(StaleEpoch):
+        table.open(a_request(client_id=CLIENTS[1]), 0.0)
+    assert not table.open(a_request(), 0.0).is_idle
 
 
 def test_steps_keep_the_lease() -> None:

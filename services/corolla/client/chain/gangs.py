@@ -63,10 +63,6 @@ class Gang:
         self._num_sessions -= 1
         asyncio.get_running_loop().call_soon(self._depart)
 
-    @property
-    def is_empty(self) -> bool:
-        return self._num_sessions == 0
-
     async def decode(self, row: pb.StepRow, token_id: int) -> torch.Tensor:
         """Takes one token of one session through the chain. Returns float32 logits `[V]`.
 
@@ -112,11 +108,14 @@ class Gang:
             rows=[member.row for member in members], dtype=tensor_type(hidden.dtype), hidden_size=hidden.shape[1]
         )
         futures = self._plane.step(self._hops, step, to_payload(hidden))
-        await asyncio.wait(futures, timeout=self._step_timeout_s)
+        try:
+            await asyncio.wait(futures, timeout=self._step_timeout_s)
+        finally:
+            for future in futures:
+                future.cancel()
         arrived: list[tuple[_Member, RowResult]] = []
         for member, future in zip(members, futures, strict=True):
-            if not future.done():
-                future.cancel()
+            if future.cancelled():
                 _fail([member], HopUnavailable("a hop of the chain does not answer"))
             elif (failure := future.exception()) is not None:
                 _fail([member], failure)

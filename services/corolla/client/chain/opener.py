@@ -5,10 +5,13 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
+from weakref import WeakValueDictionary
 
 from corolla.chassis.errors import (
     HopUnavailable,
+    ModelNotFound,
     NoChain,
     OutOfPages,
     RouterUnavailable,
@@ -73,6 +76,7 @@ class ChainOpener:
         edges: Edges,
         compute: ComputeThread,
         fingerprint: str,
+        num_blocks: int,
         limits: ChainLimits,
     ) -> None:
         self._control = control
@@ -81,8 +85,10 @@ class ChainOpener:
         self._edges = edges
         self._compute = compute
         self._fingerprint = fingerprint
+        self._num_blocks = num_blocks
         self._limits = limits
-        self._gangs: dict[bytes, Gang] = {}
+        # A chain's gang lives as long as a session has it.
+        self._gangs: WeakValueDictionary[bytes, Gang] = WeakValueDictionary()
         self._quarantine: dict[str, float] = {}
 
     @asynccontextmanager
@@ -99,7 +105,6 @@ class ChainOpener:
             yield session
         finally:
             session.leave_gang()
-            self._gangs = {key: gang for key, gang in self._gangs.items() if not gang.is_empty}
 
     async def forget(self, identity: SessionIdentity, chain: common_pb2.Chain) -> None:
         """Frees a session that is open nowhere in this process, as after its deletion."""
@@ -110,7 +115,7 @@ class ChainOpener:
             self._plane.tell(address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
     async def close(self) -> None:
-        for gang in self._gangs.values():
+        for gang in list(self._gangs.values()):
             await gang.close()
 
     async def _open(self, identity: SessionIdentity, options: OpenOptions) -> ChainSession:
@@ -154,13 +159,18 @@ class ChainOpener:
         now_s = asyncio.get_running_loop().time()
         self._quarantine = {server: until for server, until in self._quarantine.items() if until > now_s}
         excluded = too_full | frozenset(self._quarantine)
+        plan = partial(
+            self._control.plan_chain,
+            fingerprint=self._fingerprint,
+            session_id=options.record_id,
+            excluded=excluded,
+        )
         try:
-            planned = await self._control.plan_chain(
-                fingerprint=self._fingerprint,
-                num_tokens=options.max_tokens,
-                session_id=options.record_id,
-                excluded=excluded,
-            )
+            try:
+                planned = await plan(num_tokens=options.max_tokens)
+            except OutOfPages:
+                # What the router knows of pages is as old as the last heartbeat; the hops have the last word.
+                planned = await plan(num_tokens=0)
         except (RouterUnavailable, StoreUnavailable):
             chain = self._placement.cheapest_chain
             if chain is None or chain.fingerprint != self._fingerprint:
@@ -168,6 +178,10 @@ class ChainOpener:
             if any(hop.server_id in excluded for hop in chain.hops):
                 raise
             return chain
+        except ModelNotFound:
+            # We do have the model; only its blocks have no server, and never had one.
+            listed = f"0:{self._num_blocks}"
+            raise NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed}) from None
         except NoChain:
             # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
             if too_full:

@@ -85,7 +85,8 @@ class ChainSession:
             result = await self._arrived(*under_way.pop())
         finally:
             for _, future in under_way:
-                future.cancel()
+                if not future.cancel() and not future.cancelled():
+                    future.exception()  # seen: what ended the prompt is on its way
         return (await self._compute.run(head, self._edges, [result]))[0]
 
     async def decode(self, token_id: int) -> torch.Tensor:

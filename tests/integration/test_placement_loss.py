@@ -1,0 +1,250 @@
+"""What callers see when parts of the swarm are missing or go: typed, retriable, and nobody else is harmed."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from corolla.block_server.service import BlockServer
+from corolla.chassis.channels import open_channel
+from corolla.chassis.errors import HopUnavailable, NoChain, NonFiniteOutput, RouterUnavailable
+from corolla.router.service import RouterProcess
+from corolla.sdk.streams import AsyncStream
+from corolla.v1 import generation_pb2 as pb
+from corolla.v1 import router_pb2, router_pb2_grpc
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.refusals import Refusal, refusal
+from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
+
+PROMPT = "the thin man"
+LONG_PROMPT = "the thin man in the inner tent " * 12
+OPTIONS: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With room for answers that last until they are disturbed."""
+    folder = tmp_path_factory.mktemp("placement") / "tiny"
+    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 8192})
+
+
+@pytest.fixture
+async def complaints() -> AsyncIterator[list[str]]:
+    """What the event loop had to say: failures that nobody looked at."""
+    heard: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context)))
+    yield heard
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not heard
+
+
+async def placement(swarm: Swarm) -> router_pb2.Placement:
+    async with open_channel(swarm.router_address) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        return await stub.GetPlacement(router_pb2.GetPlacementRequest(model="tiny"))
+
+
+async def crash(server: BlockServer) -> None:
+    """Ends its streams at once and without a farewell; the router goes on believing in it."""
+    await server._rpc.stop(0)
+
+
+async def rest_of(stream: AsyncStream) -> list[int]:
+    return [token_id async for chunk in stream for token_id in chunk.token_ids]
+
+
+def check_unavailable(refused: Refusal, reason: str) -> None:
+    assert (refused.code, refused.reason, refused.domain) == (grpc.StatusCode.UNAVAILABLE, reason, "corolla.dev")
+    assert refused.retry_after_s > 0
+    assert "127.0.0.1" not in f"{refused.message} {refused.details}", "addresses are not the caller's business"
+
+
+@pytest.mark.parametrize(
+    "spans, missing, uncovered", [(["0:2"], "2:5", "2:5"), (["1:3"], None, "0:1,3:5"), ([], "0:5", "0:5")], ids=str
+)
+async def test_no_complete_chain_names_the_uncovered_blocks_until_they_have_a_server(
+    tmp_path: Path, model: Path, spans: list[str], missing: str | None, uncovered: str
+) -> None:
+    async with Swarm(tmp_path, model, [], num_clients=0) as swarm:
+        for span in spans:
+            await swarm.add_server(span)
+        await swarm.add_client()
+
+        async def servers_are_ready() -> bool:
+            ready = [each for each in (await placement(swarm)).servers if each.state == router_pb2.SERVER_STATE_READY]
+            return len(ready) == len(spans)
+
+        await until(servers_are_ready)
+        request = pb.GenerateRequest(text=PROMPT)
+        chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")])
+        async with open_channel(swarm.address) as channel, swarm.connect() as client:
+            assert not (await client.models())[0].ready
+            for method, message in (
+                ("Generate", request), ("GenerateStream", request), ("Chat", chat), ("ChatStream", chat),
+            ):  # fmt: skip
+                refused = await refusal(channel, method, message)
+                check_unavailable(refused, "NO_CHAIN")
+                assert refused.metadata["uncovered_blocks"] == uncovered
+            if missing is None:
+                return
+            session = client.session()
+            with pytest.raises(NoChain):
+                await session.generate(PROMPT, max_tokens=4)
+            await swarm.add_server(missing)
+            await swarm.until_ready()
+            assert len((await client.generate(PROMPT, max_tokens=4, ignore_eos=True)).token_ids) == 4
+            assert len((await session.generate(PROMPT, max_tokens=4, ignore_eos=True)).token_ids) == 4
+            await session.delete()
+        await swarm.until_empty()
+
+
+async def test_a_hop_lost_in_mid_answer_is_a_typed_error_and_other_chains_go_on(
+    tmp_path: Path, model: Path, complaints: list[str]
+) -> None:
+    async with (
+        Swarm(tmp_path, model, ["0:2", "2:5"], client={"prefill_chunk_tokens": 16}) as swarm,
+        swarm.connect() as client,
+        open_channel(swarm.address) as channel,
+    ):
+        undisturbed = await client.generate(PROMPT, max_tokens=1000, ignore_eos=True)
+        session_id = (await client.create_session()).session_id
+        await client.generate(PROMPT, max_tokens=4, session=session_id)
+        stopping = pb.StoppingParameters(max_tokens=5000, ignore_eos=True)
+        ending = [
+            asyncio.create_task(refusal(channel, method, pb.GenerateRequest(text=text, stopping=stopping)))
+            for method in ("Generate", "GenerateStream")
+            for text in (PROMPT, LONG_PROMPT)
+        ]
+        turn = pb.GenerateRequest(text=PROMPT, stopping=stopping, session_id=session_id)
+        ending.append(asyncio.create_task(refusal(channel, "GenerateStream", turn)))
+        await until_sessions(swarm.servers[1], len(ending))
+        # Another server of the same span: of those who come now, some get it.
+        other = await swarm.add_server("2:5")
+        streams: list[AsyncStream] = []
+        while other._sessions is None or not len(other._sessions):
+            assert len(streams) < 40, "the planner leaves the new server alone"
+            streams.append(client.stream(PROMPT, max_tokens=1000, ignore_eos=True))
+            await anext(streams[-1])
+        await crash(swarm.servers[1])
+        for refused in await asyncio.gather(*ending):
+            check_unavailable(refused, "HOP_UNAVAILABLE")
+        answers = await asyncio.gather(*map(rest_of, streams), return_exceptions=True)
+        unharmed = [answer for answer in answers if not isinstance(answer, HopUnavailable)]
+        assert unharmed
+        assert all(answer == list(undisturbed.token_ids[1:]) for answer in unharmed)
+        # The router has not noticed yet; what comes now finds its way all the same.
+        again = await asyncio.gather(*(client.generate(PROMPT, **OPTIONS) for _ in range(3)))
+        assert all(each.token_ids == undisturbed.token_ids[:300] for each in again)
+        # The conversation is as it was before the turn that failed.
+        assert (await client.get_session(session_id)).num_turns == 1
+        assert (await client.generate(PROMPT, max_tokens=4, session=session_id)).usage.cached_tokens == 0
+        await client.delete_session(session_id)
+        swarm.servers.remove(lost := swarm.servers[1])
+        await swarm.until_empty()
+        await lost.stop()
+
+
+async def until_sessions(server: BlockServer, num_sessions: int) -> None:
+    async def held() -> bool:
+        return server._sessions is not None and len(server._sessions) == num_sessions
+
+    await until(held)
+
+
+async def test_the_only_chain_broken_is_told_and_nothing_leaks(
+    tmp_path: Path, model: Path, complaints: list[str]
+) -> None:
+    async with Swarm(tmp_path, model, ["0:1", "1:3", "3:5"]) as swarm, open_channel(swarm.address) as channel:
+        stopping = pb.StoppingParameters(max_tokens=5000, ignore_eos=True)
+        request = pb.GenerateRequest(text=PROMPT, stopping=stopping, num_completions=3)
+        ending = asyncio.create_task(refusal(channel, "GenerateStream", request))
+        await until_sessions(swarm.servers[1], 3)
+        await crash(swarm.servers[1])
+        check_unavailable(await ending, "HOP_UNAVAILABLE")
+        refused = await refusal(channel, "Generate", request)
+        assert refused.code is grpc.StatusCode.UNAVAILABLE
+        assert refused.retry_after_s > 0
+        swarm.servers.remove(lost := swarm.servers[1])
+        await swarm.until_empty()
+        plane = swarm.clients[0]._plane
+        assert plane is not None
+        assert not plane._steps
+        assert not plane._opens
+        await lost.stop()
+
+
+async def test_a_server_that_stops_has_left_the_placement_for_good(tmp_path: Path, model: Path) -> None:
+    async with Swarm(tmp_path, model, ["0:5", "0:5"]) as swarm:
+        leaving = swarm.servers.pop()
+        await leaving.stop()
+        for _ in range(6):
+            listed = {each.server.server_id for each in (await placement(swarm)).servers}
+            assert listed == {swarm.servers[0].server_id}
+            await asyncio.sleep(0.5)
+
+
+async def test_a_router_that_is_gone_is_missed_by_sessions_only(tmp_path: Path, model: Path) -> None:
+    async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
+        expected = await client.generate(PROMPT, **OPTIONS)
+        stream = client.stream(PROMPT, **OPTIONS)
+        first = await anext(stream)
+        settings = swarm.router.settings.model_copy(update={"port": swarm.router.port})
+        await swarm.router.stop()
+        assert (*first.token_ids, *await rest_of(stream)) == expected.token_ids
+        again = await asyncio.gather(*(client.generate(PROMPT, **OPTIONS) for _ in range(3)))
+        assert all(each.token_ids == expected.token_ids for each in again)
+        assert (await client.models())[0].ready
+        with pytest.raises(RouterUnavailable) as caught:
+            await client.create_session()
+        assert caught.value.retry_after_s
+        await swarm.until_empty()
+
+        swarm.router = RouterProcess(settings)
+        await swarm.router.start()
+        # Leases ran out meanwhile; the servers come back by themselves.
+        await until(lambda: both_are_placed(swarm), timeout_s=10)
+        await swarm.until_ready()
+        async with client.chat() as chat:
+            await chat.send(PROMPT, max_tokens=4)
+            assert (await chat.send(PROMPT, max_tokens=4)).usage.cached_tokens > 0
+
+
+async def both_are_placed(swarm: Swarm) -> bool:
+    try:
+        return len((await placement(swarm)).cheapest_chain.hops) == 2
+    except grpc.aio.AioRpcError:
+        return False
+
+
+async def test_a_number_that_is_none_becomes_an_error_and_never_a_token(tmp_path: Path) -> None:
+    sick = make_tiny_checkpoint("llama", tmp_path / "sick")
+    for shard in sick.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name, tensor in tensors.items():
+            if name.endswith("layers.4.mlp.down_proj.weight"):
+                tensor[3, 5] = torch.nan
+                save_file(tensors, shard, metadata={"format": "pt"})
+                break
+    async with Swarm(tmp_path, sick, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
+        async with open_channel(swarm.address) as channel:
+            request = pb.GenerateRequest(text=PROMPT, num_completions=3)
+            for method in ("Generate", "GenerateStream"):
+                refused = await refusal(channel, method, request)
+                assert (refused.code, refused.reason) == (grpc.StatusCode.INTERNAL, "NON_FINITE")
+                assert "RetryInfo" not in refused.details
+        stream = client.stream(PROMPT)
+        with pytest.raises(NonFiniteOutput):
+            await anext(stream)
+        async with client.session() as session:
+            with pytest.raises(NonFiniteOutput):
+                await session.generate(PROMPT)
+            assert (await session.info()).num_tokens == 0
+        await swarm.until_empty()

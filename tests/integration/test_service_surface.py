@@ -1,0 +1,196 @@
+"""What every service shows of itself: health, reflection and metrics."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from corolla.chassis.channels import open_channel
+from corolla.chassis.metrics import INTER_TOKEN_BUCKETS, TIME_TO_FIRST_TOKEN_BUCKETS
+from corolla.router.service import RouterProcess
+from corolla.v1 import generation_pb2 as pb
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.metrics import exported
+from tests.integration.refusals import refusal
+from tests.integration.swarm import Swarm
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICES = {
+    "router": "corolla.v1.RouterService",
+    "block server": "corolla.v1.BlockService",
+    "client": "corolla.v1.GenerationService",
+}
+each_service = pytest.mark.parametrize("kind", SERVICES)
+
+# Of the names that are promised to dashboards and alerts, those whose subject exists.
+PROMISED = {
+    "router": {"corolla_span_ready_replicas", "corolla_uncovered_blocks", "corolla_rpc_seconds", "corolla_rpcs"},
+    "block server": {"corolla_kv_cache_usage_ratio", "corolla_hop_step_seconds", "corolla_hop_tokens"},
+    "client": {
+        "corolla_time_to_first_token_seconds",
+        "corolla_inter_token_latency_seconds",
+        "corolla_e2e_request_latency_seconds",
+        "corolla_num_requests_running",
+        "corolla_num_requests_waiting",
+        "corolla_prompt_tokens",
+        "corolla_generation_tokens",
+        "corolla_prefix_cache_queries",
+        "corolla_prefix_cache_hits",
+        "corolla_request_success",
+        "corolla_recomputed_tokens",
+        "corolla_rpc_seconds",
+        "corolla_rpcs",
+        "corolla_errors",
+    },
+}
+
+
+# Counters with labels: they have no sample before the first thing to count.
+NOT_YET_COUNTED = {"corolla_errors", "corolla_hop_faults", "corolla_rpcs", "corolla_rpc_seconds"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+    folder = tmp_path_factory.mktemp("surface")
+    model = make_tiny_checkpoint("llama", folder / "tiny")
+    async with Swarm(folder, model, ["0:2", "2:5"]) as swarm:
+        yield swarm
+
+
+def services(swarm: Swarm) -> dict[str, Any]:
+    return {"router": swarm.router, "block server": swarm.servers[0], "client": swarm.clients[0]}
+
+
+def address(service: Any) -> str:
+    return f"127.0.0.1:{service.port}"
+
+
+async def listed(channel: grpc.aio.Channel) -> set[str]:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async for answer in stub.ServerReflectionInfo(iter([request])):
+        return {service.name for service in answer.list_services_response.service}
+    raise AssertionError("no answer")
+
+
+@each_service
+async def test_health_is_told_for_the_whole_and_for_each_service(kind: str, swarm: Swarm) -> None:
+    async with open_channel(address(services(swarm)[kind])) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICES[kind], "grpc.health.v1.Health"):
+            assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest(service="corolla.v1.NoService"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@each_service
+async def test_reflection_lists_and_describes_what_is_served(kind: str, swarm: Swarm) -> None:
+    async with open_channel(address(services(swarm)[kind])) as channel:
+        assert SERVICES[kind] in await listed(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICES[kind])
+        async for answer in stub.ServerReflectionInfo(iter([request])):
+            (data, *_) = answer.file_descriptor_response.file_descriptor_proto
+            described = FileDescriptorProto.FromString(data)
+            assert SERVICES[kind].rpartition(".")[2] in {service.name for service in described.service}
+
+
+@each_service
+async def test_health_says_not_serving_before_the_service_stops(
+    kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """And reflection, switched off here, is not there."""
+    folder = tmp_path_factory.mktemp("stopping")
+    model = make_tiny_checkpoint("llama", folder / "tiny")
+    off = {"reflection": False, "grace_s": 5.0}
+    async with Swarm(folder, model, ["0:2", "2:5"], server=off, client=off) as swarm:
+        settings = swarm.router.settings.model_copy(update={"port": 0, **off})
+        router = RouterProcess(settings)
+        await router.start()
+        service = {**services(swarm), "router": router}[kind]
+        async with open_channel(address(service)) as channel, swarm.connect() as client:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await listed(channel)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            calls = [stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", SERVICES[kind])]
+            watches = [aiter(call) for call in calls]
+            assert [(await anext(watch)).status for watch in watches] == [SERVING, SERVING]
+            stream = client.stream("the thin man", max_tokens=200, ignore_eos=True)
+            await anext(stream)
+            stopping = asyncio.create_task(service.stop())
+            assert [(await anext(watch)).status for watch in watches] == [NOT_SERVING, NOT_SERVING]
+            for call in calls:
+                call.cancel()
+            # Watchers are told while the running answer goes on to its end.
+            assert not stopping.done()
+            assert sum([len(chunk.token_ids) async for chunk in stream]) == 199
+        await stopping
+        lists: dict[str, list[Any]] = {"router": [], "block server": swarm.servers, "client": swarm.clients}
+        del lists[kind][:1]
+
+
+async def test_an_answer_cut_off_by_a_stop_may_be_repeated_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("cut-off")
+    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 8192})
+    stopping_parameters = pb.StoppingParameters(max_tokens=6000, ignore_eos=True)
+    request = pb.GenerateRequest(text="the thin man", stopping=stopping_parameters)
+    async with Swarm(folder, model, ["0:5"], client={"grace_s": 0.2}) as swarm, open_channel(swarm.address) as channel:
+        cut = [asyncio.create_task(refusal(channel, method, request)) for method in ("Generate", "GenerateStream")]
+        await asyncio.sleep(0.3)
+        await swarm.clients.pop().stop()
+        assert [refused.code for refused in await asyncio.gather(*cut)] == [grpc.StatusCode.UNAVAILABLE] * 2
+        await swarm.until_empty()
+
+
+@each_service
+async def test_metrics_are_those_that_dashboards_are_promised(kind: str, swarm: Swarm) -> None:
+    await use(swarm)
+    families = {family.name: family for family in await exported(services(swarm)[kind].metrics_port)}
+    assert families.keys() >= PROMISED[kind]
+    for family in families.values():
+        assert family.name.startswith(("corolla_", "process_", "python_"))
+        assert family.documentation
+        assert family.samples or family.type == "unknown" or family.name in NOT_YET_COUNTED
+    buckets = {
+        "corolla_time_to_first_token_seconds": TIME_TO_FIRST_TOKEN_BUCKETS,
+        "corolla_inter_token_latency_seconds": INTER_TOKEN_BUCKETS,
+    }
+    for name in buckets.keys() & families.keys():
+        bounds = [each.labels["le"] for each in families[name].samples if each.name.endswith("_bucket")]
+        assert [float(bound) for bound in bounds] == [*buckets[name], float("inf")]
+
+
+@each_service
+async def test_no_label_names_a_session_a_request_a_tenant_or_a_server(kind: str, swarm: Swarm) -> None:
+    session_id = await use(swarm)
+    for family in await exported(services(swarm)[kind].metrics_port):
+        if not family.name.startswith("corolla_"):
+            continue
+        for each in family.samples:
+            assert each.labels.keys() <= {
+                "le", "method", "code", "reason", "kind", "state", "model", "span", "script", "finished_reason",
+            }, family.name  # fmt: skip
+            said = " ".join(each.labels.values())
+            assert session_id not in said
+            assert not re.search(r"[0-9a-f]{16}|127\.0\.0\.1|thin man|public", said), family.name
+
+
+async def use(swarm: Swarm) -> str:
+    """Calls that make all metrics move, a refused and a session's among them; returns the session's id."""
+    async with swarm.connect() as client, client.chat() as chat, open_channel(swarm.address) as channel:
+        await chat.send("the thin man", max_tokens=3)
+        await chat.send("the thin man", max_tokens=3)
+        await refusal(channel, "Generate", b"\xff")
+        return await chat.open()

@@ -1,0 +1,199 @@
+"""Conversations: what their turns process, and what happens when hops have forgotten them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from corolla.chassis.channels import open_channel
+from corolla.chassis.errors import OutOfPages, SessionNotFound
+from corolla.sdk.async_client import AsyncClient
+from corolla.sdk.results import Reply
+from corolla.v1 import generation_pb2 as pb
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.metrics import sample
+from tests.integration.refusals import refusal
+from tests.integration.swarm import Swarm
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TURNS = ("the thin man", "and then in the inner tent?", "who are the others?")
+GREEDY: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+    folder = tmp_path_factory.mktemp("sessions")
+    model = make_tiny_checkpoint("llama", folder / "tiny")
+    # One mebibyte is some forty pages on the larger hop.
+    async with Swarm(folder, model, ["0:2", "2:5"], server={"kv_cache_mib": 1}) as swarm:
+        yield swarm
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(swarm: Swarm) -> AsyncIterator[AsyncClient]:
+    async with swarm.connect() as client:
+        yield client
+    await swarm.until_empty()
+
+
+async def tokens_computed(swarm: Swarm) -> list[float]:
+    return [await sample(server.metrics_port, "corolla_hop_tokens_total") for server in swarm.servers]
+
+
+async def converse(client: AsyncClient, **options: Any) -> list[Reply]:
+    async with client.chat() as chat:
+        return [await chat.send(text, **{**GREEDY, **options}) for text in TURNS]
+
+
+async def test_a_turn_processes_only_what_is_new(swarm: Swarm, client: AsyncClient) -> None:
+    async with client.session() as text, client.chat() as chat:
+        for is_text in (True, False):
+            held = prompted = 0
+            for prompt in TURNS:
+                before = await tokens_computed(swarm)
+                usage = (await (text.generate if is_text else chat.send)(prompt, **GREEDY)).usage
+                after = await tokens_computed(swarm)
+                if is_text:
+                    # The last token of an answer was sampled, not processed.
+                    assert usage.cached_tokens == max(0, held - 1)
+                else:
+                    # A random model answers with tokens that its own text does not give back: those may go.
+                    assert min(prompted, held - 1) <= usage.cached_tokens <= max(0, held - 1)
+                new = usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens - 1
+                assert [now - then for now, then in zip(after, before, strict=True)] == [new, new]
+                prompted, held = usage.prompt_tokens, usage.prompt_tokens + usage.completion_tokens
+            info = await (text if is_text else chat).info()
+            assert (info.num_tokens, info.num_turns, info.busy) == (held, len(TURNS), False)
+            assert 0 < info.expires_in_s <= 1800
+
+
+@pytest.mark.parametrize("forgetful", [[0], [1], [0, 1]], ids=["first hop", "last hop", "both hops"])
+async def test_a_hop_whose_cache_is_gone_is_filled_again_from_the_token_log(
+    swarm: Swarm, client: AsyncClient, forgetful: list[int]
+) -> None:
+    expected = await converse(client)
+    recomputed = await sample(swarm.clients[0].metrics_port, "corolla_recomputed_tokens_total")
+    got = []
+    async with client.chat() as chat:
+        for number, text in enumerate(TURNS):
+            if number == 2:
+                for hop in forgetful:
+                    sessions = swarm.servers[hop]._sessions
+                    assert sessions is not None
+                    assert sessions.expire(time.monotonic() + 1e6) == 1, "its lease ran out"
+            got.append(await chat.send(text, **GREEDY))
+    assert [reply.token_ids for reply in got] == [reply.token_ids for reply in expected]
+    assert [reply.usage.cached_tokens > 0 for reply in got] == [False, True, False]
+    lost = await sample(swarm.clients[0].metrics_port, "corolla_recomputed_tokens_total") - recomputed
+    assert lost == expected[2].usage.cached_tokens
+
+
+async def test_a_hop_that_was_replaced_between_turns_is_filled_again(swarm: Swarm, client: AsyncClient) -> None:
+    expected = await converse(client)
+    async with client.chat() as chat:
+        got = [await chat.send(text, **GREEDY) for text in TURNS[:2]]
+        await swarm.servers.pop(1).stop()
+        await swarm.add_server("2:5")
+        await swarm.until_ready()
+        got.append(await chat.send(TURNS[2], **GREEDY))
+    assert [reply.token_ids for reply in got] == [reply.token_ids for reply in expected]
+    assert got[2].usage.cached_tokens == 0
+
+
+async def test_the_random_stream_goes_on_from_turn_to_turn(client: AsyncClient) -> None:
+    sampled: dict[str, Any] = {"temperature": 1.0}
+    replies = []
+    for _ in range(2):
+        async with client.chat() as chat:
+            first = await chat.send(TURNS[0], **GREEDY, **sampled, seed=11)
+            replies.append((first.token_ids, (await chat.send(TURNS[1], **GREEDY, **sampled)).token_ids))
+    assert replies[0] == replies[1]
+    async with client.chat() as chat:
+        await chat.send(TURNS[0], **GREEDY, **sampled, seed=11)
+        again = await chat.send(TURNS[1], **GREEDY, **sampled, seed=11)
+    assert again.token_ids != replies[0][1], "a seed begins its stream anew"
+
+
+async def test_a_session_of_text_is_one_text(client: AsyncClient) -> None:
+    whole = await client.generate("the thin man in the tent", max_tokens=8, ignore_eos=True)
+    async with client.session() as session:
+        first = await session.generate("the thin man", max_tokens=1, ignore_eos=True)
+        more = await session.generate(" in the tent", max_tokens=8, ignore_eos=True)
+        assert more.usage.cached_tokens == first.usage.prompt_tokens
+        assert more.usage.prompt_tokens == first.usage.prompt_tokens + 1 + len(
+            (await client.tokenize(" in the tent", special_tokens=False)).token_ids
+        )
+    assert len(whole.token_ids) == len(more.token_ids) == 8
+
+
+async def test_a_deleted_session_is_free_on_every_hop_at_once(swarm: Swarm, client: AsyncClient) -> None:
+    async with client.session() as session:
+        await session.generate("the thin man", **GREEDY)
+        assert [status.num_sessions for status in await swarm.statuses()] == [1, 1]
+        session_id = await session.open()
+    await swarm.until_empty()
+    with pytest.raises(SessionNotFound):
+        await client.get_session(session_id)
+
+
+async def test_idle_conversations_make_room_and_go_on_all_the_same(swarm: Swarm, client: AsyncClient) -> None:
+    """More conversations than there are pages for: the caches of idle ones go, their texts stay."""
+    prompt = "the thin man in the inner tent " * 9
+    answers = [client.chat() for _ in range(8)]
+    first = [
+        await chat.send(f"{number} {prompt}", max_tokens=60, ignore_eos=True) for number, chat in enumerate(answers)
+    ]
+    assert sum(server._sessions.num_evicted for server in swarm.servers if server._sessions is not None) > 0
+    oldest = await answers[0].send("and then?", **GREEDY)
+    assert oldest.usage.cached_tokens == 0
+    newest = await answers[-1].send("and then?", **GREEDY)
+    assert newest.usage.cached_tokens > 0
+    assert all(len(reply.token_ids) == 60 for reply in first)
+    for chat in answers:
+        await chat.close()
+
+
+async def test_what_does_not_fit_is_refused_and_leaves_nothing(swarm: Swarm, client: AsyncClient) -> None:
+    request = pb.GenerateRequest(
+        text="the thin man", num_completions=16, stopping=pb.StoppingParameters(max_tokens=400, ignore_eos=True)
+    )
+    async with open_channel(swarm.address) as channel:
+        for method in ("Generate", "GenerateStream"):
+            refused = await refusal(channel, method, request)
+            assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_PAGES")
+            assert refused.retry_after_s > 0
+            assert refused.details["QuotaFailure"].violations
+            await swarm.until_empty()
+
+
+async def test_too_many_at_a_time_are_refused_before_they_take_anything(swarm: Swarm) -> None:
+    service = await swarm.add_client(max_running_requests=1)
+    async with AsyncClient(f"127.0.0.1:{service.port}") as busy, open_channel(busy.address) as channel:
+        stream = busy.stream("the thin man", max_tokens=300, ignore_eos=True)
+        await anext(stream)
+        refused = await refusal(channel, "Generate", pb.GenerateRequest(text="the thin man"))
+        assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert refused.retry_after_s > 0
+        assert sum([1 async for _ in stream]) > 0
+        assert (await busy.generate("the thin man", max_tokens=2)).token_ids
+    await swarm.until_empty()
+    await swarm.clients.pop().stop()
+
+
+async def test_many_conversations_at_a_time_each_equal_their_solo_run(swarm: Swarm, client: AsyncClient) -> None:
+    seeds = range(6)
+    short: dict[str, Any] = {"max_tokens": 10, "temperature": 1.0}
+    alone = [await converse(client, **short, seed=seed) for seed in seeds]
+    together = await asyncio.gather(*(converse(client, **short, seed=seed) for seed in seeds))
+    for one, other in zip(alone, together, strict=True):
+        assert [reply.token_ids for reply in one] == [reply.token_ids for reply in other]
+
+
+async def test_pages_that_never_come_are_a_typed_error(client: AsyncClient) -> None:
+    with pytest.raises(OutOfPages):
+        await client.generate("the thin man", max_tokens=450, ignore_eos=True, n=8)

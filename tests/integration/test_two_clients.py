@@ -1,0 +1,113 @@
+"""A conversation belongs to nobody's memory: any client service continues it."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from corolla.chassis.channels import open_channel
+from corolla.sdk.async_client import AsyncClient
+from corolla.sdk.results import Reply
+from corolla.v1 import generation_pb2 as pb
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.metrics import sample
+from tests.integration.refusals import refusal
+from tests.integration.swarm import Swarm
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TURNS = ("the thin man", "and then in the inner tent?", "who are the others?", "an aside")
+OPTIONS: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+    folder = tmp_path_factory.mktemp("two-clients")
+    model = make_tiny_checkpoint("llama", folder / "tiny")
+    async with Swarm(folder, model, ["0:2", "2:5"], num_clients=2) as swarm:
+        yield swarm
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def clients(swarm: Swarm) -> AsyncIterator[list[AsyncClient]]:
+    async with swarm.connect(0) as first, swarm.connect(1) as second:
+        yield [first, second]
+    await swarm.until_empty()
+
+
+async def converse(clients: list[AsyncClient], order: list[int], **options: Any) -> list[Reply]:
+    """Turn after turn of one session, each through the client service that `order` names."""
+    session_id = (await clients[order[0]].create_session()).session_id
+    replies = []
+    for client, text in zip(order, TURNS, strict=True):
+        replies.append(await clients[client].chat(session=session_id).send(text, **OPTIONS, **options))
+    # Whoever deletes it frees what others have opened.
+    await clients[1 - order[-1]].delete_session(session_id)
+    return replies
+
+
+@pytest.mark.parametrize("order", [[0, 1, 0, 1], [0, 0, 1, 1], [1, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 4}], ids=["greedy", "seeded"])
+async def test_turns_through_either_are_the_same_conversation(
+    clients: list[AsyncClient], order: list[int], options: dict[str, Any]
+) -> None:
+    expected = await converse(clients, [0, 0, 0, 0], **options)
+    got = await converse(clients, order, **options)
+    for one, other in zip(expected, got, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.usage.cached_tokens == other.usage.cached_tokens
+    assert all(reply.usage.cached_tokens > 0 for reply in got[1:])
+
+
+async def test_the_second_client_has_only_the_new_tokens_processed(swarm: Swarm, clients: list[AsyncClient]) -> None:
+    async def computed() -> list[float]:
+        return [await sample(server.metrics_port, "corolla_hop_tokens_total") for server in swarm.servers]
+
+    session_id = (await clients[0].create_session()).session_id
+    first = await clients[0].generate(TURNS[0], session=session_id, **OPTIONS)
+    before = await computed()
+    second = await clients[1].generate(TURNS[1], session=session_id, **OPTIONS)
+    new = [now - then for now, then in zip(await computed(), before, strict=True)]
+    held = first.usage.prompt_tokens + first.usage.completion_tokens - 1
+    assert second.usage.cached_tokens == held
+    assert new == [second.usage.prompt_tokens - held + second.usage.completion_tokens - 1] * 2
+    await clients[1].delete_session(session_id)
+
+
+async def test_a_sampler_goes_on_where_the_other_client_left_it(clients: list[AsyncClient]) -> None:
+    answers = []
+    for order in ((0, 0), (0, 1)):
+        session_id = (await clients[0].create_session()).session_id
+        await clients[order[0]].generate(TURNS[0], session=session_id, temperature=1.0, seed=8, **OPTIONS)
+        more = await clients[order[1]].generate(TURNS[1], session=session_id, temperature=1.0, **OPTIONS)
+        answers.append(more.token_ids)
+        await clients[0].delete_session(session_id)
+    assert answers[0] == answers[1]
+
+
+async def test_one_turn_at_a_time_whichever_client_it_runs_on(swarm: Swarm, clients: list[AsyncClient]) -> None:
+    async with clients[0].chat() as chat, open_channel(swarm.address_of(1)) as channel:
+        running = await chat.stream(TURNS[0], max_tokens=300, ignore_eos=True)
+        await anext(running)
+        message = pb.ChatMessage(role="user", content="hi")
+        request = pb.ChatRequest(session_id=await chat.open(), messages=[message])
+        refused = await refusal(channel, "Chat", request)
+        assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
+        assert refused.retry_after_s > 0
+
+
+async def test_a_client_that_goes_takes_no_conversation_with_it(swarm: Swarm, clients: list[AsyncClient]) -> None:
+    leaving = await swarm.add_client()
+    expected = await converse(clients, [0, 0, 0, 0])
+    async with AsyncClient(f"127.0.0.1:{leaving.port}") as client:
+        session_id = (await client.create_session()).session_id
+        chat = client.chat(session=session_id)
+        got = [await chat.send(text, **OPTIONS) for text in TURNS[:2]]
+    await swarm.clients.pop().stop()
+    chat = clients[1].chat(session=session_id)
+    got += [await chat.send(text, **OPTIONS) for text in TURNS[2:]]
+    assert [reply.token_ids for reply in got] == [reply.token_ids for reply in expected]
+    assert got[2].usage.cached_tokens == expected[2].usage.cached_tokens > 0
+    await clients[1].delete_session(session_id)
