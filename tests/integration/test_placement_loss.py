@@ -114,7 +114,7 @@ async def test_a_hop_lost_in_mid_answer_is_a_typed_error_and_other_chains_go_on(
         swarm.connect() as client,
         open_channel(swarm.address) as channel,
     ):
-        undisturbed = await client.generate(PROMPT, max_tokens=1000, ignore_eos=True)
+        undisturbed = await client.generate(PROMPT, max_tokens=500, ignore_eos=True)
         session_id = (await client.create_session()).session_id
         await client.generate(PROMPT, max_tokens=4, session=session_id)
         stopping = pb.StoppingParameters(max_tokens=5000, ignore_eos=True)
@@ -131,7 +131,7 @@ async def test_a_hop_lost_in_mid_answer_is_a_typed_error_and_other_chains_go_on(
         streams: list[AsyncStream] = []
         while other._sessions is None or not len(other._sessions):
             assert len(streams) < 40, "the planner leaves the new server alone"
-            streams.append(client.stream(PROMPT, max_tokens=1000, ignore_eos=True))
+            streams.append(client.stream(PROMPT, max_tokens=500, ignore_eos=True))
             await anext(streams[-1])
         await crash(swarm.servers[1])
         for refused in await asyncio.gather(*ending):

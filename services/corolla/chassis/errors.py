@@ -87,6 +87,7 @@ class ResourceNotFound(CorollaError):
     """Becomes `google.rpc.ResourceInfo`. A foreign owner's resource is not found, too: existence is not disclosed."""
 
     code = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
     resource_type: ClassVar[str] = "resource"
 
     def __init__(self, message: str, resource_name: str = "") -> None:

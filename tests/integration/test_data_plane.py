@@ -1,0 +1,217 @@
+"""A block server against callers that do not keep to the protocol: each is told, and no other is harmed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+import torch
+from google.protobuf.message import Message
+
+from corolla.chassis.channels import open_channel
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+from corolla.wire.frames import decode, encode, join
+from corolla.wire.tensors import to_payload
+from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
+from tests.integration.refusals import refusal_of
+from tests.integration.swarm import Swarm
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SESSION = b"s" * 16
+ALL = common_pb2.BlockSpan(start=0, end=5)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+    folder = tmp_path_factory.mktemp("data-plane")
+    model = make_tiny_checkpoint("llama", folder / "tiny")
+    async with Swarm(folder, model, ["0:5"]) as swarm:
+        yield swarm
+
+
+class Caller:
+    """One raw stream to a block server."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self._frames: list[Message] = []
+
+    async def send(self, *frames: Message | tuple[Message, bytes]) -> None:
+        parts = [encode(*frame) if isinstance(frame, tuple) else encode(frame) for frame in frames]
+        await self.call.write(join(parts))
+
+    async def answer(self) -> Any:
+        async with asyncio.timeout(5):
+            while not self._frames:
+                self._frames += [frame.control for frame in decode(await self.call.read())]
+        return self._frames.pop(0)
+
+
+@asynccontextmanager
+async def calling(swarm: Swarm, client_id: bytes = b"c" * 16) -> AsyncIterator[Caller]:
+    (status,) = await swarm.statuses()
+    async with open_channel(swarm.servers[0].address) as channel:
+        untyped: Any = channel
+        caller = Caller(untyped.stream_stream("/corolla.v1.BlockService/Exchange")())
+        await caller.send(pb.Hello(client_id=client_id, fingerprint=status.fingerprint))
+        welcome = await caller.answer()
+        assert (welcome.span, welcome.dtype) == (ALL, pb.TENSOR_TYPE_FLOAT32)
+        yield caller
+        caller.call.cancel()
+    await swarm.until_empty()
+
+
+def an_open(**changes: Any) -> pb.Open:
+    fields = {"request_id": 1, "session_id": SESSION, "epoch": 1, "tenant": "t", "max_tokens": 64, "blocks": ALL}
+    return pb.Open(**{**fields, "lease_ms": 60_000, "transient": True, **changes})
+
+
+def a_step(num_tokens: int = 3, *, position: int = 0, session_id: bytes = SESSION, epoch: int = 1,
+           step_id: int = 1, payload: bytes | None = None, **changes: Any) -> tuple[pb.Step, bytes]:  # fmt: skip
+    row = pb.StepRow(session_id=session_id, epoch=epoch, position=position, num_tokens=num_tokens, num_result_tokens=1)
+    fields = {"rows": [row], "dtype": pb.TENSOR_TYPE_FLOAT32, "hidden_size": HIDDEN_SIZE, "blocks": ALL}
+    step = pb.Step(**{"step_id": step_id, "client_id": b"c" * 16, **fields, **changes})
+    return step, bytes(to_payload(torch.ones(num_tokens, HIDDEN_SIZE))) if payload is None else payload
+
+
+async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
+    """How the server ended a stream."""
+    with suppress(grpc.aio.AioRpcError):
+        async with asyncio.timeout(5):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    metadata = await call.initial_metadata(), await call.trailing_metadata()
+    refused = refusal_of(grpc.aio.AioRpcError(await call.code(), *metadata))
+    return refused.code, refused.reason
+
+
+BAD_STEPS: dict[str, tuple[tuple[pb.Step, bytes], str]] = {
+    "payload too short": (a_step(payload=bytes(8)), "MALFORMED_MESSAGE"),
+    "payload too long": (a_step(payload=bytes(4096)), "MALFORMED_MESSAGE"),
+    "no payload": (a_step(payload=b""), "MALFORMED_MESSAGE"),
+    "no rows": (a_step(rows=[]), "MALFORMED_MESSAGE"),
+    "no tokens": (a_step(0), "MALFORMED_MESSAGE"),
+    "too many tokens": (a_step(10_000), "MALFORMED_MESSAGE"),
+    "other dtype": (a_step(dtype=pb.TENSOR_TYPE_BFLOAT16), "MALFORMED_MESSAGE"),
+    "other hidden size": (a_step(hidden_size=HIDDEN_SIZE + 1), "MALFORMED_MESSAGE"),
+    "blocks of others": (a_step(blocks=common_pb2.BlockSpan(start=0, end=6)), "MALFORMED_MESSAGE"),
+    "no blocks": (a_step(blocks=common_pb2.BlockSpan(start=2, end=2)), "MALFORMED_MESSAGE"),
+    "other blocks than opened": (a_step(blocks=common_pb2.BlockSpan(start=0, end=3)), "HOP_SESSION_LOST"),
+    "in another's name": (a_step(client_id=b"d" * 16), "MALFORMED_MESSAGE"),
+    "a route with a gap": (
+        a_step(
+            blocks=common_pb2.BlockSpan(start=0, end=2),
+            route=[common_pb2.Hop(address="127.0.0.1:1", span=common_pb2.BlockSpan(start=3, end=5))],
+        ),
+        "MALFORMED_MESSAGE",
+    ),
+    "unknown session": (a_step(session_id=b"u" * 16), "HOP_SESSION_LOST"),
+    "older epoch": (a_step(epoch=0), "STALE_EPOCH"),
+    "later epoch": (a_step(epoch=2), "STALE_EPOCH"),
+    "a gap": (a_step(position=5), "POSITION_GAP"),
+    "beyond its pages": (a_step(100), "OUT_OF_PAGES"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+async def test_a_bad_step_is_told_and_harms_neither_stream_nor_neighbours(name: str, swarm: Swarm) -> None:
+    (bad, payload), reason = BAD_STEPS[name]
+    async with calling(swarm) as caller, swarm.connect() as client:
+        expected = await client.generate("the thin man", max_tokens=60, ignore_eos=True)
+        await caller.send(an_open())
+        assert (await caller.answer()).num_cached_tokens == 0
+        running = asyncio.create_task(client.generate("the thin man", max_tokens=60, ignore_eos=True))
+        for _ in range(10):
+            await caller.send((bad, payload))
+            fault = await caller.answer()
+            assert (type(fault), fault.reason, fault.step_id) == (pb.Fault, reason, 1)
+            if reason == "POSITION_GAP":
+                assert fault.metadata["num_cached_tokens"] == "0"
+        assert (await running).token_ids == expected.token_ids
+        await caller.send(a_step(step_id=2))
+        result = await caller.answer()
+        assert (type(result), result.step_id) == (pb.Result, 2)
+
+
+BAD_OPENS = {
+    "no session id": an_open(session_id=b""),
+    "short session id": an_open(session_id=b"s"),
+    "epoch 0": an_open(epoch=0),
+    "no tokens": an_open(max_tokens=0),
+    "no lease": an_open(lease_ms=0),
+    "no blocks": an_open(blocks=common_pb2.BlockSpan()),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPENS)
+async def test_a_bad_open_is_told(name: str, swarm: Swarm) -> None:
+    async with calling(swarm) as caller:
+        await caller.send(BAD_OPENS[name])
+        fault = await caller.answer()
+        assert (fault.reason, fault.request_id) == ("MALFORMED_MESSAGE", 1)
+        await caller.send(an_open(max_tokens=2**31))
+        assert (await caller.answer()).reason == "OUT_OF_PAGES"
+        await caller.send(an_open())
+        assert (await caller.answer()).epoch == 1
+
+
+async def test_positions_are_absolute_and_going_back_truncates(swarm: Swarm) -> None:
+    async with calling(swarm) as caller:
+        await caller.send(an_open(), a_step(4), a_step(1, position=4, step_id=2), a_step(1, position=2, step_id=3))
+        assert isinstance(await caller.answer(), pb.Opened)
+        assert [(await caller.answer()).step_id for _ in range(3)] == [1, 2, 3]
+        await caller.send(a_step(1, position=4, step_id=4))
+        fault = await caller.answer()
+        assert (fault.reason, fault.metadata["num_cached_tokens"]) == ("POSITION_GAP", "3")
+        await caller.send(an_open(epoch=2, resume=True))
+        assert (await caller.answer()).num_cached_tokens == 3
+        await caller.send(an_open(epoch=3, resume=False))
+        assert (await caller.answer()).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"garbage", b"", join([encode(pb.Close())]), join([encode(pb.Welcome())])],
+    ids=["garbage", "nothing", "no hello", "not a caller's frame"],
+)
+async def test_a_stream_that_does_not_begin_with_hello_is_ended(swarm: Swarm, data: bytes) -> None:
+    async with open_channel(swarm.servers[0].address) as channel:
+        untyped: Any = channel
+        call = untyped.stream_stream("/corolla.v1.BlockService/Exchange")()
+        await call.write(data)
+        assert await ending(call) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+
+
+async def test_other_weights_are_refused(swarm: Swarm) -> None:
+    async with open_channel(swarm.servers[0].address) as channel:
+        untyped: Any = channel
+        call = untyped.stream_stream("/corolla.v1.BlockService/Exchange")()
+        await call.write(join([encode(pb.Hello(client_id=b"c" * 16, fingerprint="another"))]))
+        assert await ending(call) == (grpc.StatusCode.FAILED_PRECONDITION, "FINGERPRINT_MISMATCH")
+
+
+async def test_garbage_in_a_stream_ends_it_and_frees_what_lived_with_it(swarm: Swarm) -> None:
+    async with calling(swarm) as caller:
+        await caller.send(an_open())
+        await caller.answer()
+        await caller.call.write(b"garbage")
+        assert await ending(caller.call) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+        await swarm.until_empty()
+
+
+async def test_a_caller_that_does_not_read_loses_its_stream(swarm: Swarm) -> None:
+    async with calling(swarm) as caller:
+        await caller.send(an_open())
+        await caller.answer()
+        peer = swarm.servers[0]._peers.get(b"c" * 16)
+        assert peer is not None
+        peer.outbox._max_waiting_bytes = 20_000
+        faults = [a_step(session_id=b"u" * 16, step_id=number) for number in range(2000)]
+        await caller.send(*faults)
+        assert await ending(caller.call) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        await swarm.until_empty()

@@ -1,0 +1,132 @@
+"""The door of every service, over real gRPC: what a servicer raises, and what a caller then reads."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from corolla.chassis.channels import open_channel
+from corolla.chassis.errors import QueueFull
+from corolla.chassis.handlers import service_handler
+from corolla.chassis.metrics import RpcMetrics
+from corolla.chassis.rpc_server import RpcServer
+from corolla.v1 import generation_pb2 as pb
+from tests.integration.refusals import Refusal, refusal
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
+SECRET = "the prompt of somebody"
+
+
+class Servicer:
+    """Fails in all ways. What it is asked for says how."""
+
+    def __init__(self) -> None:
+        self.num_cleanups = 0
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        raise self._failure(request.model)
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateChunk]:
+        try:
+            yield pb.GenerateChunk(text_delta="first")
+            if request.model == "wait":
+                await asyncio.sleep(60)
+            raise self._failure(request.model)
+        finally:
+            self.num_cleanups += 1
+
+    def _failure(self, kind: str) -> Exception:
+        return QueueFull("come again", retry_after_s=2.5) if kind == "typed" else RuntimeError(SECRET)
+
+
+class Running:
+    """A served servicer, and its metrics."""
+
+    def __init__(self, channel: grpc.aio.Channel, servicer: Servicer, registry: CollectorRegistry) -> None:
+        self.channel, self.servicer, self._registry = channel, servicer, registry
+
+    def count(self, name: str, **labels: str) -> float:
+        return self._registry.get_sample_value(name, labels) or 0
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Running]:
+    registry, servicer = CollectorRegistry(), Servicer()
+    server = RpcServer("127.0.0.1", 0, with_reflection=False)
+    server.add(SERVICE, service_handler(SERVICE, servicer, RpcMetrics(registry), max_request_bytes=1000))
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{server.port}") as channel:
+            yield Running(channel, servicer, registry)
+    finally:
+        await server.stop(0)
+
+
+def kinds(refused: Refusal) -> tuple[grpc.StatusCode, str]:
+    return refused.code, refused.reason
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_an_error_of_the_tree_leaves_as_its_status(method: str) -> None:
+    async with running() as service:
+        refused = await refusal(service.channel, method, pb.GenerateRequest(model="typed"))
+        assert kinds(refused) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert (refused.message, refused.retry_after_s) == ("come again", 2.5)
+        assert service.count("corolla_errors_total", reason="QUEUE_FULL") == 1
+        name = f"GenerationService/{method}"
+        assert service.count("corolla_rpcs_total", method=name, code="RESOURCE_EXHAUSTED") == 1
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_any_other_exception_is_internal_and_its_text_goes_nowhere(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with running() as service:
+        refused = await refusal(service.channel, method, pb.GenerateRequest(model="untyped"))
+        assert kinds(refused) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+        assert SECRET not in f"{refused.message}{refused.details}"
+        assert service.count("corolla_errors_total", reason="INTERNAL") == 1
+    (record,) = [record for record in caplog.records if record.message == "unexpected failure"]
+    assert "RuntimeError at test_handlers.py" in vars(record)["where"]
+    assert all(SECRET not in f"{record.getMessage()} {vars(record)} {record.exc_text}" for record in caplog.records)
+
+
+async def test_bytes_that_are_none_and_bytes_that_are_too_many_have_statuses_of_their_own() -> None:
+    async with running() as service:
+        assert kinds(await refusal(service.channel, "Generate", b"\xff")) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "MALFORMED_MESSAGE",
+        )
+        too_long = await refusal(service.channel, "Generate", bytes(1001))
+        assert kinds(too_long) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
+        assert too_long.metadata == {"max_request_bytes": "1000"}
+
+
+async def test_a_method_that_is_not_served_is_unimplemented() -> None:
+    async with running() as service:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await service.channel.unary_unary("/corolla.v1.GenerationService/Tokenize")(b"")  # type: ignore[arg-type]
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_caller_who_leaves_has_the_servicer_clean_up_at_once() -> None:
+    async with running() as service:
+        untyped: Any = service.channel
+        call = untyped.unary_stream("/corolla.v1.GenerationService/GenerateStream")(
+            pb.GenerateRequest(model="wait").SerializeToString()
+        )
+        assert await call.read()
+        call.cancel()
+        for _ in range(100):
+            if service.servicer.num_cleanups:
+                break
+            await asyncio.sleep(0.01)
+        assert service.servicer.num_cleanups == 1
+        name = "GenerationService/GenerateStream"
+        assert service.count("corolla_rpcs_total", method=name, code="CANCELLED") == 1

@@ -1,0 +1,91 @@
+import asyncio
+import logging
+import os
+import signal
+
+import pytest
+from pydantic import Field
+
+from corolla.chassis.errors import SettingsError, StartupError
+from corolla.chassis.lifecycle import EXIT_STARTUP, TaskGroup, run_service
+from corolla.chassis.settings import ServiceSettings, load
+
+
+class OwnSettings(ServiceSettings):
+    """Of the services below."""
+
+    size: int = Field(1, ge=1, description="Some size.")
+
+
+class Recorded:
+    """Keeps what was asked of it; its start does what the test says."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+        self.asked: list[str] = []
+
+    async def start(self) -> None:
+        self.asked.append("start")
+        if self.failure is not None:
+            raise self.failure
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def stop(self) -> None:
+        self.asked.append("stop")
+
+
+def test_a_service_runs_until_a_signal_and_is_stopped() -> None:
+    service = Recorded()
+    assert run_service(OwnSettings, lambda _: service) == 0
+    assert service.asked == ["start", "stop"]
+
+
+def test_a_start_that_fails_says_so_in_a_sentence_and_frees_what_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    service = Recorded(StartupError("the port is taken; choose another"))
+    assert run_service(OwnSettings, lambda _: service) == EXIT_STARTUP
+    assert service.asked == ["start", "stop"]
+    assert capsys.readouterr().err == "corolla: the port is taken; choose another\n"
+
+
+def test_a_bad_setting_ends_the_start_and_names_key_and_value(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COROLLA_SIZE", "none")
+    service = Recorded()
+    assert run_service(OwnSettings, lambda _: service) == EXIT_STARTUP
+    assert not service.asked
+    assert "COROLLA_SIZE='none'" in capsys.readouterr().err
+
+
+def test_overrides_win_over_the_environment_and_all_bad_keys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_SIZE", "3")
+    assert load(OwnSettings).size == 3
+    assert load(OwnSettings, size=5, host=None).size == 5
+    monkeypatch.setenv("COROLLA_GRACE_S", "-1")
+    with pytest.raises(SettingsError, match=r"COROLLA_SIZE=0.*") as caught:
+        load(OwnSettings, size=0)
+    assert "COROLLA_GRACE_S='-1'" in caught.value.message
+
+
+async def test_a_group_ends_its_tasks_and_notes_those_that_fail(caplog: pytest.LogCaptureFixture) -> None:
+    group = TaskGroup()
+    ended: list[str] = []
+
+    async def wait() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("waiting")
+
+    async def fail() -> None:
+        raise RuntimeError("what a prompt says")
+
+    waiting = group.start(wait(), "waiting")
+    with caplog.at_level(logging.ERROR):
+        await asyncio.wait({group.start(fail(), "failing")})
+        await asyncio.sleep(0)
+    assert "background task failed" in caplog.text
+    assert "what a prompt says" not in caplog.text
+    await group.close()
+    assert waiting.cancelled()
+    assert ended == ["waiting"]

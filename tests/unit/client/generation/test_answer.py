@@ -1,0 +1,93 @@
+"""An answer as it grows, over a real tokenizer: tokens, text and the end."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.sampling import SampledToken
+from corolla.client.generation.stopping import FinishReason, StopDecider
+from corolla.client.text.tokenizer import TextTokenizer
+from tests.checkpoints import EOS, make_tokenizer
+
+TOKENIZER = TextTokenizer(make_tokenizer())
+EOS_ID = TOKENIZER.encode(EOS, add_special_tokens=False)[0]
+PROMPT = TOKENIZER.encode("the thin man", add_special_tokens=False)
+ENOUGH = 1000
+
+
+def grown(
+    token_ids: list[int], *, max_tokens: int = ENOUGH, stop: tuple[str, ...] = (), ignore_eos: bool = False,
+    time_limit_s: float | None = None,
+) -> tuple[Answer, list[Delta]]:  # fmt: skip
+    """An answer of these tokens, one second each, up to its end."""
+    decider = StopDecider(
+        max_new_tokens=max_tokens, eos_token_ids=frozenset({EOS_ID}), ignore_eos=ignore_eos, time_limit_s=time_limit_s
+    )
+    answer = Answer(TOKENIZER, PROMPT, decider, stop)
+    deltas: list[Delta] = []
+    for number, token_id in enumerate(token_ids):
+        deltas.append(answer.push(SampledToken(token_id), float(number)))
+        if deltas[-1].finish_reason is not None:
+            break
+    return answer, deltas
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=30))
+def test_the_text_is_that_of_the_tokens_and_no_character_is_cut(text: str) -> None:
+    answer, deltas = grown(ids(text), max_tokens=len(ids(text)))
+    assert answer.text == "".join(delta.text for delta in deltas) == text
+    assert "\ufffd" not in answer.text or "\ufffd" in text
+    assert answer.token_ids == ids(text)
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [FinishReason.LENGTH]
+
+
+@given(st.text("abc ", min_size=1, max_size=30), st.lists(st.text("abc ", min_size=1, max_size=4), max_size=3))
+def test_no_part_of_a_stop_sequence_is_ever_seen(text: str, stop: list[str]) -> None:
+    answer, deltas = grown(ids(text), stop=tuple(stop), max_tokens=len(ids(text)))
+    ends = [text.find(each) + len(each) for each in stop if each in text]
+    if ends:
+        assert deltas[-1].finish_reason is FinishReason.STOP_SEQUENCE
+        assert not any(each in answer.text for each in stop)
+        assert text.startswith(answer.text)
+    else:
+        assert answer.text == text
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_possible_stop_sequence_is_held_back_until_it_is_none() -> None:
+    _, deltas = grown(ids("xSTOx"), stop=("STOP",), max_tokens=5)
+    assert [delta.text for delta in deltas] == ["x", "", "", "", "STOx"]
+
+
+def test_what_was_held_back_comes_with_the_last_token() -> None:
+    answer, deltas = grown(ids("xSTO"), stop=("STOP",), max_tokens=4)
+    assert (deltas[-1].text, deltas[-1].finish_reason) == ("STO", FinishReason.LENGTH)
+    assert answer.text == "xSTO"
+
+
+def test_the_models_own_end_is_a_token_without_text() -> None:
+    answer, deltas = grown([*ids("x"), EOS_ID, *ids("y")])
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("x", None), ("", FinishReason.EOS)]
+    assert answer.token_ids == [*ids("x"), EOS_ID]
+
+
+def test_an_end_that_is_ignored_is_a_token_like_others() -> None:
+    answer, deltas = grown([*ids("x"), EOS_ID, *ids("y")], ignore_eos=True, max_tokens=3)
+    assert (answer.text, deltas[-1].finish_reason) == ("xy", FinishReason.LENGTH)
+
+
+def test_time_runs_out_with_a_token_and_keeps_what_there_is() -> None:
+    answer, deltas = grown(ids("xyzxyz"), time_limit_s=2.0)
+    assert (answer.text, deltas[-1].finish_reason) == ("xyz", FinishReason.TIME_LIMIT)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_bytes_of_a_character_that_never_ends_are_shown_as_such(cut: int) -> None:
+    answer, _ = grown(ids("x\N{GRINNING FACE}")[: 1 + cut], max_tokens=1 + cut)
+    assert answer.text.startswith("x")
+    assert set(answer.text[1:]) == {"\ufffd"}
