@@ -217,7 +217,7 @@ class Engine:
         is_decode = all(step.is_decode for step in steps)
         kind = "decode" if is_decode else "prefill"
         num_rows = sum(len(batch.rows) for batch in admitted)
-        if is_decode:
+        if is_decode and all(step.num_tokens == len(step.session_ids) for step in steps):
             self.decode_step_seconds += 0.1 * (seconds - self.decode_step_seconds)
         self._metrics.step_seconds.labels(kind).observe(seconds)
         self._metrics.batch_rows.observe(num_rows)

@@ -24,6 +24,7 @@ from corolla.wire.tensors import from_payload
 
 _ID_BYTES = 16
 MAX_LEASE_S = 24 * 3600.0
+MAX_VERIFIED_TOKENS = 65
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,7 @@ class BlockServicer:
             raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
         # A step that cannot be read must be refused by itself, not in the middle of a batch with those of others.
         from_payload(frame.payload, step.dtype, num_tokens, step.hidden_size)
-        is_decode = num_tokens == len(step.rows)
+        is_decode = all(map(_is_decode, step.rows))
         return QueuedStep(session_ids, num_tokens, is_decode, blocks, StepWork(step, frame.payload, peer))
 
     def _close(self, frame: Frame, peer: Peer) -> None:
@@ -230,3 +231,8 @@ class BlockServicer:
         """The client's stream ended; if it has not come back by now, what lived only with it is freed."""
         if self._peers.get(client_id) is None:
             self._sessions.close_transient(client_id)
+
+
+def _is_decode(row: pb.StepRow) -> bool:
+    """A next token, or one with guesses to check: somebody waits for it. A chunk of a prompt may wait."""
+    return row.num_tokens == 1 or row.num_tokens == row.num_result_tokens <= MAX_VERIFIED_TOKENS

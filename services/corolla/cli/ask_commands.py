@@ -44,6 +44,7 @@ def generate(
     stop: ask.Stop = None,
     ignore_eos: ask.IgnoreEos = False,
     time_limit: ask.TimeLimit = None,
+    speculation: ask.Speculation = None,
 ) -> int:
     """Completes a text.
 
@@ -56,6 +57,7 @@ def generate(
         model=model, logprobs=logprobs, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty, seed=seed, stop=stop, ignore_eos=ignore_eos, time_limit_s=time_limit,
+        speculation=speculation,
     )  # fmt: skip
     with Client(server, api_key=api_key, timeout=timeout) as client:
         return run_generate(client, prompt, n, options, streams=stream, as_json=json)
@@ -80,6 +82,7 @@ def chat(
     seed: ask.Seed = None,
     stop: ask.Stop = None,
     time_limit: ask.TimeLimit = None,
+    speculation: ask.Speculation = None,
 ) -> int:
     """Talks with the model, which remembers the conversation.
 
@@ -92,7 +95,7 @@ def chat(
     options = ask.given(
         model=model, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        seed=seed, stop=stop, time_limit_s=time_limit,
+        seed=seed, stop=stop, time_limit_s=time_limit, speculation=speculation,
     )  # fmt: skip
     with Client(server, api_key=api_key, timeout=timeout) as client:
         return run_chat(client, system, session, options, as_json=json)

@@ -48,6 +48,9 @@ Seed = Annotated[int | None, _answer("seed", "The same seed gives the same answe
 Stop = Annotated[list[str] | None, _answer("stop", "End before this text; may be given several times.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.", rich_help_panel=_ANSWER)]
 TimeLimit = Annotated[float | None, _answer("time-limit", "End with what there is after this many seconds.")]
+Speculation = Annotated[
+    str | None, _answer("speculation", "Guess ahead: off, prompt_lookup or draft_model. Tokens stay the same.")
+]
 
 
 def given(**options: Any) -> dict[str, Any]:

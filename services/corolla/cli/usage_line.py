@@ -19,6 +19,8 @@ def usage_text(usage: Usage, finish_reason: FinishReason | None = None) -> str:
     parts.append(f"first after {usage.time_to_first_token_s:.2f} s")
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached")
+    if usage.drafted_tokens:
+        parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} guesses right")
     if usage.recoveries:
         parts.append(f"{usage.recoveries} recoveries took {usage.stall_s:.2f} s")
     if finish_reason in _NOTES:

@@ -53,6 +53,12 @@ class ClientMetrics:
             "Tokens of a session's log processed again: a cache was gone.",
             registry=registry,
         )
+        self.drafted_tokens = Counter(
+            "corolla_drafted_tokens", "Tokens guessed and checked by speculation.", registry=registry
+        )
+        self.accepted_tokens = Counter(
+            "corolla_accepted_draft_tokens", "Guessed tokens that were right: steps that were saved.", registry=registry
+        )
         self.success = Counter(
             "corolla_request_success", "Finished answers by why they ended.", ["finished_reason"], registry=registry
         )

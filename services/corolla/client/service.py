@@ -6,7 +6,7 @@ import logging
 import torch
 from transformers import GenerationConfig
 
-from corolla.chassis.errors import CheckpointError
+from corolla.chassis.errors import CheckpointError, SettingsError
 from corolla.chassis.handlers import service_handler
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
@@ -21,6 +21,8 @@ from corolla.client.compute import ComputeThread
 from corolla.client.edges import load_edges
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits
+from corolla.client.generation.draft_model import DraftModel
+from corolla.client.generation.speculator import SpeculationMode, Speculators
 from corolla.client.metrics import ClientMetrics
 from corolla.client.settings import ClientSettings
 from corolla.client.text.chat import ChatTemplate
@@ -82,6 +84,7 @@ class ClientService:
             tokenizer,
             ModelLimits(checkpoint.context_length, settings.default_max_tokens, _eos_token_ids(checkpoint)),
             Admission(settings.max_running_requests, self._metrics),
+            await asyncio.to_thread(self._speculators, checkpoint, tokenizer),
         )
         facts = ModelFacts(
             checkpoint.name, checkpoint.family.model_type, checkpoint.num_blocks, checkpoint.context_length,
@@ -106,6 +109,21 @@ class ClientService:
                 await part.close()
         self._compute.close()
         self._metrics_endpoint.close()
+
+    def _speculators(self, checkpoint: Checkpoint, tokenizer: TextTokenizer) -> Speculators:
+        settings = self.settings
+        mode = SpeculationMode(settings.speculation)
+        draft_model = None
+        if settings.draft_model is not None:
+            draft_model = DraftModel.load(
+                Checkpoint.open(settings.draft_model), tokenizer,
+                vocab_size=checkpoint.vocab_size, dtype=DTYPES[settings.dtype], device=settings.device,
+            )  # fmt: skip
+        elif mode is SpeculationMode.DRAFT_MODEL:
+            raise SettingsError("COROLLA_SPECULATION=draft_model needs COROLLA_DRAFT_MODEL, the model that guesses")
+        return Speculators(
+            self._compute, mode, settings.max_draft_tokens, draft_model, is_adaptive=settings.adaptive_drafts
+        )
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:

@@ -30,3 +30,13 @@ class ClientSettings(ServiceSettings):
         60.0, gt=0, description="Seconds that hops keep a running session that they hear nothing of."
     )
     session_ttl_s: float = Field(1800.0, gt=0, description="Seconds that an idle conversation is kept.")
+    speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
+        "off", description="How answers are guessed ahead where the request does not say; tokens stay the same."
+    )
+    draft_model: str | None = Field(
+        None, description="Checkpoint of a small model with the same tokenizer, run here to guess ahead."
+    )
+    max_draft_tokens: int = Field(16, ge=1, le=64, description="Tokens guessed ahead in one step at most.")
+    adaptive_drafts: bool = Field(
+        True, description="Whether the number of guesses follows their success and cost; else always the most."
+    )

@@ -29,6 +29,9 @@ class ChatOptions(TypedDict, total=False):
         stop: the answer ends before the first of these texts; one or up to 16, each of 1 to 256 characters.
         ignore_eos: go on after end-of-sequence tokens.
         time_limit_s: end with what there is after this many seconds.
+        speculation: how the answer is guessed ahead, which changes its speed and none of its tokens: "off",
+            "prompt_lookup" or "draft_model"; the service's own choice otherwise.
+        max_draft_tokens: tokens guessed in one step at most, 1 to 64.
         logprobs: report each token's log-probability, and those of this many most likely tokens (0 to 20).
         model: empty takes the only model that the service has.
         timeout: seconds after which the call fails with DeadlineExceeded; the client's own default otherwise.
@@ -46,6 +49,8 @@ class ChatOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     ignore_eos: bool
     time_limit_s: float | None
+    speculation: str | None
+    max_draft_tokens: int | None
     logprobs: int | None
     model: str
     timeout: float | None
@@ -105,12 +110,24 @@ def tokenize_request(
 
 _SAMPLING = tuple(field.name for field in pb.SamplingParameters.DESCRIPTOR.fields)
 
+_SPECULATION_MODES = {
+    "off": pb.SPECULATION_MODE_OFF,
+    "prompt_lookup": pb.SPECULATION_MODE_PROMPT_LOOKUP,
+    "draft_model": pb.SPECULATION_MODE_DRAFT_MODEL,
+}
+
 
 def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[str, Any]) -> None:
     _set(request, "model", options.get("model"), "model")
     _set(request, "logprobs", options.get("logprobs"), "logprobs")
     for name in _SAMPLING:
         _set(request.sampling, name, options.get(name), name)
+    speculation = options.get("speculation")
+    if speculation is not None:
+        if speculation not in _SPECULATION_MODES:
+            raise InvalidRequest("speculation", f"must be one of {', '.join(_SPECULATION_MODES)}")
+        request.speculation.mode = _SPECULATION_MODES[speculation]
+    _set(request.speculation, "max_draft_tokens", options.get("max_draft_tokens"), "max_draft_tokens")
     stopping = request.stopping
     _set(stopping, "max_tokens", options.get("max_tokens"), "max_tokens")
     _set(stopping, "ignore_eos", options.get("ignore_eos"), "ignore_eos")

@@ -23,6 +23,8 @@ def usage(message: pb.Usage) -> results.Usage:
         stall_s=message.stall_seconds,
         time_to_first_token_s=message.time_to_first_token_seconds,
         total_s=message.total_seconds,
+        drafted_tokens=message.drafted_tokens,
+        accepted_tokens=message.accepted_tokens,
     )
 
 

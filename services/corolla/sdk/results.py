@@ -26,6 +26,8 @@ class Usage:
         stall_s: seconds that those replacements stalled it.
         time_to_first_token_s: seconds from the request's arrival to the first token.
         total_s: seconds from the request's arrival to the last token.
+        drafted_tokens: tokens guessed by speculation.
+        accepted_tokens: those of them that were right; each saved a pass through the chain.
     """
 
     prompt_tokens: int
@@ -35,6 +37,8 @@ class Usage:
     stall_s: float
     time_to_first_token_s: float
     total_s: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def tokens_per_s(self) -> float:

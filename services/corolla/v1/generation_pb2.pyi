@@ -25,6 +25,31 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _SpeculationMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SpeculationModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SpeculationMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SPECULATION_MODE_UNSPECIFIED: _SpeculationMode.ValueType  # 0
+    """The service's default."""
+    SPECULATION_MODE_OFF: _SpeculationMode.ValueType  # 1
+    SPECULATION_MODE_PROMPT_LOOKUP: _SpeculationMode.ValueType  # 2
+    """Guess what followed the last time that the text ran like this: for answers that quote or rewrite."""
+    SPECULATION_MODE_DRAFT_MODEL: _SpeculationMode.ValueType  # 3
+    """Guess by the small model that the service was given; refused where it has none."""
+
+class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper): ...
+
+SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ValueType  # 0
+"""The service's default."""
+SPECULATION_MODE_OFF: SpeculationMode.ValueType  # 1
+SPECULATION_MODE_PROMPT_LOOKUP: SpeculationMode.ValueType  # 2
+"""Guess what followed the last time that the text ran like this: for answers that quote or rewrite."""
+SPECULATION_MODE_DRAFT_MODEL: SpeculationMode.ValueType  # 3
+"""Guess by the small model that the service was given; refused where it has none."""
+Global___SpeculationMode: _TypeAlias = SpeculationMode  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -173,6 +198,35 @@ class StoppingParameters(_message.Message):
 Global___StoppingParameters: _TypeAlias = StoppingParameters  # noqa: Y015
 
 @_typing.final
+class SpeculationParameters(_message.Message):
+    """Whether the next tokens are guessed and several of them checked in one pass through the chain. The answer's tokens
+    are the same with and without, seeded sampling included. The number of guesses follows their success.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    mode: Global___SpeculationMode.ValueType
+    max_draft_tokens: _builtins.int
+    """Tokens guessed in one step at most, 1 to 64; the service's own limit holds besides."""
+    def __init__(
+        self,
+        *,
+        mode: Global___SpeculationMode.ValueType = ...,
+        max_draft_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens", "mode", b"mode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
+
+Global___SpeculationParameters: _TypeAlias = SpeculationParameters  # noqa: Y015
+
+@_typing.final
 class TokenIds(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -204,6 +258,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NUM_COMPLETIONS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model that the service has."""
     text: _builtins.str
@@ -221,6 +276,8 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParameters: ...
     @_builtins.property
     def stopping(self) -> Global___StoppingParameters: ...
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationParameters: ...
     def __init__(
         self,
         *,
@@ -232,10 +289,11 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         num_completions: _builtins.int | None = ...,
         logprobs: _builtins.int | None = ...,
+        speculation: Global___SpeculationParameters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "num_completions", b"num_completions", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "num_completions", b"num_completions", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "sampling", b"sampling", "session_id", b"session_id", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -294,6 +352,8 @@ class Usage(_message.Message):
     STALL_SECONDS_FIELD_NUMBER: _builtins.int
     TIME_TO_FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -303,6 +363,9 @@ class Usage(_message.Message):
     stall_seconds: _builtins.float
     time_to_first_token_seconds: _builtins.float
     total_seconds: _builtins.float
+    drafted_tokens: _builtins.int
+    """Tokens guessed by speculation, and those of them that were right: each saved a pass through the chain."""
+    accepted_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -313,10 +376,12 @@ class Usage(_message.Message):
         stall_seconds: _builtins.float = ...,
         time_to_first_token_seconds: _builtins.float = ...,
         total_seconds: _builtins.float = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "recoveries", b"recoveries", "stall_seconds", b"stall_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "total_seconds", b"total_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "recoveries", b"recoveries", "stall_seconds", b"stall_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "total_seconds", b"total_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -458,6 +523,7 @@ class ChatRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     session_id: _builtins.str
     logprobs: _builtins.int
@@ -469,6 +535,8 @@ class ChatRequest(_message.Message):
     def sampling(self) -> Global___SamplingParameters: ...
     @_builtins.property
     def stopping(self) -> Global___StoppingParameters: ...
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationParameters: ...
     def __init__(
         self,
         *,
@@ -478,10 +546,11 @@ class ChatRequest(_message.Message):
         sampling: Global___SamplingParameters | None = ...,
         stopping: Global___StoppingParameters | None = ...,
         logprobs: _builtins.int | None = ...,
+        speculation: Global___SpeculationParameters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "sampling", b"sampling", "session_id", b"session_id", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

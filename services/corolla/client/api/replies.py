@@ -31,6 +31,8 @@ def usage(counted: Usage) -> pb.Usage:
         stall_seconds=counted.stall_s,
         time_to_first_token_seconds=counted.time_to_first_token_s,
         total_seconds=counted.elapsed_s,
+        drafted_tokens=counted.drafted_tokens,
+        accepted_tokens=counted.accepted_tokens,
     )
 
 

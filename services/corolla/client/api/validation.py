@@ -7,6 +7,8 @@ from typing import Final
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.client.generation.options import AnswerOptions
 from corolla.client.generation.sampling import SamplingParams
+from corolla.client.generation.speculation import MAX_DRAFT_TOKENS
+from corolla.client.generation.speculator import SpeculationMode, SpeculationOptions
 from corolla.client.text.chat import Message
 from corolla.v1 import generation_pb2 as pb
 
@@ -14,6 +16,13 @@ MAX_COMPLETIONS: Final = 16
 MAX_STOP_SEQUENCES: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_TIME_LIMIT_MS: Final = 24 * 3600 * 1000
+
+_SPECULATION_MODES: Final[dict[pb.SpeculationMode.ValueType, SpeculationMode | None]] = {
+    pb.SPECULATION_MODE_UNSPECIFIED: None,
+    pb.SPECULATION_MODE_OFF: SpeculationMode.OFF,
+    pb.SPECULATION_MODE_PROMPT_LOOKUP: SpeculationMode.PROMPT_LOOKUP,
+    pb.SPECULATION_MODE_DRAFT_MODEL: SpeculationMode.DRAFT_MODEL,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ def prompt_call(request: pb.GenerateRequest, vocab_size: int) -> PromptCall:
     logprobs = request.logprobs if request.HasField("logprobs") else None
     return PromptCall(
         prompt=_prompt(request, vocab_size),
-        options=_options(request.sampling, request.stopping, logprobs),
+        options=_options(request, logprobs),
         session_id=request.session_id,
         num_completions=num_completions,
     )
@@ -62,7 +71,7 @@ def chat_call(request: pb.ChatRequest) -> ChatCall:
     logprobs = request.logprobs if request.HasField("logprobs") else None
     return ChatCall(
         messages=messages(request.messages),
-        options=_options(request.sampling, request.stopping, logprobs),
+        options=_options(request, logprobs),
         session_id=request.session_id,
     )
 
@@ -89,9 +98,8 @@ def _prompt(request: pb.GenerateRequest, vocab_size: int) -> str | Sequence[int]
     raise InvalidRequest("prompt", "one of text and tokens must be set")
 
 
-def _options(
-    sampling: pb.SamplingParameters, stopping: pb.StoppingParameters, num_logprobs: int | None
-) -> AnswerOptions:
+def _options(request: pb.GenerateRequest | pb.ChatRequest, num_logprobs: int | None) -> AnswerOptions:
+    sampling, stopping, speculation = request.sampling, request.stopping, request.speculation
     violations: list[tuple[str, str]] = []
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
     if max_tokens is not None and max_tokens < 1:
@@ -106,6 +114,11 @@ def _options(
         for index, sequence in enumerate(stopping.stop)
         if not 1 <= len(sequence) <= MAX_STOP_CHARS
     ]
+    max_draft_tokens = speculation.max_draft_tokens if speculation.HasField("max_draft_tokens") else None
+    if max_draft_tokens is not None and not 1 <= max_draft_tokens <= MAX_DRAFT_TOKENS:
+        violations.append(("speculation.max_draft_tokens", f"must be between 1 and {MAX_DRAFT_TOKENS}"))
+    if speculation.mode not in _SPECULATION_MODES:
+        violations.append(("speculation.mode", "is none that this service knows"))
     params = SamplingParams()
     try:
         params = _sampling(sampling, num_logprobs)
@@ -120,6 +133,7 @@ def _options(
         stop_sequences=tuple(stopping.stop),
         ignore_eos=stopping.ignore_eos,
         time_limit_s=None if time_limit_ms is None else time_limit_ms / 1000,
+        speculation=SpeculationOptions(_SPECULATION_MODES[speculation.mode], max_draft_tokens),
     )
 
 

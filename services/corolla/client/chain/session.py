@@ -98,6 +98,31 @@ class ChainSession:
         self.position += 1
         return logits
 
+    @property
+    def max_guesses(self) -> int:
+        """How many guesses a hop takes in one step."""
+        return self._chunk_tokens - 1
+
+    async def verify(self, token_id: int, guesses: Sequence[int]) -> torch.Tensor:
+        """Processes one token and guesses at those that follow it, in one step.
+
+        The position moves by one: what the hops hold of guesses counts only once `accept` says so. What is not
+        accepted, they forget at the next step, which begins where it was.
+
+        Returns:
+            Float32 logits `[1 + len(guesses), V]`, after the token and after each guess.
+        """
+        # The gang must not wait for a session that steps by itself.
+        self.leave_gang()
+        token_ids = [token_id, *guesses]
+        future = await self._send_chunk(token_ids, self.position, len(token_ids))
+        result = await self._arrived(1, future)
+        return await self._compute.run(head, self._edges, [result])
+
+    def accept(self, num_guesses: int) -> None:
+        """So many of the last step's guesses, from the first on, are the text's own tokens."""
+        self.position += num_guesses
+
     def park(self, position: int, *, earlier: common_pb2.Chain, recorded: common_pb2.Chain) -> None:
         """Ends a turn: the hops keep the first `position` tokens for the next one, as long as they have room.
 

@@ -72,6 +72,13 @@ class RequestMeter:
             self._metrics.time_to_first_token.observe(self._usage.time_to_first_token_s)
         self._metrics.generation_tokens.inc()
 
+    def draft(self, num_drafted: int, num_accepted: int) -> None:
+        """A step carried guesses, of which so many were right."""
+        self._usage.drafted_tokens += num_drafted
+        self._usage.accepted_tokens += num_accepted
+        self._metrics.drafted_tokens.inc(num_drafted)
+        self._metrics.accepted_tokens.inc(num_accepted)
+
     def finished(self, reason: FinishReason) -> None:
         self._metrics.success.labels(reason.value).inc()
         self._metrics.e2e.observe(self._usage.elapsed_s)

@@ -37,6 +37,11 @@ class Answer:
         self._matcher = StopMatcher(stop_sequences)
 
     @property
+    def num_tokens_left(self) -> int:
+        """How many more it may have."""
+        return self._decider.max_new_tokens - len(self.token_ids)
+
+    @property
     def text(self) -> str:
         """All text so far."""
         return "".join(self._parts)

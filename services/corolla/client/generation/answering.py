@@ -19,6 +19,7 @@ from corolla.client.generation.loop import generate
 from corolla.client.generation.merge import merge
 from corolla.client.generation.options import AnswerOptions
 from corolla.client.generation.sampling import Sampler
+from corolla.client.generation.speculator import Speculator, Speculators
 from corolla.client.generation.stopping import StopDecider
 from corolla.client.generation.usage import Usage
 from corolla.client.text.tokenizer import TextTokenizer
@@ -52,6 +53,7 @@ class Answering:
         tokenizer: TextTokenizer,
         limits: ModelLimits,
         admission: Admission,
+        speculators: Speculators,
     ) -> None:
         self._opener = opener
         self._transcripts = transcripts
@@ -59,6 +61,7 @@ class Answering:
         self._tokenizer = tokenizer
         self._limits = limits
         self._admission = admission
+        self._speculators = speculators
 
     async def complete(
         self, tenant: str, prompt_ids: Sequence[int], options: AnswerOptions, num_completions: int, usage: Usage
@@ -68,6 +71,7 @@ class Answering:
         Yields:
             `(index, delta)` as they come; of each index the last has a finish reason.
         """
+        self._speculators.check(options.speculation)
         max_tokens = self._max_tokens(len(prompt_ids), options)
         with self._admission.request(usage) as meter:
             answers = [
@@ -88,6 +92,7 @@ class Answering:
         usage: Usage,
     ) -> AsyncGenerator[Delta, None]:
         """Runs one turn of a session. If it does not finish, the session stays as it was before."""
+        self._speculators.check(options.speculation)
         with self._admission.request(usage) as meter:
             async with self._transcripts.turn(session_id, tenant) as turn:
                 record = turn.record
@@ -110,7 +115,8 @@ class Answering:
                         meter.prompt(len(prompt_ids), position, min(num_kept_tokens, record.position) - position)
                         sampler = self._sampler(options, prompt_ids, record.sampler_state)
                         answer = self._answer(prompt_ids, max_tokens, options)
-                        deltas = self._deltas(session, sampler, answer, prompt_ids[position:], 0, meter)
+                        speculator = self._speculators.make(options.speculation, sampler, prompt_ids, meter.draft)
+                        deltas = self._deltas(session, sampler, answer, prompt_ids[position:], 0, meter, speculator)
                         async with aclosing(deltas):
                             async for delta in deltas:
                                 if delta.finish_reason is not None:
@@ -139,7 +145,9 @@ class Answering:
                     meter.prompt(len(prompt_ids), 0, 0)
                 sampler = self._sampler(options, prompt_ids, b"")
                 answer = self._answer(prompt_ids, max_tokens, options)
-                async with aclosing(self._deltas(session, sampler, answer, prompt_ids, index, meter)) as deltas:
+                speculator = self._speculators.make(options.speculation, sampler, prompt_ids, meter.draft)
+                deltas = self._deltas(session, sampler, answer, prompt_ids, index, meter, speculator)
+                async with aclosing(deltas):
                     async for delta in deltas:
                         yield index, delta
             finally:
@@ -153,9 +161,10 @@ class Answering:
         new_prompt_ids: Sequence[int],
         index: int,
         meter: RequestMeter,
+        speculator: Speculator | None,
     ) -> AsyncGenerator[Delta, None]:
         async with aclosing(
-            generate(session, self._compute, sampler, answer, new_prompt_ids, meter.started_s)
+            generate(session, self._compute, sampler, answer, new_prompt_ids, meter.started_s, speculator)
         ) as deltas:
             async for delta in deltas:
                 meter.token(index)

@@ -1,8 +1,9 @@
 """What a caller may say about an answer, checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from corolla.client.generation.sampling import SamplingParams
+from corolla.client.generation.speculator import SpeculationOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +15,4 @@ class AnswerOptions:
     stop_sequences: tuple[str, ...]
     ignore_eos: bool
     time_limit_s: float | None
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)

@@ -3,6 +3,7 @@
 Each new token costs the same, however long the text is: what was seen is a vector over the vocabulary, not a list.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -48,6 +49,13 @@ class TokenPenalties:
 
     def _known(self, token_ids: Iterable[int]) -> Tensor:
         return torch.tensor([i for i in token_ids if i < self._vocabulary_size], dtype=torch.int64)
+
+    def copy(self) -> "TokenPenalties":
+        """The same as they stand; neither notices what is added to the other."""
+        copied = copy.copy(self)
+        copied._is_seen = None if self._is_seen is None else self._is_seen.clone()
+        copied._counts = None if self._counts is None else self._counts.clone()
+        return copied
 
     def apply(self, logits: Tensor) -> Tensor:
         """The penalised scores, float32 [vocabulary]; `logits` stays as it is."""

@@ -1,9 +1,10 @@
 """Which token comes next: the model's logits in, one token out, as `transformers`' own `generate` would choose."""
 
+import copy
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -164,6 +165,16 @@ class Sampler:
             if self._penalties is not None:
                 self._penalties.add(token_id)
             return self._with_logprobs(token_id, logits)
+
+    def fork(self) -> "Sampler":
+        """A sampler that would choose the same next tokens, whatever becomes of this one; without log probabilities."""
+        copied = copy.copy(self)
+        copied.params = replace(self.params, num_logprobs=None)
+        if self._penalties is not None:
+            copied._penalties = self._penalties.copy()
+        if self._generator is not None:
+            copied._generator = torch.Generator().set_state(self._generator.get_state())
+        return copied
 
     def state(self) -> bytes:
         """The random stream's place, 9 bytes for a greedy sampler and about 5 KB otherwise; never text or tokens."""

@@ -11,6 +11,8 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     recoveries: int = 0
     stall_s: float = 0.0
     time_to_first_token_s: float = 0.0

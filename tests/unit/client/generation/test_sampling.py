@@ -306,3 +306,23 @@ def test_all_violations_are_named_at_once() -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(temperature=-1.0, top_p=NAN)
     assert [name for name, _ in caught.value.violations] == ["temperature", "top_p"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.5, frequency_penalty=0.3),
+        SamplingParams(temperature=1.0, top_k=40, seed=3, presence_penalty=1.0),
+    ],
+)
+def test_a_fork_chooses_as_the_sampler_will_and_neither_disturbs_the_other(params: SamplingParams) -> None:
+    logits = torch.randn(20, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1))
+    undisturbed, sampler = Sampler(params, PROMPT), Sampler(params, PROMPT)
+    expected = [undisturbed.sample(row).token_id for row in logits]
+    tokens = []
+    for index, row in enumerate(logits):
+        fork = sampler.fork()
+        assert [fork.sample(each).token_id for each in logits[index:]] == expected[index:]
+        tokens.append(sampler.sample(row).token_id)
+    assert tokens == expected

@@ -1,0 +1,66 @@
+"""Guesses at the next tokens from the text so far: what followed the last time that it ran like this. Pure.
+
+Answers that quote, rewrite or correct their prompt repeat long stretches of it; there such guesses are mostly right.
+Described as prompt lookup decoding by Apoorv Saxena (2023); `transformers` has it as `prompt_lookup_num_tokens`.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+_MATCH_LENGTHS: Final = (8, 5, 3, 2)
+
+LOOKUP_RATES: Final[tuple[float, ...]] = (0.9, 0.8, 0.6, 0.4)
+"""How often a guess is right before anything is known of a text, for each kind of evidence."""
+
+
+class PromptLookup:
+    """The tokens of one prompt and answer, indexed as they come.
+
+    Each further token costs the same, however long the text is: for each match length one entry says what followed the
+    latest occurrence of those tokens.
+    """
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._followers: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in _MATCH_LENGTHS)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Takes the next tokens of the text."""
+        text = self._token_ids
+        for token_id in token_ids:
+            end = len(text)
+            # What ends here is indexed once its follower is known; so the text's own end never finds itself.
+            for length, followers in zip(_MATCH_LENGTHS, self._followers, strict=True):
+                if end >= length:
+                    followers[tuple(text[end - length : end])] = end
+            text.append(token_id)
+
+    @property
+    def evidence(self) -> int | None:
+        """The kind of match, 0 for the longest; None where the text's end has not occurred before."""
+        match = self._match()
+        return None if match is None else match[0]
+
+    def draft(self, num_tokens: int) -> list[int]:
+        """What followed the latest occurrence of the longest match; empty where there is none.
+
+        Where that runs into the text's end, it goes on with the draft itself: a text that goes in circles is followed
+        around.
+        """
+        match = self._match()
+        if match is None:
+            return []
+        start = match[1]
+        drafted: list[int] = []
+        num_before = len(self._token_ids)
+        for index in range(start, start + num_tokens):
+            drafted.append(self._token_ids[index] if index < num_before else drafted[index - num_before])
+        return drafted
+
+    def _match(self) -> tuple[int, int] | None:
+        text = self._token_ids
+        for kind, (length, followers) in enumerate(zip(_MATCH_LENGTHS, self._followers, strict=True)):
+            start = followers.get(tuple(text[-length:]))
+            if start is not None:
+                return kind, start
+        return None

@@ -1,0 +1,149 @@
+"""How many tokens to guess before the next step. Pure: times are passed in.
+
+A step that checks `k` guesses costs more than a plain one, and yields between 1 and `k + 1` tokens. Both sides are
+measured while the answer grows, and the length is taken that promises the most tokens per second; none at all where
+plain steps are faster.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+MAX_DRAFT_TOKENS: Final = 64
+
+# Losses that speculation may make, as a share of all time, and before it has earned anything, in plain steps.
+_ALLOWANCE: Final = 0.02
+_FIRST_CREDIT_STEPS: Final = 0.6
+# What it earned counts no more than this, so that a text that turns hostile is noticed soon.
+_MAX_CREDIT_STEPS: Final = 4.0
+_PROBE_TOKENS: Final = 2
+
+_RATE_DECAY: Final = 0.85
+_PRIOR_TRIES: Final = 2.0
+_COST_DECAY: Final = 0.9
+_PRIOR_COSTS: Final = ((1, 1.15), (16, 1.6))
+_PRIOR_COST_WEIGHT: Final = 0.5
+_PLAIN_WEIGHT: Final = 0.2
+# A step that took many times the usual was stalled by something else and says nothing of speculation.
+_OUTLIER: Final = 3.0
+# While every step is a verification, the duration of plain ones is measured anew after so many.
+_MAX_STEPS_WITHOUT_PLAIN: Final = 100
+
+
+class DraftLength:
+    """Decides for one answer, from what its steps took and what became of its drafts.
+
+    Speculation is granted a credit: it may lose `_ALLOWANCE` of all time, and what it gained before. So an answer on
+    which every guess is wrong takes only a few percent longer than without, and yet guesses are tried again now and
+    then.
+
+    Args:
+        max_tokens: of one draft.
+        first_rates: for each kind of evidence, how often a guess is right, before anything is known of this text.
+        is_adaptive: False always guesses as many as it may.
+    """
+
+    def __init__(self, max_tokens: int, first_rates: Sequence[float], *, is_adaptive: bool = True) -> None:
+        self._is_adaptive = is_adaptive
+        self._max_tokens = max_tokens
+        self._hits = [rate * _PRIOR_TRIES for rate in first_rates]
+        self._tries = [_PRIOR_TRIES for _ in first_rates]
+        self._plain_s: float | None = None
+        self._num_steps_without_plain = 0
+        self._credit_s = 0.0
+        self._cost = _StepCost()
+        # What a long draft costs is not known before shorter ones were seen.
+        self._most_tokens = _PROBE_TOKENS
+
+    def choose(self, evidence: int, max_tokens: int) -> int:
+        """How many tokens to guess on evidence of this kind, at most `max_tokens`; 0 for a plain step."""
+        max_tokens = min(max_tokens, self._max_tokens)
+        if not self._is_adaptive:
+            return max_tokens
+        if self._plain_s is None or self._num_steps_without_plain >= _MAX_STEPS_WITHOUT_PLAIN:
+            return 0
+        rate = self._hits[evidence] / self._tries[evidence]
+        costs = self._cost.line(self._plain_s)
+        num_affordable = best = 0
+        best_speed = 1 / self._plain_s
+        num_expected = 1.0
+        for num_drafted in range(1, min(max_tokens, self._most_tokens) + 1):
+            seconds = costs.seconds(num_drafted)
+            # Each guess may turn out wrong, from the first on.
+            if seconds - self._plain_s > self._credit_s:
+                break
+            num_affordable = num_drafted
+            num_expected += rate**num_drafted
+            if num_expected / seconds > best_speed:
+                best, best_speed = num_drafted, num_expected / seconds
+        return best or min(num_affordable, _PROBE_TOKENS)
+
+    def observe(self, evidence: int | None, num_drafted: int, num_accepted: int, seconds: float) -> None:
+        """Learns from a step.
+
+        Args:
+            evidence: of the draft; None for a plain step.
+            num_drafted: tokens guessed; 0 for a plain step.
+            num_accepted: of those, how many were right, from the first on.
+            seconds: what the step took, drafting included.
+        """
+        if not num_drafted or evidence is None:
+            self._observe_plain(seconds)
+            return
+        plain_s = self._plain_s or seconds
+        seconds = min(seconds, _OUTLIER * self._cost.line(plain_s).seconds(num_drafted))
+        self._num_steps_without_plain += 1
+        self._most_tokens = max(self._most_tokens, 2 * num_drafted)
+        self._cost.observe(num_drafted, seconds)
+        num_tries = min(num_accepted + 1, num_drafted)
+        self._hits[evidence] = _RATE_DECAY * self._hits[evidence] + num_accepted
+        self._tries[evidence] = _RATE_DECAY * self._tries[evidence] + num_tries
+        earned_s = (1 + num_accepted) * plain_s - seconds + _ALLOWANCE * seconds
+        self._credit_s = min(self._credit_s + earned_s, _MAX_CREDIT_STEPS * plain_s)
+
+    def _observe_plain(self, seconds: float) -> None:
+        self._num_steps_without_plain = 0
+        if self._plain_s is None:
+            self._plain_s = seconds
+            self._credit_s = _FIRST_CREDIT_STEPS * seconds
+            return
+        seconds = min(seconds, _OUTLIER * self._plain_s)
+        self._plain_s += _PLAIN_WEIGHT * (seconds - self._plain_s)
+        self._credit_s = min(self._credit_s + _ALLOWANCE * seconds, _MAX_CREDIT_STEPS * self._plain_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    least_s: float
+    first_s: float
+    slope_s: float
+
+    def seconds(self, num_drafted: int) -> float:
+        return max(self.least_s, self.first_s + self.slope_s * num_drafted)
+
+
+class _StepCost:
+    """What a step takes by the length of its draft: a line through what was seen, the newest counting most."""
+
+    def __init__(self) -> None:
+        self._weight = self._sum_tokens = self._sum_squares = self._sum_seconds = self._sum_products = 0.0
+
+    def observe(self, num_drafted: int, seconds: float) -> None:
+        self._weight = _COST_DECAY * self._weight + 1
+        self._sum_tokens = _COST_DECAY * self._sum_tokens + num_drafted
+        self._sum_squares = _COST_DECAY * self._sum_squares + num_drafted**2
+        self._sum_seconds = _COST_DECAY * self._sum_seconds + seconds
+        self._sum_products = _COST_DECAY * self._sum_products + num_drafted * seconds
+
+    def line(self, plain_s: float) -> _Line:
+        """Seconds by tokens of the draft, at least a plain step's; before anything was seen, a guess from `plain_s`."""
+        weight, tokens, squares = self._weight, self._sum_tokens, self._sum_squares
+        seconds, products = self._sum_seconds, self._sum_products
+        for prior_tokens, prior_steps in _PRIOR_COSTS:
+            weight += _PRIOR_COST_WEIGHT
+            tokens += _PRIOR_COST_WEIGHT * prior_tokens
+            squares += _PRIOR_COST_WEIGHT * prior_tokens**2
+            seconds += _PRIOR_COST_WEIGHT * prior_steps * plain_s
+            products += _PRIOR_COST_WEIGHT * prior_tokens * prior_steps * plain_s
+        slope = max(0.0, (weight * products - tokens * seconds) / (weight * squares - tokens**2))
+        return _Line(plain_s, (seconds - slope * tokens) / weight, slope)
