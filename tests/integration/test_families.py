@@ -17,7 +17,7 @@ from tests.reference import Reference, Sampling, Unsplit
 
 CHAINS = (["0:5"], ["0:1", "1:5"], ["0:2", "2:3", "3:5"])
 CHUNK_TOKENS = 16
-NUM_NEW_TOKENS = 24
+NUM_NEW_TOKENS = 16
 
 # Prompts shorter than a chunk, of whole chunks, and beyond them; all but the first go past the sliding windows.
 STREAMS: tuple[tuple[int, Sampling], ...] = (
