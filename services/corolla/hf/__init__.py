@@ -1,0 +1,31 @@
+"""The library face: `generate()` of transformers over blocks that are served elsewhere.
+
+Besides the names below, the package has one class for each family: `DistributedLlamaForCausalLM` and so on.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from corolla.hf.auto import AutoDistributedModelForCausalLM
+from corolla.hf.blocks import RemoteBlocks
+from corolla.hf.cache import RemotePastKeyValues
+from corolla.hf.families import CLASSES_BY_NAME
+from corolla.hf.generation import RemoteGenerationMixin
+from corolla.hf.modeling import DistributedModelForCausalLM
+from corolla.hf.session import InferenceSession
+
+globals().update(CLASSES_BY_NAME)
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+__all__ = [
+    "AutoDistributedModelForCausalLM",
+    "DistributedModelForCausalLM",
+    "InferenceSession",
+    "RemoteBlocks",
+    "RemoteGenerationMixin",
+    "RemotePastKeyValues",
+    *CLASSES_BY_NAME,
+]

@@ -1,0 +1,67 @@
+"""The remote blocks of a model: how many there are, some of them, and a pass through them without a cache."""
+
+from dataclasses import replace
+from typing import overload
+
+from torch import Tensor
+
+from corolla.hf.places import RemoteBlockRun
+from corolla.hf.session import InferenceSession
+from corolla.wire.span import Span
+
+
+class RemoteBlocks:
+    """Consecutive blocks, wherever they are served; a slice is fewer of them.
+
+    Args:
+        run: the blocks.
+    """
+
+    def __init__(self, run: RemoteBlockRun) -> None:
+        self.run = run
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.run.span})"
+
+    def __len__(self) -> int:
+        return len(self.run.span)
+
+    @overload
+    def __getitem__(self, blocks: int) -> "RemoteBlocks": ...
+
+    @overload
+    def __getitem__(self, blocks: slice) -> "RemoteBlocks": ...
+
+    def __getitem__(self, blocks: int | slice) -> "RemoteBlocks":
+        """One block, or a run of them; both are `RemoteBlocks`.
+
+        Raises:
+            IndexError: there is no such block.
+            ValueError: the slice is empty or leaves blocks out.
+        """
+        chosen = range(len(self))[blocks]
+        if isinstance(chosen, int):
+            chosen = range(chosen, chosen + 1)
+        if chosen.step != 1 or not chosen:
+            raise ValueError("A slice of blocks must be consecutive and not empty.")
+        start = self.run.span.start
+        return RemoteBlocks(replace(self.run, span=Span(start + chosen.start, start + chosen.stop)))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """One pass from position 0 that leaves nothing behind.
+
+        Args:
+            hidden: `[B, T, H]`, the input of the first of these blocks.
+
+        Returns:
+            `[B, T, H]`, the output of the last, before any final norm.
+        """
+        session = self.inference_session(max_length=max(1, hidden.shape[1]))
+        try:
+            return session.step(hidden)
+        finally:
+            session.close()
+
+    def inference_session(self, *, max_length: int | None = None, prompts: Tensor | None = None) -> InferenceSession:
+        """A session over these blocks. See `InferenceSession`."""
+        return InferenceSession(self.run, max_length=max_length, prompts=prompts)

@@ -1,0 +1,92 @@
+"""The cache that `generate` of transformers holds: no tensors, only the session whose tokens the hops keep."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from corolla.hf.session import InferenceSession
+
+
+class RemotePastKeyValues(Cache):
+    """A session, seen as a cache of transformers.
+
+    Cutting and reordering send nothing: the next step carries the positions that count from now on, and for each row
+    that became another the row whose tokens it takes over.
+
+    Attributes:
+        session: whose tokens it stands for.
+        is_primed: the next call is given the whole text although the cache holds a part of it.
+    """
+
+    def __init__(self, session: InferenceSession) -> None:
+        super().__init__(layers=[])
+        self.session = session
+        self.is_primed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.session!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ValueError("The keys and values lie on the block servers and cannot be copied; open another session.")
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Processed tokens of the text, padding included; the same for every layer."""
+        return self.session.position - self.session.num_prefix
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1 where the session grows."""
+        return -1 if self.session.max_length is None else self.session.max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: the number is positive, or more than there are.
+        """
+        if not -self.get_seq_length() <= tokens_to_remove <= 0:
+            raise ValueError(
+                f"`crop` takes the number of tokens to remove as a negative number, down to {-self.get_seq_length()}, "
+                f"not {tokens_to_remove}."
+            )
+        if tokens_to_remove:
+            self.session.position += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was."""
+        self.session.select_rows(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows."""
+        self.session.select_rows([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows of `indices`, int64 or bool `[R]`."""
+        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self.session.select_rows(chosen.tolist())
+
+    def reset(self) -> None:
+        self.session.position = self.session.num_prefix
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: hops keep all tokens of a session, whatever the layer's window."""
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError("Keys and values are written by the block servers; nothing can be added here.")
+
+    @property
+    def batch_size(self) -> int:
+        return self.session.batch_size or -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.session.position > 0
+
+    @property
+    def is_croppable(self) -> bool:
+        return True

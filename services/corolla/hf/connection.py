@@ -1,0 +1,146 @@
+"""Where blocking code meets the data plane: one thread with an event loop for each model that a process uses."""
+
+import asyncio
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, ClassVar, Final, TypeVar
+
+from corolla.chassis.errors import HopUnavailable, StartupError
+from corolla.chassis.lifecycle import TaskGroup
+from corolla.client.chain.control import ControlPlane
+from corolla.client.chain.placement import PlacementWatch
+from corolla.client.chain.reservations import ChainLimits, OpenOptions, Reservations
+from corolla.client.chain.rows import RowGroup
+from corolla.client.chain.session import SessionIdentity
+from corolla.client.chain.streams import DataPlane
+
+Result = TypeVar("Result")
+
+_STOP_TIMEOUT_S: Final = 5.0
+
+# A session lives as long as this process keeps its streams; its lease only has to outlast a thinking user.
+LIMITS: Final = ChainLimits(prefill_chunk_tokens=256, step_timeout_s=60.0, lease_ms=3_600_000)
+
+
+class Connection:
+    """To the router and the block servers of one model.
+
+    It is closed when nobody holds it any more, and at the end of the process.
+
+    Args:
+        router: `host:port`.
+        model: name under which the router knows the model.
+        fingerprint: of the weights that every block server must have.
+        num_blocks: of the model.
+    """
+
+    _shared: ClassVar["weakref.WeakValueDictionary[tuple[object, ...], Connection]"] = weakref.WeakValueDictionary()
+    _shared_lock: ClassVar = threading.Lock()
+
+    def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int) -> None:
+        self._process_id = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=_run, args=(self._loop,), name="corolla", daemon=True)
+        thread.start()
+        self._planes = self.call(_connect(router, model, fingerprint, num_blocks))
+        self.close = weakref.finalize(self, _stop, self._loop, thread, self._planes)
+
+    @classmethod
+    def shared(cls, router: str, model: str, fingerprint: str, num_blocks: int) -> "Connection":
+        """The connection that models of this process have in common."""
+        key = (os.getpid(), router, model, fingerprint)
+        with cls._shared_lock:
+            connection = cls._shared.get(key)
+            if connection is None or not connection.close.alive:
+                connection = cls._shared[key] = cls(router, model, fingerprint, num_blocks)
+            return connection
+
+    def call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Runs a coroutine in the connection's thread and waits for it; an interrupt cancels it.
+
+        Raises:
+            StartupError: the process was forked since the connection was made.
+        """
+        if os.getpid() != self._process_id:
+            work.close()
+            raise StartupError("a connection does not survive a fork; load the model in the process that uses it")
+        try:
+            future: Future[Result] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()
+            raise HopUnavailable("the model's connection is closed") from None
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Runs something soon in the connection's thread, unless that has ended."""
+        if os.getpid() == self._process_id:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(work)
+
+    async def open_rows(self, identities: Sequence[SessionIdentity], options: OpenOptions) -> RowGroup:
+        """Opens sequences on one chain.
+
+        Raises:
+            NoChain, OutOfPages, HopUnavailable, RouterUnavailable: nothing stays allocated.
+        """
+        reservation = await self._planes.reservations.reserve(identities, options)
+        return RowGroup(
+            identities,
+            reservation.chain,
+            self._planes.data,
+            max_step_tokens=min(max(LIMITS.prefill_chunk_tokens, len(identities)), reservation.max_step_tokens),
+            step_timeout_s=LIMITS.step_timeout_s,
+        )
+
+
+class _Planes:
+    """What lives in the thread."""
+
+    def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int) -> None:
+        self.control = ControlPlane(router, model)
+        self.data = DataPlane(fingerprint)
+        placement = PlacementWatch(self.control)
+        self.tasks = TaskGroup()
+        self.tasks.start(placement.run(), "placement watch")
+        self.reservations = Reservations(self.control, placement, self.data, fingerprint, num_blocks, LIMITS)
+
+    async def close(self) -> None:
+        await self.tasks.close()
+        await self.data.close()
+        await self.control.close()
+
+
+async def _connect(router: str, model: str, fingerprint: str, num_blocks: int) -> _Planes:
+    return _Planes(router, model, fingerprint, num_blocks)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, planes: _Planes) -> None:
+    """May run in any thread, the loop's own too, wherever the last reference goes."""
+
+    async def end() -> None:
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await planes.close()
+        finally:
+            loop.stop()
+
+    with contextlib.suppress(RuntimeError):
+        asyncio.run_coroutine_threadsafe(end(), loop)
+    if threading.current_thread() is not thread:
+        thread.join(_STOP_TIMEOUT_S)

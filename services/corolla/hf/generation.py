@@ -1,0 +1,214 @@
+"""`generate` of transformers over remote blocks, in sessions that can go on.
+
+transformers decides every token; this module only says which cache it holds and what of the text that cache has seen.
+"""
+
+import inspect
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from corolla.hf.blocks import RemoteBlocks
+from corolla.hf.cache import RemotePastKeyValues
+from corolla.hf.continuation import Continuation, continuation_of
+from corolla.hf.drafts import DraftsWithinLength
+from corolla.hf.refusals import refuse_in_session, refuse_unsupported
+from corolla.hf.session import InferenceSession, active_session
+from corolla.hf.streamers import NewTextStreamer
+
+_SIGNATURE: Final = inspect.signature(GenerationMixin.generate)
+
+# Sessions that a running call of `generate` opened by itself, its own and those of logits processors.
+_opened: ContextVar[list[InferenceSession] | None] = ContextVar("sessions opened by generate", default=None)
+
+
+class RemoteGenerationMixin(GenerationMixin):
+    """`generate` for a model whose blocks are remote."""
+
+    blocks: RemoteBlocks
+
+    def inference_session(self, *, max_length: int | None = None, prompts: Tensor | None = None) -> InferenceSession:
+        """A session over all blocks.
+
+        Entered as a context manager, it is the session of every `generate` of this model within.
+
+        Args:
+            max_length: positions, padding included, for which room is reserved now; None lets the session grow.
+            prompts: `[P, H]`, trained embeddings that stand before every sequence's text.
+        """
+        return self.blocks.inference_session(max_length=max_length, prompts=prompts)
+
+    @property
+    def active_session(self) -> InferenceSession | None:
+        """The session of this model that the running code has entered, if any."""
+        return active_session(self.blocks.run)
+
+    def generate(
+        self, inputs: Tensor | None = None, *args: Any, session: InferenceSession | None = None, **kwargs: Any
+    ) -> Any:
+        """`generate` of transformers, with the same arguments and results.
+
+        The session is the one given, else the one entered, else one for this call only. In a session, a later call
+        gives all of the text so far and more, or only what is new, or nothing to go on; the answer begins with what was
+        given. Text that begins with the whole token log counts as all of the text. `max_length` counts the whole text
+        of the session, `max_new_tokens` only what is new.
+
+        Args:
+            inputs: int64 `[B, T]`, padded on the left if at all.
+            session: goes on after the call.
+            args: as transformers' own `generate` takes them; `kwargs` likewise.
+
+        Raises:
+            ValueError: something is asked for that remote blocks cannot do.
+            CorollaError: the chain failed.
+        """
+        bound = _SIGNATURE.bind_partial(self, inputs, *args)
+        call: dict[str, Any] = {name: value for name, value in bound.arguments.items() if name != "self"} | kwargs
+        config = self._resolved_config(call)
+        refuse_unsupported(call, config)
+        session = session or self.active_session
+        if session is None:
+            return self._generate(call)
+        if session.blocks.connection is not self.blocks.run.connection or session.blocks.span != self.blocks.run.span:
+            raise ValueError("The session runs through other blocks than this model's.")
+        refuse_in_session(call, config, has_text=session.output_ids is not None)
+        return self._generate_in(session, call)
+
+    def _generate(self, call: dict[str, Any]) -> Any:
+        """One call of transformers' `generate`. What it opened ends with it, or with the cache that it returns."""
+        opened: list[InferenceSession] = []
+        token = _opened.set(opened)
+        kept: InferenceSession | None = None
+        try:
+            upstream: Any = super()
+            answer = upstream.generate(**call)
+            cache = getattr(answer, "past_key_values", None)
+            kept = cache.session if isinstance(cache, RemotePastKeyValues) else None
+            return answer
+        finally:
+            _opened.reset(token)
+            for session in opened:
+                if session is not kept:
+                    session.close()
+
+    def _generate_in(self, session: InferenceSession, call: dict[str, Any]) -> Any:
+        given = call.pop("input_ids", None) if call.get("inputs") is None else call["inputs"]
+        mask = call.get("attention_mask")
+        num_omitted = 0
+        if session.output_ids is not None:
+            text = continuation_of(session.output_ids, session.output_mask, given, mask)
+            call = _continued(call, text)
+            given, mask, num_omitted = text.token_ids, text.mask, text.num_omitted
+        elif given is not None:
+            call["inputs"] = given
+        embeddings = call.get("inputs_embeds")
+        answer = self._generate(call | {"past_key_values": RemotePastKeyValues(session)})
+        sequences: Tensor = answer if isinstance(answer, Tensor) else answer.sequences
+        if embeddings is not None:
+            session.count_as_prefix(session.num_prefix + embeddings.shape[1])
+            mask = None
+        session.output_ids = sequences
+        session.output_mask = None if mask is None else _grown(mask, sequences)
+        shown = sequences[:, num_omitted:]
+        if isinstance(answer, Tensor):
+            return shown
+        answer.sequences = shown
+        return answer
+
+    def _resolved_config(self, call: dict[str, Any]) -> GenerationConfig:
+        upstream: Any = super()
+        options = {name: value for name, value in call.items() if name not in _SIGNATURE.parameters}
+        config: GenerationConfig = upstream._prepare_generation_config(call.get("generation_config"), **options)[0]
+        return config
+
+    def open_automatically(self, max_length: int | None) -> RemotePastKeyValues:
+        """A cache for one call, or for as long as somebody holds it."""
+        session = self.inference_session(max_length=max_length)
+        opened = _opened.get()
+        if opened is not None:
+            opened.append(session)
+        return RemotePastKeyValues(session)
+
+    # --- where transformers asks ----------------------------------------------------------------------------------
+
+    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """The text is final here, with a row for each beam: what the cache holds of it stays, the rest is forgotten."""
+        upstream: Any = super()
+        input_ids, model_kwargs = upstream._expand_inputs_for_generation(*args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, RemotePastKeyValues) and input_ids is not None and input_ids.shape[1]:
+            mask = model_kwargs.get("attention_mask")
+            cache.session.align(input_ids, torch.ones_like(input_ids).bool() if mask is None else mask.bool())
+        return input_ids, model_kwargs
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        # An assistant is called again and again with the cache that its first, short call returned.
+        max_length = None if generation_config.is_assistant else max_cache_length + 1
+        cache = model_kwargs.get("past_key_values")
+        if cache is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = self.open_automatically(max_length)
+        elif isinstance(cache, RemotePastKeyValues):
+            limit = cache.session.max_length
+            if limit is not None and cache.session.num_prefix + max_cache_length > limit:
+                raise ValueError(
+                    f"Maximum length exceeded: the text may grow to {max_cache_length + 1} tokens, and the session has "
+                    f"room for {limit - cache.session.num_prefix}; give fewer new tokens or a longer session."
+                )
+            # Only assisted decoding begins with the whole text whatever the cache holds.
+            cache.is_primed = generation_mode is GenerationMode.ASSISTED_GENERATION and cache.get_seq_length() > 0
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        upstream: Any = super()
+        config: GenerationConfig = kwargs["generation_config"]
+        return DraftsWithinLength(upstream._get_candidate_generator(*args, **kwargs), config.max_length or 0)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Any,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        inputs_embeds: Any = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> Any:
+        upstream: Any = super()
+        if isinstance(past_key_values, RemotePastKeyValues) and past_key_values.is_primed:
+            past_key_values.is_primed = False
+            next_sequence_length = input_ids.shape[1] - past_key_values.get_seq_length()
+        return upstream.prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+
+def _continued(call: dict[str, Any], text: Continuation) -> dict[str, Any]:
+    call = call | {"inputs": text.token_ids}
+    if text.mask is not None:
+        call["attention_mask"] = text.mask
+    if call.get("streamer") is not None:
+        call["streamer"] = NewTextStreamer(call["streamer"], text.num_omitted)
+    return call
+
+
+def _grown(mask: Tensor, sequences: Tensor) -> Tensor:
+    """The mask of all sequences that were made from a batch: new tokens count."""
+    num_rows, num_columns = sequences.shape
+    rows = mask.repeat_interleave(num_rows // mask.shape[0], dim=0).to(sequences.device)
+    return torch.cat([rows, rows.new_ones(num_rows, num_columns - rows.shape[1])], dim=1)

@@ -1,0 +1,232 @@
+"""Causal language models whose blocks are remote: embedding, final norm, head and sampling run here."""
+
+import copy
+from typing import Any, ClassVar, NoReturn, Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from corolla.chassis.errors import CheckpointError
+from corolla.client.edges import Edges, load_edges
+from corolla.hf.blocks import RemoteBlocks
+from corolla.hf.cache import RemotePastKeyValues
+from corolla.hf.connection import Connection
+from corolla.hf.generation import RemoteGenerationMixin
+from corolla.hf.places import RemoteBlockRun
+from corolla.models.checkpoint import Checkpoint
+from corolla.wire.span import Span
+from corolla.wire.tensors import DTYPES
+
+DEFAULT_ROUTER = "127.0.0.1:50050"
+
+
+class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
+    """A causal language model of any family of the table.
+
+    Args:
+        config: of the whole model.
+        edges: its embedding, final norm and head.
+        blocks: its remote blocks.
+
+    Attributes:
+        model_type: the family that the class is for; None takes any.
+        blocks: the remote blocks; `len`, slices, and a pass without a cache.
+    """
+
+    model_type: ClassVar[str | None] = None
+    main_input_name = "input_ids"
+    base_model_prefix = "embedding"
+    _supports_sdpa = True
+
+    def __init__(self, config: PretrainedConfig, *, edges: Edges, blocks: RemoteBlocks) -> None:
+        super().__init__(config)
+        self.loss_type = "ForCausalLM"
+        self.embedding, self.head = edges.modules
+        self.edges = edges
+        self.blocks = blocks
+        self.train(False)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        name_or_path: str,
+        *,
+        router: str = DEFAULT_ROUTER,
+        dtype: str | torch.dtype = torch.float32,
+        revision: str | None = None,
+        device: torch.device | str = "cpu",
+        tenant: str = "public",
+    ) -> Self:
+        """Reads what runs here, and connects to a router for the rest.
+
+        Args:
+            name_or_path: `"demo"`, a local folder or a hub id; the same weights that the block servers have.
+            router: its `host:port`.
+            dtype: in which the block servers run, as a torch dtype or its name.
+            revision: branch, tag or commit on the hub.
+            device: of embedding, norm and head.
+            tenant: who owns the sessions.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of another family than this class is for.
+            ValueError: the dtype is none that block servers run.
+        """
+        checkpoint = Checkpoint.open(name_or_path, revision=revision)
+        if cls.model_type not in (None, checkpoint.family.model_type):
+            raise CheckpointError(
+                f"{name_or_path} is of the family {checkpoint.family.model_type!r}, and {cls.__name__} is for "
+                f"{cls.model_type!r}; AutoDistributedModelForCausalLM takes any."
+            )
+        dtype_name = str(dtype).removeprefix("torch.")
+        if dtype_name not in DTYPES:
+            raise ValueError(f"`dtype` must be what the block servers run: one of {', '.join(DTYPES)}.")
+        fingerprint = checkpoint.fingerprint(dtype_name)
+        run = RemoteBlockRun(
+            connection=Connection.shared(router, checkpoint.name, fingerprint, checkpoint.num_blocks),
+            span=Span(0, checkpoint.num_blocks),
+            hidden_size=checkpoint.hidden_size,
+            dtype=DTYPES[dtype_name],
+            tenant=tenant,
+            context_length=checkpoint.context_length,
+        )
+        edges = load_edges(checkpoint, dtype=DTYPES[dtype_name], device=device)
+        model = cls(copy.deepcopy(checkpoint.config), edges=edges, blocks=RemoteBlocks(run))
+        model.generation_config = _generation_config(checkpoint)
+        return model
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig, **options: Any) -> Self:
+        """Like `from_pretrained`, for the checkpoint that the configuration was read from."""
+        if not config.name_or_path:
+            raise ValueError("The configuration does not say which checkpoint it belongs to; use `from_pretrained`.")
+        return cls.from_pretrained(config.name_or_path, **options)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError("Most weights are on the block servers; copy the checkpoint instead.")
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return cast(nn.Module, self.head.get_output_embeddings())
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of new tokens.
+
+        Args:
+            input_ids: int64 `[B, T]`; or else `inputs_embeds`, `[B, T, H]`.
+            attention_mask: `[B, held + T]`; a token that is masked is sent nowhere, and its logits are zeros.
+            position_ids: `[B, T]`; they can only say what the mask says, the token's place in its row.
+            past_key_values: what this library returned before.
+            labels: int64 `[B, T]`, for a loss.
+            use_cache: return a cache; the session behind it lives as long as somebody holds it.
+            logits_to_keep: of so many last tokens, 0 for all; or of these columns.
+
+        Returns:
+            Logits as float32 `[B, kept, V]`.
+
+        Raises:
+            ValueError: an argument asks for what remote blocks cannot do.
+            CorollaError: the chain failed.
+        """
+        _refuse_unknown(kwargs)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None or (input_ids is not None and inputs_embeds is not None) or given.shape[1] == 0:
+            raise ValueError("Give tokens as `input_ids` or as `inputs_embeds`, one of them, and at least one token.")
+        if past_key_values is not None and not isinstance(past_key_values, RemotePastKeyValues):
+            raise ValueError("`past_key_values` must be what this library returned: the cache of a remote session.")
+        keeps_cache = use_cache if use_cache is not None else bool(getattr(self.config, "use_cache", True))
+        held: RemotePastKeyValues | None = past_key_values
+        cache = held if held is not None else self.open_automatically(None if keeps_cache else given.shape[1])
+        try:
+            logits = self._logits(cache, given, attention_mask, position_ids, logits_to_keep)
+        finally:
+            if held is None and not keeps_cache:
+                cache.session.close()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels.to(logits.device), vocab_size=logits.shape[-1])
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=cast(Any, logits), past_key_values=cache if keeps_cache else None
+        )
+        return output if kwargs.get("return_dict", True) is not False else cast(Any, output.to_tuple())
+
+    def _logits(
+        self,
+        cache: RemotePastKeyValues,
+        given: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        logits_to_keep: int | Tensor,
+    ) -> Tensor:
+        session = cache.session
+        num_rows, num_columns = given.shape[:2]
+        mask = _new_columns(attention_mask, cache.get_seq_length(), num_rows, num_columns)
+        held = session.prepare(num_rows, num_columns)
+        positions = torch.tensor(held.row_positions)[:, None] + mask.long().cumsum(dim=1) - 1
+        _check_positions(position_ids, positions - session.num_prefix, mask)
+        is_embedded = given.dim() == 3
+        where = mask.to(given.device)
+        embed = self.edges.embed_given if is_embedded else self.edges.embed
+        counts: list[int] = mask.sum(dim=1).tolist()
+        hidden = torch.split(embed(given[where], positions[mask]), counts)
+        token_ids = torch.full((num_rows, num_columns), -1) if is_embedded else given
+        columns = _kept_columns(logits_to_keep, num_columns)
+        num_last = num_columns - int(columns.min())
+        outputs = torch.cat(session.advance(hidden, token_ids, mask, num_last))
+        computed = self.edges.head(outputs)
+        logits = computed.new_zeros(num_rows, num_last, computed.shape[-1])
+        logits[mask[:, num_columns - num_last :].to(logits.device)] = computed
+        return logits[:, (columns - (num_columns - num_last)).to(logits.device)]
+
+
+def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(checkpoint.folder)
+    except OSError:
+        return GenerationConfig.from_model_config(checkpoint.config)
+
+
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if value is not None and value is not False and name != "return_dict":
+            raise ValueError(f"`{name}` is not supported over remote blocks.")
+
+
+def _new_columns(mask: Tensor | None, num_held: int, num_rows: int, num_columns: int) -> Tensor:
+    """bool `[B, T]`, which of the new columns count."""
+    if mask is None:
+        return torch.ones(num_rows, num_columns, dtype=torch.bool)
+    if mask.shape != (num_rows, num_held + num_columns):
+        raise ValueError(
+            f"`attention_mask` must have the shape [{num_rows}, {num_held + num_columns}]: all tokens, those in the "
+            f"cache too; not {list(mask.shape)}."
+        )
+    return mask[:, num_held:].bool().cpu()
+
+
+def _check_positions(given: Tensor | None, positions: Tensor, mask: Tensor) -> None:
+    if given is not None and not torch.equal(given.cpu().expand_as(positions)[mask], positions[mask]):
+        raise ValueError(
+            "`position_ids` must count each row's tokens, padding left out, on from those in the cache; remote blocks "
+            "know no others."
+        )
+
+
+def _kept_columns(logits_to_keep: int | Tensor, num_columns: int) -> Tensor:
+    if isinstance(logits_to_keep, Tensor):
+        return torch.arange(num_columns)[logits_to_keep.cpu()]
+    return torch.arange(num_columns)[-logits_to_keep:] if logits_to_keep else torch.arange(num_columns)

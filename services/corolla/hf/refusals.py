@@ -1,0 +1,112 @@
+"""What `generate` over remote blocks cannot do, each in one sentence. Nothing is silently left out."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from transformers import GenerationConfig
+
+from corolla.hf.cache import RemotePastKeyValues
+
+# Options of the generation config that ask for something that is not here; None and False ask for nothing.
+_OPTIONS: Final[Mapping[str, str]] = {
+    "cache_implementation": "keys and values lie on the block servers, in one kind of cache",
+    "cache_config": "keys and values lie on the block servers, in one kind of cache",
+    "output_attentions": "attention weights stay on the block servers",
+    "output_hidden_states": "only the last block's output comes back; step an inference session to see it",
+    "assistant_early_exit": "the first blocks alone cannot be asked for a draft; give an `assistant_model`",
+    "use_mtp": "remote blocks have no further prediction heads; give an `assistant_model`",
+    "speculation_type": "such drafts need the hidden states of single blocks; give an `assistant_model`",
+    "low_memory": "beams step together; give fewer of them",
+    "constraints": "transformers runs it with code from the hub, and remote code is never run",
+    "force_words_ids": "transformers runs it with code from the hub, and remote code is never run",
+    "dola_layers": "it needs the output of single blocks",
+    "continuous_batching_config": "block servers form their batches themselves",
+}
+
+# Arguments of `generate` itself.
+_ARGUMENTS: Final[Mapping[str, str]] = {
+    "synced_gpus": "each process steps through its own chain",
+    "trust_remote_code": "remote code is never run",
+    "encoder_outputs": "only decoder-only models are served",
+    "decoder_input_ids": "only decoder-only models are served",
+}
+
+
+def refuse_unsupported(arguments: Mapping[str, Any], config: GenerationConfig) -> None:
+    """Checks a call of `generate` before anything is computed.
+
+    Args:
+        arguments: by name, as the caller gave them.
+        config: with the call's own options applied.
+
+    Raises:
+        ValueError: with the argument's name and the reason.
+    """
+    for name, reason in _ARGUMENTS.items():
+        if arguments.get(name):
+            raise ValueError(f"`{name}` is not supported over remote blocks: {reason}.")
+    for name, reason in _OPTIONS.items():
+        if getattr(config, name, None):
+            raise ValueError(f"`{name}` is not supported over remote blocks: {reason}.")
+    for applies, sentence in _CONDITIONS:
+        if applies(arguments, config):
+            raise ValueError(sentence)
+
+
+def refuse_in_session(arguments: Mapping[str, Any], config: GenerationConfig, *, has_text: bool) -> None:
+    """Checks what a session that goes on after the call cannot do.
+
+    Raises:
+        ValueError: with the argument's name and the reason.
+    """
+    if arguments.get("past_key_values") is not None:
+        raise ValueError("`past_key_values` and a session both say where the call goes on; give one of them.")
+    if config.use_cache is False:
+        raise ValueError("`use_cache=False` contradicts a session, which is a cache.")
+    if config.token_healing:
+        raise ValueError("`token_healing` changes tokens that the session holds; heal the prompt before the call.")
+    if arguments.get("inputs_embeds") is not None:
+        if has_text:
+            raise ValueError("`inputs_embeds` can only begin a session; this one has text already.")
+        if arguments.get("inputs") is not None or arguments.get("input_ids") is not None:
+            raise ValueError("`inputs_embeds` and `input_ids` cannot both begin a session; give one of them.")
+
+
+def _has_right_padding(arguments: Mapping[str, Any], _config: GenerationConfig) -> bool:
+    mask = arguments.get("attention_mask")
+    return mask is not None and mask.dim() == 2 and mask.shape[1] > 0 and bool((mask[:, -1] == 0).any())
+
+
+def _has_mask_by_query(arguments: Mapping[str, Any], _config: GenerationConfig) -> bool:
+    mask = arguments.get("attention_mask")
+    return mask is not None and mask.dim() != 2
+
+
+def _has_foreign_cache(arguments: Mapping[str, Any], _config: GenerationConfig) -> bool:
+    cache = arguments.get("past_key_values")
+    return cache is not None and not isinstance(cache, RemotePastKeyValues)
+
+
+def _needs_foreign_code(arguments: Mapping[str, Any], _config: GenerationConfig) -> bool:
+    return isinstance(arguments.get("custom_generate"), str)
+
+
+def _is_contrastive(_arguments: Mapping[str, Any], config: GenerationConfig) -> bool:
+    return bool(config.penalty_alpha) and (config.top_k or 0) > 1 and not config.do_sample
+
+
+def _has_beam_groups(_arguments: Mapping[str, Any], config: GenerationConfig) -> bool:
+    return (config.num_beam_groups or 1) > 1
+
+
+_CONDITIONS: Final[tuple[tuple[Callable[[Mapping[str, Any], GenerationConfig], bool], str], ...]] = (
+    (_has_right_padding, "`attention_mask` ends in padding; pad on the left (`tokenizer.padding_side = 'left'`)."),
+    (_has_mask_by_query, "`attention_mask` must have the shape [batch, tokens]; which token sees which is not free."),
+    (_has_foreign_cache, "`past_key_values` must be what this library returned: the cache of a remote session."),
+    (_needs_foreign_code, "`custom_generate` must be a function; code from a repository is never run."),
+    (
+        _is_contrastive,
+        "`penalty_alpha` (contrastive search) runs with code from the hub, and remote code is never run.",
+    ),
+    (_has_beam_groups, "`num_beam_groups` runs with code from the hub, and remote code is never run."),
+)

@@ -1,0 +1,248 @@
+"""An inference session: sequences that one chain of block servers keeps, stepped through by hand or by `generate`."""
+
+import weakref
+from collections.abc import Sequence
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from corolla.chassis.errors import CorollaError, HopSessionLost
+from corolla.client.chain.rows import RowStep
+from corolla.hf.places import HopPlaces, RemoteBlockRun
+from corolla.hf.rows import UNKNOWN_TOKEN, HeldRows
+
+_FIRST_CAPACITY: Final = 256
+
+_active: ContextVar[tuple["InferenceSession", ...]] = ContextVar("active sessions", default=())
+
+
+class InferenceSession:
+    """Sequences of one batch that step through blocks together; the block servers keep their keys and values.
+
+    It is opened with the first step, when the size of the batch is known, and it frees everything when it is closed,
+    collected, or the process ends. As a context manager it is the session that `generate` of its model takes.
+
+    Args:
+        blocks: that it runs through.
+        max_length: positions, padding included, for which room is reserved; None lets the session grow.
+        prompts: `[P, H]`, trained embeddings that stand before every sequence's text.
+
+    Attributes:
+        output_ids: int64 `[B, L]`, the token log: all text so far, given and generated; None before any.
+        output_mask: int64 `[B, L]`, which of it counts; None is all.
+    """
+
+    def __init__(self, blocks: RemoteBlockRun, *, max_length: int | None = None, prompts: Tensor | None = None) -> None:
+        if max_length is not None and not 0 < max_length <= blocks.context_length:
+            raise ValueError(
+                f"`max_length` must lie between 1 and the model's {blocks.context_length} positions, not {max_length}."
+            )
+        if prompts is not None and (prompts.dim() != 2 or prompts.shape[1] != blocks.hidden_size):
+            raise ValueError(f"`prompts` must have the shape [tokens, {blocks.hidden_size}].")
+        self.blocks = blocks
+        self.max_length = max_length
+        self.output_ids: Tensor | None = None
+        self.output_mask: Tensor | None = None
+        self._prompts = prompts
+        self._held: HeldRows | None = None
+        self._places = HopPlaces(blocks)
+        self._finalizer = weakref.finalize(self, self._places.free)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"position={self.position}"
+        return f"{type(self).__name__}(blocks={self.blocks.span}, batch_size={self.batch_size}, {state})"
+
+    def __enter__(self) -> Self:
+        self._require_open()
+        _active.set((*_active.get(), self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _active.set(tuple(session for session in _active.get() if session is not self))
+        self.close()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks.span)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Sequences in the session; None before the first step."""
+        return self._held.num_rows if self._held is not None else None
+
+    @property
+    def num_prefix(self) -> int:
+        """Leading positions that are no text."""
+        return self._held.num_prefix if self._held is not None else 0
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._finalizer.alive
+
+    @property
+    def last_token_id(self) -> Tensor | None:
+        """int64 `[B, 1]`, the newest token of the log; no step has taken it in yet."""
+        return None if self.output_ids is None else self.output_ids[:, -1:]
+
+    @property
+    def position(self) -> int:
+        """Processed positions. A smaller number may be set: all beyond it is forgotten, in the token log too."""
+        return self._held.position if self._held is not None else 0
+
+    @position.setter
+    def position(self, position: int) -> None:
+        if not 0 <= position <= self.position:
+            raise ValueError(f"`position` can be set back, to between 0 and {self.position}, not to {position}.")
+        if self._held is None or position == self.position:
+            return
+        self._held.truncate(position)
+        num_kept = max(0, position - self._held.num_prefix)
+        if self.output_ids is not None:
+            self.output_ids = self.output_ids[:, :num_kept]
+        if self.output_mask is not None:
+            self.output_mask = self.output_mask[:, :num_kept]
+
+    def step(self, hidden: Tensor) -> Tensor:
+        """Takes the next positions of every sequence through the blocks.
+
+        Args:
+            hidden: `[B, T, H]`, what goes into the first block.
+
+        Returns:
+            `[B, T, H]` on the same device and in the same dtype: what comes out of the last block, before any final
+            norm.
+
+        Raises:
+            ValueError: the shape does not fit, or the session would grow beyond `max_length`.
+            CorollaError: a hop failed; the session is lost.
+        """
+        if hidden.dim() != 3 or hidden.shape[1] == 0 or hidden.shape[2] != self.blocks.hidden_size:
+            raise ValueError(f"`hidden` must have the shape [batch, tokens, {self.blocks.hidden_size}].")
+        num_rows, num_columns = hidden.shape[:2]
+        token_ids = torch.full((num_rows, num_columns), UNKNOWN_TOKEN)
+        mask = torch.ones(num_rows, num_columns, dtype=torch.bool)
+        output = self.advance(list(hidden.unbind()), token_ids, mask, num_columns)
+        return torch.stack(output).to(device=hidden.device, dtype=hidden.dtype)
+
+    def advance(
+        self, hidden: Sequence[Tensor], token_ids: Tensor, mask: Tensor, num_result_columns: int
+    ) -> list[Tensor]:
+        """Like `step`, for rows of which some columns are masked.
+
+        Args:
+            hidden: for each row `[number of unmasked columns, H]`.
+            token_ids: int64 `[B, T]`, what the columns are.
+            mask: bool `[B, T]`, on the CPU.
+            num_result_columns: of how many last columns the output is wanted.
+
+        Returns:
+            For each row `[number of unmasked ones among those columns, H]`.
+        """
+        held = self.prepare(mask.shape[0], mask.shape[1])
+        wanted = mask[:, mask.shape[1] - num_result_columns :].sum(dim=1).tolist() if num_result_columns else None
+        positions = held.row_positions
+        steps = [
+            RowStep(
+                row=row,
+                position=positions[row],
+                hidden=states.to(device="cpu", dtype=self.blocks.dtype),
+                num_results=wanted[row] if wanted else 0,
+                source=held.sources[row] if held.sources[row] != row else None,
+            )
+            for row, states in enumerate(hidden)
+            if len(states)
+        ]
+        outputs = self._run(steps, held) if steps else []
+        held.extend(token_ids.cpu(), mask)
+        by_row = {step.row: output for step, output in zip(steps, outputs, strict=True)}
+        nothing = torch.empty(0, self.blocks.hidden_size, dtype=self.blocks.dtype)
+        return [by_row.get(row, nothing) for row in range(held.num_rows)]
+
+    def prepare(self, num_rows: int, num_columns: int) -> HeldRows:
+        """Makes sure that there is room on the hops; the first time, opens the session there.
+
+        Raises:
+            ValueError: the batch has another size, or there would be more positions than `max_length`.
+        """
+        self._require_open()
+        num_prompts = 0 if self._prompts is None or self._held is not None else len(self._prompts)
+        needed = self.position + num_prompts + num_columns
+        if self._held is not None and self._held.num_rows != num_rows:
+            raise ValueError(f"The session holds {self._held.num_rows} sequences; a step of {num_rows} does not fit.")
+        if needed > (self.max_length or self.blocks.context_length):
+            raise ValueError(
+                f"Maximum length exceeded: {needed} positions are needed, and the session has "
+                f"{self.max_length or self.blocks.context_length}."
+            )
+        capacity = self.max_length or min(self.blocks.context_length, max(_FIRST_CAPACITY, 2 * needed))
+        if self._places.needs_more(num_rows, needed):
+            try:
+                self._places.grow(num_rows, capacity)
+            except BaseException:
+                self.close()  # what the hops held is between two epochs now
+                raise
+        if self._held is None:
+            self._held = HeldRows(num_rows)
+            if self._prompts is not None:
+                self._take_prompts(self._prompts, num_rows)
+        return self._held
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Row `i` becomes what row `rows[i]` is, with the next step; there may be more rows afterwards, or fewer."""
+        self._held_rows().select(rows)
+
+    def align(self, token_ids: Tensor, mask: Tensor) -> None:
+        """Keeps what can serve a text, int64 `[R, T]` with bool `[R, T]`, and forgets the rest; nothing is sent."""
+        if self._held is not None:
+            self._held.align(token_ids.cpu(), mask.cpu())
+
+    def count_as_prefix(self, num_columns: int) -> None:
+        """The first columns are no text: they were given as embeddings."""
+        self._held_rows().num_prefix = num_columns
+
+    def close(self) -> None:
+        """Frees the session on every hop. A closed session cannot be used again."""
+        self._finalizer()
+
+    def _run(self, steps: list[RowStep], held: HeldRows) -> list[Tensor]:
+        resting = set(range(held.num_rows)) - {step.row for step in steps}
+        if any(held.sources[row] != row for row in resting):
+            raise ValueError("A sequence that took over another's tokens needs a token of its own in the next step.")
+        is_safe = False
+        try:
+            outputs = self._places.step(steps)
+            is_safe = True
+        except CorollaError:
+            raise
+        except BaseException:
+            # Positions make an interrupted step repeatable; rows that changed places are not.
+            is_safe = held.is_settled
+            raise
+        finally:
+            if not is_safe:
+                self.close()
+        return outputs
+
+    def _take_prompts(self, prompts: Tensor, num_rows: int) -> None:
+        token_ids = torch.full((num_rows, len(prompts)), UNKNOWN_TOKEN)
+        self.advance([prompts] * num_rows, token_ids, torch.ones_like(token_ids, dtype=torch.bool), 0)
+        self.count_as_prefix(len(prompts))
+
+    def _held_rows(self) -> HeldRows:
+        if self._held is None:
+            raise ValueError("The session holds no sequences yet.")
+        return self._held
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise HopSessionLost("the session is closed, or was lost with a hop; open another one")
+
+
+def active_session(blocks: RemoteBlockRun) -> InferenceSession | None:
+    """The innermost session over just these blocks that the running code has entered."""
+    return next((session for session in reversed(_active.get()) if session.blocks is blocks), None)

@@ -1,0 +1,64 @@
+"""Whole stacks in another process, and what is left in them."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from corolla.v1 import blocks_pb2, blocks_pb2_grpc
+from tests.architecture.sources import ROOT
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running stack."""
+
+    router: str
+    servers: tuple[str, ...]
+
+    def statuses(self) -> list[blocks_pb2.BlockServerStatus]:
+        """What each block server holds."""
+        statuses = []
+        for address in self.servers:
+            with grpc.insecure_channel(address) as channel:
+                stub = blocks_pb2_grpc.BlockServiceStub(channel)
+                statuses.append(stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest()))
+        return statuses
+
+    def until_empty(self, timeout_s: float = 5) -> None:
+        """Until no block server holds a session or a page."""
+        deadline = time.monotonic() + timeout_s
+        while any(each.num_sessions or each.num_free_pages != each.num_pages for each in self.statuses()):
+            if time.monotonic() > deadline:
+                raise TimeoutError("block servers still hold sessions")
+            time.sleep(0.02)
+
+
+class Stacks:
+    """Starts stacks, all in one process, and ends them together."""
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, "-m", "tests.integration.hf.stack_process"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.communicate(timeout=30)
+
+    def start(self, model: Path, spans: Sequence[str], *, kv_cache_mib: int = 16) -> Stack:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the process has no pipes")
+        request = {"model": str(model), "spans": list(spans), "kv_cache_mib": kv_cache_mib}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        router, *servers = self._process.stdout.readline().split()
+        return Stack(router, tuple(servers))
