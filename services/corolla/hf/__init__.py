@@ -1,6 +1,7 @@
 """The library face: `generate()` of transformers over blocks that are served elsewhere.
 
-Besides the names below, the package has one class for each family: `DistributedLlamaForCausalLM` and so on.
+Besides the names below, the package has one class for each family: `DistributedLlamaForCausalLM` and so on,
+and one that guesses ahead: `DistributedLlamaForSpeculativeGeneration`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,9 @@ from corolla.hf.families import CLASSES_BY_NAME
 from corolla.hf.generation import RemoteGenerationMixin
 from corolla.hf.modeling import DistributedModelForCausalLM
 from corolla.hf.session import InferenceSession
+from corolla.hf.speculative import SPECULATIVE_CLASSES_BY_NAME
 
-globals().update(CLASSES_BY_NAME)
+globals().update(CLASSES_BY_NAME | SPECULATIVE_CLASSES_BY_NAME)
 
 if TYPE_CHECKING:
 
@@ -28,4 +30,5 @@ __all__ = [
     "RemoteGenerationMixin",
     "RemotePastKeyValues",
     *CLASSES_BY_NAME,
+    *SPECULATIVE_CLASSES_BY_NAME,
 ]

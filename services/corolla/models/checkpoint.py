@@ -49,6 +49,15 @@ _NOTES = frozenset(
 _SAMPLE_BYTES = 256
 
 
+def context_length_of(config: PretrainedConfig) -> int:
+    """The longest sequence, prompt and answer, in tokens."""
+    for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
+        length = getattr(config, name, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    return 2048
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A decoder-only model's folder, checked at opening; weights are read later, and only those needed.
@@ -101,11 +110,7 @@ class Checkpoint:
     @property
     def context_length(self) -> int:
         """The longest sequence, prompt and answer, in tokens."""
-        for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
-            length = getattr(self.config, name, None)
-            if isinstance(length, int) and length > 0:
-                return length
-        return 2048
+        return context_length_of(self.config)
 
     def fingerprint(self, dtype: str, quantization: str = "none") -> str:
         """Identifies what a server computes: two servers with the same fingerprint may share a chain.

@@ -18,6 +18,8 @@ DRAFT_MODEL_RATES: Final[tuple[float, ...]] = (0.7,)
 """How often a guess is right before anything is known of a text; there is one kind of evidence."""
 
 _CHUNK_TOKENS: Final = 64
+_MOST_GUESSES: Final = 128
+"""No draft is longer, so what was read before those tokens is no guess."""
 
 
 @dataclass(frozen=True)
@@ -72,33 +74,77 @@ class DraftModel:
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
+class DraftReading:
+    """What the draft model has read of one text, guesses of its own included; blocking.
+
+    Attributes:
+        token_ids: of the text.
+    """
+
+    def __init__(self, model: DraftModel) -> None:
+        self.token_ids: list[int] = []
+        self._model = model
+        # Layers of one kind for all: they can forget their newest tokens, whatever window the model looks through.
+        self._cache = DynamicCache()
+        self._cached_ids: list[int] = []
+
+    @property
+    def num_tokens_left(self) -> int:
+        """How many guesses the model has room for."""
+        return max(0, self._model.context_length - len(self.token_ids))
+
+    def read_chunk(self) -> bool:
+        """Reads on towards the text's last token, which is left for the first guess; False when there is no more."""
+        start = len(self._cached_ids)
+        chunk = self.token_ids[start : min(len(self.token_ids) - 1, start + _CHUNK_TOKENS)]
+        if chunk and self.num_tokens_left:
+            self._read(chunk)
+        return bool(chunk) and self.num_tokens_left > 0
+
+    def logits_after(self, newest: int) -> Tensor:
+        """Float32 `[vocabulary of the target]` after the text's last token, or after a guess that follows it."""
+        return self._read([newest])
+
+    def forget_wrong_guesses(self) -> None:
+        """Of what was read, only what the text has come to agree with stays; and its last token is read anew."""
+        num_right = min(len(self._cached_ids), len(self.token_ids) - 1)
+        for index in range(max(0, num_right - _MOST_GUESSES), num_right):
+            if self._cached_ids[index] != self.token_ids[index]:
+                num_right = index
+                break
+        if (num_wrong := len(self._cached_ids) - num_right) > 0:
+            self._cache.crop(-num_wrong)
+            del self._cached_ids[num_right:]
+
+    def _read(self, token_ids: list[int]) -> Tensor:
+        logits = self._model.logits(token_ids, self._cache)
+        self._cached_ids.extend(token_ids)
+        return logits
+
+
 class ModelDrafter:
-    """The draft model's reading of one text, with a KV cache of its own.
+    """Drafts of one answer by the draft model.
 
     It chooses as the target will: by a fork of its sampler, penalties and random stream included. With equal random
     numbers two similar distributions mostly give the same token, so drafts of sampled answers are accepted, too.
     """
 
     def __init__(self, model: DraftModel, compute: ComputeThread) -> None:
-        self._model = model
+        self._reading = DraftReading(model)
         self._compute = compute
-        # One layer of a kind for all: it can forget its newest tokens, whatever window the model looks through.
-        self._cache = DynamicCache()
-        self._token_ids: list[int] = []
-        self._cached_ids: list[int] = []
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Takes the next tokens of the text."""
-        self._token_ids.extend(token_ids)
+        self._reading.token_ids.extend(token_ids)
 
     @property
     def evidence(self) -> int | None:
-        return 0 if len(self._token_ids) < self._model.context_length else None
+        return 0 if self._reading.num_tokens_left else None
 
     async def prepare(self) -> None:
-        """Reads the text up to its last token, so that a later draft has less to do."""
-        if self.evidence is not None:
-            await self._read_up_to(len(self._token_ids) - 1)
+        """Reads the text up to its last token, in chunks, so that the thread serves other answers in between."""
+        while await self._compute.run(self._reading.read_chunk):
+            pass
 
     async def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
         """The next tokens as this model would have them.
@@ -106,37 +152,15 @@ class ModelDrafter:
         Args:
             sampler: the target's; it is not touched.
         """
-        self._forget_wrong_guesses()
-        num_tokens = min(num_tokens, self._model.context_length - len(self._token_ids))
-        await self._read_up_to(len(self._token_ids) - 1)
+        self._reading.forget_wrong_guesses()
+        await self.prepare()
         fork = await self._compute.run(sampler.fork)
         drafted: list[int] = []
-        newest = self._token_ids[-1]
-        for _ in range(num_tokens):
+        newest = self._reading.token_ids[-1]
+        for _ in range(min(num_tokens, self._reading.num_tokens_left)):
             newest = await self._compute.run(self._guess, newest, fork)
             drafted.append(newest)
         return drafted
 
-    async def _read_up_to(self, end: int) -> None:
-        """In chunks, so that the thread serves other answers in between."""
-        while (start := len(self._cached_ids)) < end:
-            chunk = self._token_ids[start : min(end, start + _CHUNK_TOKENS)]
-            await self._compute.run(self._model.logits, chunk, self._cache)
-            self._cached_ids.extend(chunk)
-
     def _guess(self, newest: int, sampler: Sampler) -> int:
-        logits = self._model.logits([newest], self._cache)
-        self._cached_ids.append(newest)
-        return sampler.sample(logits).token_id
-
-    def _forget_wrong_guesses(self) -> None:
-        """What was cached of guesses that the target did not take goes; the text's last token is always read anew."""
-        num_right = min(len(self._cached_ids), len(self._token_ids) - 1)
-        first_unsure = max(0, num_right - 2 * _CHUNK_TOKENS)
-        for index in range(first_unsure, num_right):
-            if self._cached_ids[index] != self._token_ids[index]:
-                num_right = index
-                break
-        if (num_wrong := len(self._cached_ids) - num_right) > 0:
-            self._cache.crop(-num_wrong)
-            del self._cached_ids[num_right:]
+        return sampler.sample(self._reading.logits_after(newest)).token_id

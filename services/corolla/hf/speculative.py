@@ -1,0 +1,293 @@
+"""Generation that guesses several tokens by a small local model and checks them in one pass through the chain."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, Self, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import logits_process
+
+from corolla.client.edges import Edges
+from corolla.client.generation.draft_model import DraftModel, DraftReading
+from corolla.client.generation.rejection import checked_guess
+from corolla.client.generation.speculation import MAX_DRAFT_TOKENS
+from corolla.hf.blocks import RemoteBlocks
+from corolla.hf.families import MODEL_CLASSES, PREFIX
+from corolla.hf.modeling import DistributedModelForCausalLM
+from corolla.models.checkpoint import context_length_of
+
+SUFFIX: Final = "ForSpeculativeGeneration"
+DEFAULT_ITERATION_SIZE: Final = 10
+
+# Processors that only look at the text, so that a draft may run them ahead. Others could take a call for a token.
+_PURE_PROCESSORS: Final = (
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+)
+
+_REFUSED: Final = {
+    "synced_gpus": "each process makes passes of its own number",
+    "return_dict_in_generate": "a pass gives scores of tokens that are not taken",
+    "assistant_model": "the small model guesses already",
+    "prompt_lookup_num_tokens": "the small model guesses already",
+    "inputs_embeds": "the small model reads tokens",
+}
+
+_iteration_size: ContextVar[int] = ContextVar("tokens guessed in one iteration", default=DEFAULT_ITERATION_SIZE)
+
+
+class SpeculativeGenerationMixin:
+    """Replaces transformers' loop of greedy decoding and sampling by one that guesses ahead. Batches have one row.
+
+    Greedy answers are those of plain decoding, token for token. Sampled ones have the same distribution, by rejection
+    sampling; they draw other random numbers, so a seed gives another answer of it.
+
+    The model has to keep a cache that can forget its last tokens.
+    """
+
+    draft_model: DraftModel | None = None
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args: Any,
+        speculative_inference_iteration_size: int = DEFAULT_ITERATION_SIZE,
+        **kwargs: Any,
+    ) -> Any:
+        """`generate` of the model, with the same arguments and results, and one more.
+
+        Args:
+            inputs: int64 `[1, T]`.
+            speculative_inference_iteration_size: tokens guessed before each pass through the model.
+
+        Raises:
+            ValueError: there is no small model, or more than one row, beams, `synced_gpus`,
+                `return_dict_in_generate`, `assistant_model`, `inputs_embeds` or no cache.
+        """
+        if self.draft_model is None:
+            raise ValueError("Speculative generation needs a `small_model` that guesses.")
+        if not 1 <= speculative_inference_iteration_size <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"`speculative_inference_iteration_size` must lie between 1 and {MAX_DRAFT_TOKENS}.")
+        for name, reason in _REFUSED.items():
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                raise ValueError(f"`{name}` is not supported in speculative generation: {reason}.")
+        upstream: Any = super()
+        token = _iteration_size.set(speculative_inference_iteration_size)
+        try:
+            return upstream.generate(inputs, *args, **kwargs)
+        finally:
+            _iteration_size.reset(token)
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("`num_beams` is not supported in speculative generation: it follows one sequence.")
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """What transformers calls for greedy decoding and for sampling."""
+        if self.draft_model is None or synced_gpus or generation_config.return_dict_in_generate:
+            raise ValueError("`synced_gpus` and `return_dict_in_generate` are not supported in speculative generation.")
+        if input_ids.shape[0] != 1:
+            raise ValueError(f"Speculative generation takes one sequence, not {input_ids.shape[0]}.")
+        cache = model_kwargs.get("past_key_values")
+        if cache is None or not input_ids.shape[1]:
+            raise ValueError("Speculative generation needs a cache and at least one token of text.")
+        answer = _Answer(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        guesses = _Guesses(self.draft_model, logits_processor, do_sample=bool(generation_config.do_sample))
+        mask = model_kwargs.get("attention_mask")
+        prompt = input_ids[0] if mask is None else input_ids[0][mask[0].bool()]
+        guesses.reading.token_ids.extend(prompt.tolist())
+        while not answer.is_finished:
+            draft = guesses.draft(min(_iteration_size.get(), answer.num_tokens_left - 1))
+            guesses.reading.token_ids.extend(answer.check(draft, cache, model_kwargs.get("attention_mask")))
+        if streamer is not None:
+            streamer.end()
+        return answer.input_ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """A token, and where tokens are sampled the distribution `[V]` that it was drawn from."""
+
+    token_id: int
+    probabilities: Tensor | None
+
+
+class _Guesses:
+    """Drafts of one answer."""
+
+    def __init__(self, model: DraftModel, processors: LogitsProcessorList, *, do_sample: bool) -> None:
+        self.reading = DraftReading(model)
+        self._processors = LogitsProcessorList([each for each in processors if isinstance(each, _PURE_PROCESSORS)])
+        self._do_sample = do_sample
+
+    def draft(self, num_tokens: int) -> list[_Guess]:
+        """At most so many guesses, one after the other."""
+        self.reading.forget_wrong_guesses()
+        while self.reading.read_chunk():
+            pass
+        guesses: list[_Guess] = []
+        text = torch.tensor([self.reading.token_ids])
+        for _ in range(min(num_tokens, self.reading.num_tokens_left)):
+            logits = self.reading.logits_after(int(text[0, -1]))
+            scores = self._processors(cast(Any, text), cast(Any, logits[None]))
+            probabilities = scores.softmax(dim=-1) if self._do_sample else None
+            newest = (
+                scores.argmax(dim=-1, keepdim=True) if probabilities is None else torch.multinomial(probabilities, 1)
+            )
+            guesses.append(_Guess(int(newest), None if probabilities is None else probabilities[0]))
+            text = torch.cat([text, newest], dim=1)
+        return guesses
+
+
+class _Answer:
+    """One answer as transformers sees it: its processors, criteria and streamer are called for each token in order."""
+
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: Any,
+    ) -> None:
+        self.input_ids = input_ids
+        self.is_finished = False
+        self._model = model
+        self._processors = processors
+        self._criteria = criteria
+        self._do_sample = bool(config.do_sample)
+        self._max_length: int | None = config.max_length
+        self._streamer = streamer
+
+    @property
+    def num_tokens_left(self) -> int:
+        if self._max_length is None:
+            return MAX_DRAFT_TOKENS + 1
+        return max(1, self._max_length - self.input_ids.shape[1])
+
+    def check(self, draft: list[_Guess], cache: Any, mask: Tensor | None) -> list[int]:
+        """One pass over the text's last token and what is guessed to follow.
+
+        Args:
+            cache: of the text so far; afterwards of the text then, without its last token.
+            mask: `[1, P]` of the prompt; what follows counts.
+
+        Returns:
+            The guesses that hold, and one token of the model's own.
+        """
+        guessed = self.input_ids.new_tensor([[guess.token_id for guess in draft]], dtype=torch.int64)
+        candidate = torch.cat([self.input_ids, guessed], dim=1)
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(1, candidate.shape[1] - mask.shape[1])], dim=1)
+        new_ids = candidate[:, cache.get_seq_length() :]
+        output = self._model(
+            input_ids=new_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=len(draft) + 1
+        )
+        taken: list[int] = []
+        for row, guess in zip(output.logits[0].float(), [*draft, None], strict=True):
+            scores = self._processors(cast(Any, self.input_ids), cast(Any, row[None]))[0]
+            taken.append(self._choose(scores, guess))
+            self._take(taken[-1])
+            if self.is_finished or guess is None or taken[-1] != guess.token_id:
+                break
+        if (num_wrong := cache.get_seq_length() - (self.input_ids.shape[1] - 1)) > 0:
+            cache.crop(-num_wrong)
+        return taken
+
+    def _choose(self, scores: Tensor, guess: _Guess | None) -> int:
+        if not self._do_sample:
+            return int(scores.argmax())
+        probabilities = scores.softmax(dim=-1)
+        if guess is None or guess.probabilities is None:
+            return int(torch.multinomial(probabilities, num_samples=1))
+        return checked_guess(probabilities, guess.probabilities.to(probabilities.device), guess.token_id)
+
+    def _take(self, token_id: int) -> None:
+        newest = self.input_ids.new_tensor([[token_id]])
+        self.input_ids = torch.cat([self.input_ids, newest], dim=1)
+        if self._streamer is not None:
+            self._streamer.put(newest[0].cpu())
+        # transformers passes its scores, which nothing keeps here.
+        self.is_finished = bool(self._criteria(self.input_ids, None).all())
+
+
+class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCausalLM):  # type: ignore[misc]
+    """A distributed model with a small local one that guesses.
+
+    Args:
+        config: of the whole model, as read from its checkpoint.
+        small_model: a causal language model of `transformers` with the same tokenizer.
+        options: of `from_config`, the router's address among them; not together with `edges` and `blocks`.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        small_model: PreTrainedModel | None = None,
+        *,
+        edges: Edges | None = None,
+        blocks: RemoteBlocks | None = None,
+        **options: Any,
+    ) -> None:
+        if edges is None or blocks is None:
+            plain = DistributedModelForCausalLM.from_config(config, **options)
+            edges, blocks = plain.edges, plain.blocks
+        super().__init__(config, edges=edges, blocks=blocks)
+        if small_model is not None:
+            self.guess_by(small_model)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, name_or_path: str, *, small_model: PreTrainedModel, **options: Any
+    ) -> Self:
+        """As the distributed class of the family; `small_model` guesses.
+
+        Raises:
+            CheckpointError: as there.
+        """
+        model = super().from_pretrained(name_or_path, **options)
+        model.guess_by(small_model)
+        return model
+
+    def guess_by(self, small_model: PreTrainedModel) -> None:
+        """Lets another model guess from now on."""
+        # Within a frozen value, so that it is no part of this module and its weights are not this model's.
+        self.draft_model = DraftModel(small_model, context_length_of(small_model.config), int(self.config.vocab_size))
+
+
+def _make(model_type: str) -> type[_DistributedSpeculative]:
+    plain = MODEL_CLASSES[model_type]
+    family = plain.__name__.removeprefix(PREFIX).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    facts = {
+        "model_type": model_type,
+        "__module__": __name__,
+        "__doc__": f"`{plain.__name__}` with a small local model that guesses ahead.",
+    }
+    return type(PREFIX + family + SUFFIX, (_DistributedSpeculative, plain), facts)
+
+
+SPECULATIVE_CLASSES: Final = {model_type: _make(model_type) for model_type in MODEL_CLASSES}
+"""By `config.model_type`."""
+
+SPECULATIVE_CLASSES_BY_NAME: Final = {each.__name__: each for each in SPECULATIVE_CLASSES.values()}
+
+globals().update(SPECULATIVE_CLASSES_BY_NAME)
