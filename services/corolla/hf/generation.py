@@ -125,9 +125,9 @@ class RemoteGenerationMixin(GenerationMixin):
         config: GenerationConfig = upstream._prepare_generation_config(call.get("generation_config"), **options)[0]
         return config
 
-    def open_automatically(self, max_length: int | None) -> RemotePastKeyValues:
+    def open_automatically(self, expected_length: int) -> RemotePastKeyValues:
         """A cache for one call, or for as long as somebody holds it."""
-        session = self.inference_session(max_length=max_length)
+        session = InferenceSession(self.blocks.run, expected_length=expected_length)
         opened = _opened.get()
         if opened is not None:
             opened.append(session)
@@ -153,11 +153,9 @@ class RemoteGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        # An assistant is called again and again with the cache that its first, short call returned.
-        max_length = None if generation_config.is_assistant else max_cache_length + 1
         cache = model_kwargs.get("past_key_values")
         if cache is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = self.open_automatically(max_length)
+            model_kwargs["past_key_values"] = self.open_automatically(max_cache_length + 1)
         elif isinstance(cache, RemotePastKeyValues):
             limit = cache.session.max_length
             if limit is not None and cache.session.num_prefix + max_cache_length > limit:

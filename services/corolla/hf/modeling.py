@@ -21,6 +21,9 @@ from corolla.wire.tensors import DTYPES
 
 DEFAULT_ROUTER = "127.0.0.1:50050"
 
+# Besides `return_dict`, what transformers hands from `generate` through to any model.
+_HARMLESS = frozenset({"return_dict", "tokenizer", "assistant_tokenizer"})
+
 
 class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
     """A causal language model of any family of the table.
@@ -150,7 +153,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             raise ValueError("`past_key_values` must be what this library returned: the cache of a remote session.")
         keeps_cache = use_cache if use_cache is not None else bool(getattr(self.config, "use_cache", True))
         held: RemotePastKeyValues | None = past_key_values
-        cache = held if held is not None else self.open_automatically(None if keeps_cache else given.shape[1])
+        cache = held if held is not None else self.open_automatically(given.shape[1])
         try:
             logits = self._logits(cache, given, attention_mask, position_ids, logits_to_keep)
         finally:
@@ -202,7 +205,7 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
-        if value is not None and value is not False and name != "return_dict":
+        if value is not None and value is not False and name not in _HARMLESS:
             raise ValueError(f"`{name}` is not supported over remote blocks.")
 
 

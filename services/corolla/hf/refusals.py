@@ -43,10 +43,10 @@ def refuse_unsupported(arguments: Mapping[str, Any], config: GenerationConfig) -
         ValueError: with the argument's name and the reason.
     """
     for name, reason in _ARGUMENTS.items():
-        if arguments.get(name):
+        if _is_asked_for(arguments.get(name)):
             raise ValueError(f"`{name}` is not supported over remote blocks: {reason}.")
     for name, reason in _OPTIONS.items():
-        if getattr(config, name, None):
+        if _is_asked_for(getattr(config, name, None)):
             raise ValueError(f"`{name}` is not supported over remote blocks: {reason}.")
     for applies, sentence in _CONDITIONS:
         if applies(arguments, config):
@@ -70,6 +70,10 @@ def refuse_in_session(arguments: Mapping[str, Any], config: GenerationConfig, *,
             raise ValueError("`inputs_embeds` can only begin a session; this one has text already.")
         if arguments.get("inputs") is not None or arguments.get("input_ids") is not None:
             raise ValueError("`inputs_embeds` and `input_ids` cannot both begin a session; give one of them.")
+
+
+def _is_asked_for(value: object) -> bool:
+    return value is not None and value is not False
 
 
 def _has_right_padding(arguments: Mapping[str, Any], _config: GenerationConfig) -> bool:

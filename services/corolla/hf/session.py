@@ -28,6 +28,7 @@ class InferenceSession:
     Args:
         blocks: that it runs through.
         max_length: positions, padding included, for which room is reserved; None lets the session grow.
+        expected_length: positions for which a session that grows has room from the beginning.
         prompts: `[P, H]`, trained embeddings that stand before every sequence's text.
 
     Attributes:
@@ -35,7 +36,14 @@ class InferenceSession:
         output_mask: int64 `[B, L]`, which of it counts; None is all.
     """
 
-    def __init__(self, blocks: RemoteBlockRun, *, max_length: int | None = None, prompts: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        blocks: RemoteBlockRun,
+        *,
+        max_length: int | None = None,
+        expected_length: int = _FIRST_CAPACITY,
+        prompts: Tensor | None = None,
+    ) -> None:
         if max_length is not None and not 0 < max_length <= blocks.context_length:
             raise ValueError(
                 f"`max_length` must lie between 1 and the model's {blocks.context_length} positions, not {max_length}."
@@ -46,6 +54,7 @@ class InferenceSession:
         self.max_length = max_length
         self.output_ids: Tensor | None = None
         self.output_mask: Tensor | None = None
+        self._expected_length = expected_length
         self._prompts = prompts
         self._held: HeldRows | None = None
         self._places = HopPlaces(blocks)
@@ -179,8 +188,8 @@ class InferenceSession:
                 f"Maximum length exceeded: {needed} positions are needed, and the session has "
                 f"{self.max_length or self.blocks.context_length}."
             )
-        capacity = self.max_length or min(self.blocks.context_length, max(_FIRST_CAPACITY, 2 * needed))
         if self._places.needs_more(num_rows, needed):
+            capacity = self.max_length or min(self.blocks.context_length, self._room_for(needed))
             try:
                 self._places.grow(num_rows, capacity)
             except BaseException:
@@ -232,6 +241,10 @@ class InferenceSession:
         token_ids = torch.full((num_rows, len(prompts)), UNKNOWN_TOKEN)
         self.advance([prompts] * num_rows, token_ids, torch.ones_like(token_ids, dtype=torch.bool), 0)
         self.count_as_prefix(len(prompts))
+
+    def _room_for(self, num_positions: int) -> int:
+        """At first what is expected; later twice what is needed, so that growing stays rare."""
+        return self._expected_length if num_positions <= self._expected_length else 2 * num_positions
 
     def _held_rows(self) -> HeldRows:
         if self._held is None:

@@ -1,0 +1,270 @@
+"""Every way of decoding and every option that goes through a cache, on one small model."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    WatermarkingConfig,
+)
+from transformers.generation.stopping_criteria import MaxTimeCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from corolla.chassis.errors import CheckpointError, NoChain
+from corolla.hf import AutoDistributedModelForCausalLM, DistributedLlamaForCausalLM, DistributedQwen2ForCausalLM
+from tests.checkpoints import make_tiny_checkpoint, make_tokenizer
+from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
+from tests.integration.hf.stacks import Stacks
+
+PROMPT = draw_prompts(1, 21)
+BATCH, MASK = draw_prompts(4, 15), left_padding(15, 0, 3, 7, 14)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, stacks: Stacks) -> ModelPair:
+    folder = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("llama") / "llama")
+    return ModelPair.load(folder, stacks.start(folder, ["0:2", "2:3", "3:5"]))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(llama: ModelPair) -> Iterator[None]:
+    yield
+    llama.stack.until_empty()
+
+
+class Forbid(LogitsProcessor):
+    """Never the token that would win, once the text is longer than 25."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if input_ids.shape[1] > 25:
+            scores = scores.scatter(1, scores.argmax(dim=-1, keepdim=True), -torch.inf)
+        return scores
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 30},
+    "nucleus": {"do_sample": True, "top_p": 0.8, "repetition_penalty": 1.3},
+    "min_p": {"do_sample": True, "min_p": 0.1, "no_repeat_ngram_size": 2},
+    "five beams": {"num_beams": 5},
+    "five beams of which three": {"num_beams": 5, "num_return_sequences": 3, "length_penalty": 0.5},
+    "early stopping": {"num_beams": 3, "early_stopping": True, "eos_token_id": list(range(40))},
+    "beam sampling": {"num_beams": 4, "do_sample": True, "temperature": 1.5},
+    "three samples": {"do_sample": True, "num_return_sequences": 3},
+    "logits processor": {"logits_processor": LogitsProcessorList([Forbid()])},
+    "end tokens": {"eos_token_id": list(range(30)), "pad_token_id": 0},
+    "guidance": {"guidance_scale": 1.5},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=3.0), "do_sample": True},
+    "without cache": {"use_cache": False},
+    "prefill in chunks": {"prefill_chunk_size": 4},
+    "bad words": {"bad_words_ids": [[token] for token in range(100, 200)]},
+    "minimum": {"min_new_tokens": 8, "eos_token_id": list(range(60)), "pad_token_id": 0},
+    "criteria": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(60)])},
+}
+
+ONE_ROW: dict[str, dict[str, Any]] = {
+    "prompt lookup": {"prompt_lookup_num_tokens": 5},
+    "sampled prompt lookup": {"prompt_lookup_num_tokens": 5, "do_sample": True},
+    "stop strings": {"stop_strings": ["a", "e", "th", "5"], "tokenizer": make_tokenizer()},
+    "negative prompt": {"guidance_scale": 2.0, "negative_prompt_ids": PROMPT[:, :6]},
+}
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *ONE_ROW])
+def test_one_prompt(llama: ModelPair, name: str) -> None:
+    llama.assert_equal(PROMPT.repeat(1, 2), max_new_tokens=14, **(OPTIONS | ONE_ROW)[name])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_padded_batch(llama: ModelPair, name: str) -> None:
+    llama.assert_equal(BATCH, attention_mask=MASK, max_new_tokens=9, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 31, 256, 257, 490])
+def test_prompts_of_every_length(llama: ModelPair, num_tokens: int) -> None:
+    llama.assert_equal(draw_prompts(1, num_tokens), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_an_assistant_drafts(llama: ModelPair, do_sample: bool) -> None:
+    expected = llama.assert_equal(PROMPT, assistant_model=llama.unsplit, max_new_tokens=20, do_sample=do_sample)
+    if not do_sample:
+        assert expected.tolist() == llama.unsplit.generate(PROMPT, max_new_tokens=20).tolist()
+
+
+def test_the_remote_model_may_be_the_assistant(llama: ModelPair) -> None:
+    answered = llama.unsplit.generate(PROMPT, assistant_model=llama.remote, max_new_tokens=20)
+    assert answered.tolist() == llama.unsplit.generate(PROMPT, max_new_tokens=20).tolist()
+
+
+def test_drafts_end_with_the_text(llama: ModelPair) -> None:
+    prompt = draw_prompts(1, 4).repeat(1, 8)
+    with llama.remote.inference_session(max_length=33):
+        answered = llama.remote.generate(prompt, max_new_tokens=1, prompt_lookup_num_tokens=8)
+    assert answered.tolist() == llama.unsplit.generate(prompt, max_new_tokens=1).tolist()
+
+
+def test_scores_and_logits_are_returned(llama: ModelPair) -> None:
+    answered, expected = llama.both(
+        PROMPT, max_new_tokens=6, return_dict_in_generate=True, output_scores=True, output_logits=True
+    )
+    assert type(answered) is type(expected)
+    assert answered.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(torch.cat(answered.scores), torch.cat(expected.scores), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(torch.cat(answered.logits), torch.cat(expected.logits), atol=2e-4, rtol=2e-4)
+
+
+def test_beam_scores_and_indices_are_returned(llama: ModelPair) -> None:
+    options: dict[str, Any] = {"num_beams": 4, "return_dict_in_generate": True, "output_scores": True}
+    answered, expected = llama.both(PROMPT, max_new_tokens=6, output_logits=True, **options)
+    assert answered.beam_indices.tolist() == expected.beam_indices.tolist()
+    torch.testing.assert_close(answered.sequences_scores, expected.sequences_scores, atol=2e-4, rtol=2e-4)
+
+
+def test_a_returned_cache_goes_on(llama: ModelPair) -> None:
+    answer = llama.remote.generate(PROMPT, max_new_tokens=6, return_dict_in_generate=True)
+    assert answer.past_key_values.get_seq_length() == 26
+    further = llama.remote.generate(answer.sequences, past_key_values=answer.past_key_values, max_new_tokens=6)
+    assert further.tolist() == llama.unsplit.generate(PROMPT, max_new_tokens=12).tolist()
+
+
+class Collector(BaseStreamer):
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.has_ended = False
+
+    def put(self, value: Any) -> None:
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 4}], ids=["plain", "drafts"])
+def test_tokens_are_streamed(llama: ModelPair, options: dict[str, Any]) -> None:
+    collector, expected = Collector(), Collector()
+    llama.remote.generate(PROMPT, max_new_tokens=6, streamer=collector, **options)
+    llama.unsplit.generate(PROMPT, max_new_tokens=6, streamer=expected, **options)
+    assert collector.pieces == expected.pieces
+    assert collector.has_ended
+
+
+def test_nothing_given_begins_with_the_first_token(llama: ModelPair) -> None:
+    llama.assert_equal(max_new_tokens=6)
+
+
+def test_embeddings_with_padding(llama: ModelPair) -> None:
+    embeddings = llama.unsplit.get_input_embeddings()(BATCH)
+    llama.assert_equal(inputs_embeds=embeddings, attention_mask=MASK, max_new_tokens=6)
+
+
+def test_defaults_come_from_the_checkpoint(llama: ModelPair) -> None:
+    given, expected = llama.remote.generation_config.to_dict(), llama.unsplit.generation_config.to_dict()
+    given.pop("transformers_version"), expected.pop("transformers_version")
+    assert given == expected
+    llama.assert_equal(PROMPT)
+
+
+# --- one pass -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logits_to_keep", [0, 1, 4, torch.tensor([2, 14])])
+def test_a_pass_gives_logits_and_loss(llama: ModelPair, logits_to_keep: int | Tensor) -> None:
+    output = llama.remote(BATCH, attention_mask=MASK, logits_to_keep=logits_to_keep)
+    position_ids = (MASK.cumsum(-1) - 1).clamp(min=0)
+    expected = llama.unsplit(BATCH, attention_mask=MASK, position_ids=position_ids, logits_to_keep=logits_to_keep)
+    assert output.logits.shape == expected.logits.shape
+    columns = torch.arange(15)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
+    counts = MASK[:, columns].bool()
+    torch.testing.assert_close(output.logits[counts], expected.logits[counts], atol=2e-4, rtol=2e-4)
+    assert not output.logits[~counts].any()
+
+
+def test_a_pass_gives_a_loss(llama: ModelPair) -> None:
+    given = llama.remote(PROMPT, labels=PROMPT, use_cache=False)
+    assert given.past_key_values is None
+    torch.testing.assert_close(given.loss, llama.unsplit(PROMPT, labels=PROMPT).loss, atol=1e-4, rtol=1e-4)
+    loss, logits = llama.remote(PROMPT, labels=PROMPT, use_cache=False, return_dict=False)
+    assert logits.shape == (1, 21, given.logits.shape[-1])
+    assert loss == given.loss
+
+
+def test_passes_go_on_from_a_cache_that_grows(llama: ModelPair) -> None:
+    prompt = draw_prompts(2, 300)
+    cache = None
+    rows: list[Tensor] = []
+    for chunk in torch.split(prompt, [100, 1, 199], dim=1):
+        output = llama.remote(chunk, past_key_values=cache)
+        cache, rows = output.past_key_values, [*rows, output.logits]
+    expected = llama.unsplit(prompt).logits
+    torch.testing.assert_close(torch.cat(rows, dim=1), expected, atol=5e-4, rtol=5e-4)
+
+
+def test_the_cache_repeats_and_selects_rows(llama: ModelPair) -> None:
+    cache = llama.remote(BATCH).past_key_values
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([7, 0, 5]))
+    cache.crop(-1)
+    assert (cache.batch_size, cache.get_seq_length()) == (3, 14)
+    rows = BATCH[[3, 0, 2]]
+    output = llama.remote(rows[:, 14:], past_key_values=cache)
+    torch.testing.assert_close(output.logits, llama.unsplit(rows).logits[:, 14:], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments, name",
+    [
+        ({"output_attentions": True}, "output_attentions"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"position_ids": torch.arange(5, 26)[None]}, "position_ids"),
+        ({"attention_mask": torch.ones(1, 20)}, "attention_mask"),
+        ({"inputs_embeds": torch.zeros(1, 2, 64)}, "inputs_embeds"),
+    ],
+)
+def test_a_pass_refuses_by_name(llama: ModelPair, arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        llama.remote(PROMPT, **arguments)
+
+
+# --- the model ----------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_one_of_transformers(llama: ModelPair) -> None:
+    model = llama.remote
+    assert model.train(False) is model
+    assert not model.training
+    assert model.to("cpu") is model
+    assert (model.dtype, model.device) == (torch.float32, torch.device("cpu"))
+    assert model.config.num_hidden_layers == len(model.blocks) == 5
+    assert model.config.to_dict() == llama.unsplit.config.to_dict() | {"_name_or_path": model.config.name_or_path}
+    tensors = {tuple(parameter.shape) for parameter in model.parameters()}
+    assert tensors == {(320, 64), (64,)}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ValueError, match="block servers"):
+        model.save_pretrained("anywhere")
+
+
+def test_classes_are_for_their_families(llama: ModelPair) -> None:
+    folder, router = str(llama.remote.config.name_or_path), llama.stack.router
+    assert isinstance(llama.remote, DistributedLlamaForCausalLM)
+    assert isinstance(DistributedLlamaForCausalLM.from_config(llama.unsplit.config, router=router), type(llama.remote))
+    with pytest.raises(CheckpointError, match="'llama'"):
+        DistributedQwen2ForCausalLM.from_pretrained(folder, router=router)
+    with pytest.raises(TypeError):
+        AutoDistributedModelForCausalLM()
+
+
+def test_servers_of_another_dtype_are_no_chain(llama: ModelPair) -> None:
+    folder, router = str(llama.remote.config.name_or_path), llama.stack.router
+    model = AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, dtype="bfloat16")
+    with pytest.raises(NoChain):
+        model.generate(PROMPT, max_new_tokens=1)
+    with pytest.raises(ValueError, match="dtype"):
+        AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, dtype="float64")

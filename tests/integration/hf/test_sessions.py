@@ -1,0 +1,328 @@
+"""Sessions: which one a call takes, what goes on in it, what is forgotten, and what is refused."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from corolla.chassis.errors import HopSessionLost, OutOfPages
+from corolla.hf import AutoDistributedModelForCausalLM, InferenceSession
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
+from tests.integration.hf.stacks import Stacks
+
+PROMPT = draw_prompts(1, 21)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, stacks: Stacks) -> ModelPair:
+    folder = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("llama") / "llama", seed=1)
+    return ModelPair.load(folder, stacks.start(folder, ["0:2", "2:5"]))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(llama: ModelPair) -> Iterator[None]:
+    yield
+    llama.stack.until_empty()
+
+
+def answer_of(llama: ModelPair, text: Tensor, num_new_tokens: int, **options: Any) -> Tensor:
+    answer: Tensor = llama.unsplit.generate(text, max_new_tokens=num_new_tokens, **options)
+    return answer
+
+
+# --- which session ------------------------------------------------------------------------------------------------
+
+
+def test_the_given_session_comes_before_the_entered_one(llama: ModelPair) -> None:
+    given = llama.remote.inference_session(max_length=40)
+    with llama.remote.inference_session(max_length=40) as entered:
+        assert llama.remote.active_session is entered
+        llama.remote.generate(PROMPT, max_new_tokens=3, session=given)
+        assert (given.position, entered.position) == (23, 0)
+        llama.remote.generate(PROMPT, max_new_tokens=5)
+        assert (given.position, entered.position) == (23, 25)
+    assert llama.remote.active_session is None
+    assert entered.is_closed
+    given.close()
+
+
+def test_the_inner_session_is_the_one_until_it_is_left(llama: ModelPair) -> None:
+    with llama.remote.inference_session() as outer:
+        with llama.remote.inference_session() as inner:
+            assert llama.remote.active_session is inner
+        assert llama.remote.active_session is outer
+
+
+def test_another_models_session_is_not_entered_for_this_one(llama: ModelPair) -> None:
+    router = llama.stack.router
+    other = AutoDistributedModelForCausalLM.from_pretrained(str(llama.remote.config.name_or_path), router=router)
+    with other.inference_session() as session:
+        llama.remote.generate(PROMPT, max_new_tokens=2)
+        assert session.position == 0
+
+
+def test_a_session_of_other_blocks_is_refused(llama: ModelPair) -> None:
+    with pytest.raises(ValueError, match="other blocks"):
+        llama.remote.generate(PROMPT, max_new_tokens=1, session=llama.remote.blocks[1:3].inference_session())
+
+
+# --- going on -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_entered", [True, False], ids=["entered", "given"])
+def test_answers_in_pieces_are_the_answer(llama: ModelPair, is_entered: bool) -> None:
+    whole = answer_of(llama, PROMPT, 20)
+    session = llama.remote.inference_session(max_length=41)
+    options: dict[str, Any] = {} if is_entered else {"session": session}
+    if is_entered:
+        session.__enter__()
+    parts = [llama.remote.generate(PROMPT, max_new_tokens=1, **options)]
+    parts += [llama.remote.generate(max_new_tokens=count, **options) for count in (1, 7, 11)]
+    assert torch.cat(parts, dim=1).tolist() == whole.tolist()
+    assert session.output_ids is not None
+    assert session.output_ids.tolist() == whole.tolist()
+    assert session.last_token_id is not None
+    assert session.last_token_id.tolist() == whole[:, -1:].tolist()
+    assert session.position == 40
+    session.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("gives_all", [True, False], ids=["all of the text", "what is new"])
+def test_turns_process_only_what_is_new(llama: ModelPair, gives_all: bool) -> None:
+    text = torch.empty(1, 0, dtype=torch.int64)
+    with llama.remote.inference_session() as session:
+        for turn in range(4):
+            message = draw_prompts(1, 9, seed=turn)
+            text = torch.cat([text, message], dim=1)
+            expected = answer_of(llama, text, 6)
+            held = session.position
+            answer = llama.remote.generate(text if gives_all else message, max_new_tokens=6)
+            assert answer.tolist() == (expected if gives_all else expected[:, text.shape[1] - 9 :]).tolist()
+            assert session.position - held <= 9 + 6
+            text = expected
+
+
+def test_a_turn_of_beams_between_turns(llama: ModelPair) -> None:
+    with llama.remote.inference_session():
+        text = answer_of(llama, PROMPT, 5)
+        assert llama.remote.generate(PROMPT, max_new_tokens=5).tolist() == text.tolist()
+        turns: list[dict[str, Any]] = [{"num_beams": 4}, {"num_beams": 2}, {}, {"prompt_lookup_num_tokens": 3}]
+        for options in turns:
+            expected = answer_of(llama, text, 6, **options)
+            assert llama.remote.generate(max_new_tokens=6, **options).tolist() == expected[:, text.shape[1] :].tolist()
+            text = expected
+
+
+def test_one_prompt_becomes_several_answers_that_go_on(llama: ModelPair) -> None:
+    sampling: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3}
+    with llama.remote.inference_session() as session:
+        torch.manual_seed(5)
+        text = answer_of(llama, PROMPT, 6, **sampling)
+        torch.manual_seed(5)
+        assert llama.remote.generate(PROMPT, max_new_tokens=6, **sampling).tolist() == text.tolist()
+        assert session.batch_size == 3
+        assert llama.remote.generate(max_new_tokens=4).tolist() == answer_of(llama, text, 4)[:, 27:].tolist()
+
+
+def test_a_padded_batch_goes_on(llama: ModelPair) -> None:
+    batch, mask, message = draw_prompts(3, 12), left_padding(12, 0, 5, 9), draw_prompts(3, 4, seed=1)
+    text = answer_of(llama, batch, 5, attention_mask=mask)
+    further = torch.cat([text, message], dim=1)
+    later_mask = torch.cat([mask, torch.ones(3, 5, dtype=torch.int64), left_padding(4, 2, 0, 1)], dim=1)
+    expected = answer_of(llama, further, 5, attention_mask=later_mask)
+    with llama.remote.inference_session(max_length=30) as session:
+        assert llama.remote.generate(batch, attention_mask=mask, max_new_tokens=5).tolist() == text.tolist()
+        answer = llama.remote.generate(message, attention_mask=later_mask[:, 17:], max_new_tokens=5)
+        assert answer.tolist() == expected[:, 17:].tolist()
+        assert session.batch_size == 3
+        # The whole text, with the whole mask, is the same.
+        session.position = 17
+        answer = llama.remote.generate(further, attention_mask=later_mask, max_new_tokens=5)
+        assert answer.tolist() == expected.tolist()
+
+
+def test_max_length_counts_the_whole_text(llama: ModelPair) -> None:
+    with llama.remote.inference_session():
+        first = llama.remote.generate(PROMPT, max_length=25)
+        assert first.shape[1] == 25
+        assert llama.remote.generate(max_length=31).shape[1] == 6
+        with pytest.raises(ValueError, match="max_length"):
+            llama.remote.generate(draw_prompts(1, 3), max_length=31)
+
+
+class Pieces(BaseStreamer):
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+
+    def put(self, value: Any) -> None:
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.pieces.append([])
+
+
+def test_a_streamer_sees_what_was_given_and_what_is_new(llama: ModelPair) -> None:
+    message = draw_prompts(1, 4, seed=9)
+    with llama.remote.inference_session():
+        llama.remote.generate(PROMPT, max_new_tokens=3)
+        pieces = Pieces()
+        answer = llama.remote.generate(message, max_new_tokens=3, streamer=pieces)
+    assert pieces.pieces == [message[0].tolist(), *([token] for token in answer[0, 4:].tolist()), []]
+
+
+def test_penalties_see_the_whole_text(llama: ModelPair) -> None:
+    whole = answer_of(llama, PROMPT, 12, repetition_penalty=1.5, no_repeat_ngram_size=2)
+    with llama.remote.inference_session():
+        for count in (5, 7):
+            given = PROMPT if count == 5 else None
+            options: dict[str, Any] = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
+            answer = llama.remote.generate(given, max_new_tokens=count, **options)
+    assert answer.tolist() == whole[:, -7:].tolist()
+
+
+def test_details_are_returned_in_a_session(llama: ModelPair) -> None:
+    with llama.remote.inference_session() as session:
+        llama.remote.generate(PROMPT, max_new_tokens=3)
+        answer = llama.remote.generate(max_new_tokens=4, return_dict_in_generate=True, output_scores=True)
+        assert answer.sequences.shape == (1, 4)
+        assert len(answer.scores) == 4
+        assert answer.past_key_values.session is session
+
+
+def test_trained_prompts_stand_before_the_text(llama: ModelPair) -> None:
+    prompts = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    embedding = llama.unsplit.get_input_embeddings()
+    whole = torch.cat([prompts[None], embedding(PROMPT)], dim=1)
+    expected = llama.unsplit.generate(inputs_embeds=whole, max_new_tokens=12)
+    with llama.remote.inference_session(prompts=prompts) as session:
+        parts = [llama.remote.generate(PROMPT, max_new_tokens=5)[:, 21:], llama.remote.generate(max_new_tokens=7)]
+        assert torch.cat(parts, dim=1).tolist() == expected.tolist()
+        assert (session.num_prefix, session.position) == (5, 5 + 21 + 11)
+        session.position = 5
+        again = llama.remote.generate(PROMPT, max_new_tokens=5, num_beams=2)
+        expected_beams = llama.unsplit.generate(inputs_embeds=whole, max_new_tokens=5, num_beams=2)
+        assert again[:, 21:].tolist() == expected_beams.tolist()
+    # Nothing of it stays for others.
+    assert llama.remote.generate(PROMPT, max_new_tokens=12).tolist() == answer_of(llama, PROMPT, 12).tolist()
+
+
+def test_given_embeddings_begin_a_session(llama: ModelPair) -> None:
+    embeddings = llama.unsplit.get_input_embeddings()(PROMPT)
+    expected = llama.unsplit.generate(inputs_embeds=embeddings, max_new_tokens=12)
+    with llama.remote.inference_session():
+        parts = [
+            llama.remote.generate(inputs_embeds=embeddings, max_new_tokens=5),
+            llama.remote.generate(max_new_tokens=7),
+        ]
+        assert torch.cat(parts, dim=1).tolist() == expected.tolist()
+        with pytest.raises(ValueError, match="inputs_embeds"):
+            llama.remote.generate(inputs_embeds=embeddings, max_new_tokens=1)
+
+
+# --- forgetting ---------------------------------------------------------------------------------------------------
+
+
+def test_back_to_the_second_position_and_on_with_another_text(llama: ModelPair) -> None:
+    other = torch.cat([PROMPT[:, :2], draw_prompts(1, 17, seed=3)], dim=1)
+    with llama.remote.inference_session(max_length=40) as session:
+        llama.remote.generate(PROMPT, max_new_tokens=8)
+        session.position = 2
+        assert session.output_ids is not None
+        assert session.output_ids.tolist() == PROMPT[:, :2].tolist()
+        assert (
+            llama.remote.generate(other[:, 2:], max_new_tokens=8).tolist() == answer_of(llama, other, 8)[:, 2:].tolist()
+        )
+        session.position = 2
+        assert llama.remote.generate(other, max_new_tokens=8).tolist() == answer_of(llama, other, 8).tolist()
+        session.position = 0
+        assert llama.remote.generate(PROMPT, max_new_tokens=8).tolist() == answer_of(llama, PROMPT, 8).tolist()
+
+
+@pytest.mark.parametrize("position", [-1, 24])
+def test_a_position_can_only_be_set_back(llama: ModelPair, position: int) -> None:
+    with llama.remote.inference_session() as session:
+        llama.remote.generate(PROMPT, max_new_tokens=3)
+        with pytest.raises(ValueError, match="between 0 and 23"):
+            session.position = position
+
+
+# --- limits and ends ----------------------------------------------------------------------------------------------
+
+
+def test_a_text_that_may_not_fit_is_refused_before_it_is_processed(llama: ModelPair) -> None:
+    with llama.remote.inference_session(max_length=25) as session:
+        with pytest.raises(ValueError, match="Maximum length exceeded"):
+            llama.remote.generate(PROMPT, max_new_tokens=6)
+        assert session.position == 0
+        # The last token is never processed, so it needs no room.
+        assert llama.remote.generate(PROMPT, max_new_tokens=5).shape[1] == 26
+        with pytest.raises(ValueError, match="Maximum length exceeded"):
+            llama.remote.generate(max_new_tokens=1)
+
+
+@pytest.mark.parametrize("max_length", [0, 513])
+def test_a_length_that_the_model_does_not_have_is_refused(llama: ModelPair, max_length: int) -> None:
+    with pytest.raises(ValueError, match="512"):
+        llama.remote.inference_session(max_length=max_length)
+
+
+def test_a_session_without_a_length_grows(llama: ModelPair) -> None:
+    text = draw_prompts(1, 250)
+    with llama.remote.inference_session():
+        for count in (4, 30, 100):
+            given = text if count == 4 else None
+            answer = llama.remote.generate(given, max_new_tokens=count)
+            expected = answer_of(llama, text, count)
+            assert answer[:, -count:].tolist() == expected[:, -count:].tolist()
+            text = expected
+
+
+def test_a_session_that_does_not_fit_leaves_nothing(llama: ModelPair) -> None:
+    pages = llama.stack.statuses()[0].num_free_pages
+    with pytest.raises(OutOfPages):
+        llama.remote.generate(PROMPT.repeat(4000, 1), max_new_tokens=1)
+    gc.collect()
+    llama.stack.until_empty()
+    assert llama.stack.statuses()[0].num_free_pages == pages
+
+
+def test_a_closed_session_is_refused(llama: ModelPair) -> None:
+    with llama.remote.inference_session() as session:
+        llama.remote.generate(PROMPT, max_new_tokens=1)
+    session.close()
+    with pytest.raises(HopSessionLost, match="closed"):
+        llama.remote.generate(PROMPT, max_new_tokens=1, session=session)
+    with pytest.raises(HopSessionLost, match="closed"):
+        session.__enter__()
+
+
+def test_a_session_that_nobody_holds_is_closed(llama: ModelPair) -> None:
+    session: InferenceSession | None = llama.remote.inference_session()
+    llama.remote.generate(PROMPT, max_new_tokens=1, session=session)
+    assert any(status.num_sessions for status in llama.stack.statuses())
+    session = None
+    gc.collect()
+    llama.stack.until_empty()
+
+
+def test_a_failing_processor_leaves_nothing(llama: ModelPair) -> None:
+    def fail(batch_id: int, input_ids: Tensor) -> list[int]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        llama.remote.generate(PROMPT, max_new_tokens=3, prefix_allowed_tokens_fn=fail)
+    llama.stack.until_empty()
+
+
+def test_what_contradicts_a_session_is_refused(llama: ModelPair) -> None:
+    with llama.remote.inference_session():
+        with pytest.raises(ValueError, match="use_cache"):
+            llama.remote.generate(PROMPT, use_cache=False)
+        llama.remote.generate(PROMPT, max_new_tokens=1)
+        with pytest.raises(ValueError, match="holds 1 sequences"):
+            llama.remote.generate(PROMPT.repeat(2, 1), max_new_tokens=1)
