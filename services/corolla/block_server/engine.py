@@ -111,7 +111,11 @@ class Engine:
     def _run_commands(self) -> None:
         commands, self._commands = self._commands, []
         for command in commands:
-            command()
+            try:
+                command()
+            except Exception as failure:
+                # One bad command must not end the loop on which every session depends.
+                log.error("command failed", extra={"where": where(failure)})
 
     def _admit(self, queued: QueuedStep[StepWork]) -> _Admitted:
         """Checks each row against its session; rows that fail are answered, the others go on."""

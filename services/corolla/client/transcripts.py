@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from corolla.chassis.errors import CorollaError, SessionNotFound
+from corolla.chassis.errors import CorollaError, RouterUnavailable, SessionNotFound, StoreUnavailable
 from corolla.client.chain.control import ControlPlane
 from corolla.v1 import router_pb2 as pb
 
@@ -15,17 +15,25 @@ log = logging.getLogger(__name__)
 
 _LOCK_MS: Final = 15_000
 _RENEW_INTERVAL_S: Final = 5.0
+_MAX_WRITE_ATTEMPTS: Final = 4
+_WRITE_RETRY_INTERVAL_S: Final = 0.5
 
 
 class Turn:
     """A turn that is running: the record as it was, and as it will be written back."""
 
-    def __init__(self, record: pb.SessionRecord) -> None:
+    def __init__(self, record: pb.SessionRecord, write_back: Callable[[pb.SessionRecord], Awaitable[None]]) -> None:
         self.record = record
         self.committed = False
+        self._write_back = write_back
 
-    def commit(self) -> None:
-        """What `record` holds now is what the session becomes."""
+    async def commit(self) -> None:
+        """Makes what `record` holds the session's, and ends the turn.
+
+        Raises:
+            RouterUnavailable, StoreUnavailable: it could not be written; the session stays as it was.
+        """
+        await self._write_back(self.record)
         self.committed = True
 
 
@@ -64,15 +72,16 @@ class Transcripts:
             SessionNotFound, SessionBusy, RouterUnavailable, StoreUnavailable
         """
         turn_id = secrets.token_hex(16)
-        turn = Turn(await self._begin(_checked(session_id), tenant, turn_id))
+        record = await self._begin(_checked(session_id), tenant, turn_id)
+        turn = Turn(record, lambda changed: self._write_back(changed, turn_id))
         renewing = asyncio.create_task(self._keep_lock(session_id, turn_id))
         try:
             yield turn
         finally:
             renewing.cancel()
-            # The lock must go also when the caller is gone.
-            ending = asyncio.ensure_future(self._end(turn, turn_id))
-            await asyncio.shield(ending)
+            if not turn.committed:
+                # The lock must go also when the caller is gone.
+                await asyncio.shield(asyncio.ensure_future(self._discard(turn.record, turn_id)))
 
     async def _begin(self, session_id: str, tenant: str, turn_id: str) -> pb.SessionRecord:
         beginning = asyncio.ensure_future(self._control.begin_turn(session_id, tenant, turn_id, _LOCK_MS))
@@ -88,13 +97,23 @@ class Transcripts:
             record = await beginning
         except CorollaError:
             return
-        await self._end(Turn(record), turn_id)
+        await self._discard(record, turn_id)
 
-    async def _end(self, turn: Turn, turn_id: str) -> None:
+    async def _write_back(self, record: pb.SessionRecord, turn_id: str) -> None:
+        for attempt in range(1, _MAX_WRITE_ATTEMPTS + 1):
+            try:
+                return await self._control.end_turn(record, turn_id, self._ttl_ms, discard=False)
+            except (RouterUnavailable, StoreUnavailable):
+                # The same call again is no error, should the first one have got through.
+                if attempt == _MAX_WRITE_ATTEMPTS:
+                    raise
+            await asyncio.sleep(_WRITE_RETRY_INTERVAL_S)
+
+    async def _discard(self, record: pb.SessionRecord, turn_id: str) -> None:
         try:
-            await self._control.end_turn(turn.record, turn_id, self._ttl_ms, discard=not turn.committed)
+            await self._control.end_turn(record, turn_id, self._ttl_ms, discard=True)
         except CorollaError as error:
-            log.warning("turn not written back", extra={"reason": error.reason})
+            log.warning("turn lock not given back; it will run out", extra={"reason": error.reason})
 
     async def _keep_lock(self, session_id: str, turn_id: str) -> None:
         while True:

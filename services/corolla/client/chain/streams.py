@@ -5,6 +5,7 @@ So what is awaited is kept here, for all streams together.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -136,7 +137,8 @@ class DataPlane:
         """Sends a frame that has no answer. A server that is gone has nothing left to free."""
         stream = self._streams.get(address)
         if stream is not None:
-            stream.outbox.put(control)
+            with contextlib.suppress(OutboxFull):
+                stream.outbox.put(control)
 
     async def close(self) -> None:
         for stream in self._streams.values():

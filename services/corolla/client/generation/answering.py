@@ -120,13 +120,15 @@ class Answering:
                         async with aclosing(deltas):
                             async for delta in deltas:
                                 if delta.finish_reason is not None:
+                                    # Before the caller learns of the end: the next turn may follow at once.
                                     remember(record, answer.text)
                                     _write_back(record, session, prompt_ids, answer, sampler)
+                                    await turn.commit()
                                     position = session.position
-                                    turn.commit()
                                 yield delta
                     finally:
-                        session.park(position, earlier=earlier, recorded=record.chain)
+                        recorded = record.chain if turn.committed else earlier
+                        session.park(position, earlier=earlier, recorded=recorded)
 
     async def _complete_one(
         self,
