@@ -1,0 +1,82 @@
+"""The demo model: a real model's text, token for token, by the common ways of decoding."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from corolla.models.demo import demo_checkpoint
+from tests.integration.hf.models import ModelPair
+from tests.integration.hf.stacks import Stacks
+
+pytestmark = pytest.mark.model
+
+LINES = (
+    "The three largest cities of France are",
+    "def fibonacci(n):",
+    "Water boils at a temperature of",
+    "My favourite season is autumn, because",
+)
+
+
+@pytest.fixture(scope="module")
+def demo(stacks: Stacks) -> ModelPair:
+    folder = demo_checkpoint()
+    return ModelPair.load(folder, stacks.start(folder, ["0:15", "15:30"], kv_cache_mib=256))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo_checkpoint(), padding_side="left", local_files_only=True)
+
+
+def ids_of(tokenizer: Any, text: str) -> Tensor:
+    ids: Tensor = tokenizer(text, return_tensors="pt").input_ids
+    return ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
+        {"num_beams": 5},
+        {"num_beams": 3, "do_sample": True, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 5},
+    ],
+    ids=["sampling", "five beams", "beam sampling", "prompt lookup"],
+)
+def test_one_prompt(demo: ModelPair, tokenizer: Any, options: dict[str, Any]) -> None:
+    demo.assert_equal(ids_of(tokenizer, LINES[0]), max_new_tokens=12, **options)
+
+
+def test_a_padded_batch(demo: ModelPair, tokenizer: Any) -> None:
+    batch = tokenizer(list(LINES), return_tensors="pt", padding=True)
+    assert (batch.attention_mask == 0).any()
+    demo.assert_equal(**batch, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 600])
+def test_short_and_long_prompts(demo: ModelPair, tokenizer: Any, num_tokens: int) -> None:
+    ids = ids_of(tokenizer, " ".join(LINES) * 24)[:, :num_tokens]
+    assert ids.shape[1] == num_tokens
+    demo.assert_equal(ids, max_new_tokens=6)
+
+
+def test_stop_strings(demo: ModelPair, tokenizer: Any) -> None:
+    options: dict[str, Any] = {"stop_strings": [",", "."], "tokenizer": tokenizer, "max_new_tokens": 20}
+    answer = demo.assert_equal(ids_of(tokenizer, LINES[0]), **options)
+    assert tokenizer.decode(answer[0]).endswith((",", "."))
+
+
+def test_a_chat_over_turns(demo: ModelPair, tokenizer: Any) -> None:
+    text = torch.empty(1, 0, dtype=torch.int64)
+    with demo.remote.inference_session() as session:
+        for question in ("What is the capital of France?", "And of Italy?"):
+            messages = [{"role": "user", "content": question}]
+            turn = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt").input_ids
+            text = demo.unsplit.generate(torch.cat([text, turn], dim=1), max_new_tokens=12)
+            answer = demo.remote.generate(turn, max_new_tokens=12)
+            assert answer.tolist() == text[:, -answer.shape[1] :].tolist()
+        assert session.position == text.shape[1] - 1
