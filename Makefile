@@ -13,6 +13,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.setup-done
 LOCK := requirements/lock.txt
+# Test processes; each has a torch thread of its own and starts servers.
+JOBS ?= 2
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
 .PHONY: help
@@ -75,7 +77,7 @@ demo: setup ## Starts the whole stack with a real model, streams an answer and a
 .PHONY: test
 test: setup ## Runs every test: architecture, unit, integration.
 	@echo "==> Testing"
-	@$(PY) -m pytest -q --durations=10 --durations-min=1 $(ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
 
 .PHONY: test-exact
 test-exact: setup ## Compares every chain, prompt and sampling with the unsplit model (minutes); `make test` takes a part.
