@@ -1,0 +1,204 @@
+"""Guessing ahead against plain decoding, over links that are as slow as one says.
+
+    python -m benchmarks.speculation --delays 0 2 10 --rounds 2
+
+Plain and guessed answers to one prompt are made one after the other, in changing order, and their ratio is formed
+within the pair, so that a noisy machine is equally unkind to both. Printed are medians, with the smallest and largest.
+Every guessed answer must be the plain one, token for token.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.decode import Spread
+from benchmarks.distant_chain import DistantChain
+from corolla import Client
+from corolla.chassis.errors import HopUnavailable, NoChain
+from corolla.models.checkpoint import Checkpoint
+from corolla.sdk.results import Generation
+
+NUM_GUESSES = 10
+_MAX_ATTEMPTS = 4
+
+_CODE = """def mean(values):
+    total = 0.0
+    for value in values:
+        total += value
+    return total / len(values)
+
+
+def spread(values):
+    center = mean(values)
+    return max(abs(value - center) for value in values)
+"""
+_GOODS = (
+    "apples from Kent", "pears from Anjou", "plums from Zagreb", "figs from Izmir", "dates from Basra",
+    "limes from Colima", "quinces from Tokat",
+)  # fmt: skip
+_LIST = "".join(f"- {each}\n" for each in _GOODS)
+_QUOTE = (
+    "The harbour lay quiet under a thin fog, and only the bell of the outer buoy could be heard. Three fishing boats "
+    "had gone out before dawn; none of them had yet returned, and the women on the pier counted the minutes in silence."
+)
+REPETITIVE: dict[str, dict[str, Any]] = {
+    "code": {"prompt": f"{_CODE}\n# The same code once more:\n\n{_CODE[:40]}"},
+    "list": {"prompt": f"Shopping list:\n{_LIST}\nThe same shopping list, copied word by word:\n- apples from"},
+    "quote": {"prompt": f'{_QUOTE}\n\nThe author wrote: "{_QUOTE[:24]}'},
+}
+HOSTILE: dict[str, dict[str, Any]] = {
+    # Pairs of digits have all been seen before, and nothing follows from them.
+    "digits": {
+        "prompt": "Random digits: 3 1 4 1 5 9 2 6 5 3 5 8 9 7 9 3 2 3 8 4 6 2 6 4 3 3 8 3 2 7",
+        "temperature": 1.3,
+    },
+    "story": {"prompt": "Once upon a time, in a small village by the sea,", "temperature": 1.0},
+    "essay": {"prompt": "Three reasons why rivers change their course:", "temperature": 1.0},
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A guessed answer beside the plain one."""
+
+    ratio: float
+    plain_tokens_per_s: float
+    acceptance: float
+    passes_per_token: float
+
+
+def compare(client: Client, case: dict[str, Any], seed: int, num_tokens: int, mode: str, *, plain_first: bool) -> Pair:
+    options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True, **case}
+    if "temperature" in case:
+        options["seed"] = seed
+    prompt = options.pop("prompt")
+    answers = {}
+    for each in ("off", mode) if plain_first else (mode, "off"):
+        answers[each] = _generate(client, prompt, {**options, "speculation": each})
+    plain, guessed = answers["off"], answers[mode]
+    assert guessed.token_ids == plain.token_ids, "guessing must not change the answer"
+    usage = guessed.usage
+    # The first token comes from the prompt's own pass.
+    num_passes = usage.completion_tokens - 1 - usage.accepted_tokens
+    return Pair(
+        ratio=usage.tokens_per_s / plain.usage.tokens_per_s,
+        plain_tokens_per_s=plain.usage.tokens_per_s,
+        acceptance=usage.accepted_tokens / usage.drafted_tokens if usage.drafted_tokens else float("nan"),
+        passes_per_token=num_passes / (usage.completion_tokens - 1),
+    )
+
+
+def _generate(client: Client, prompt: str, options: dict[str, Any]) -> Generation:
+    """Again, where an overloaded machine let a link time out."""
+    for attempt in range(_MAX_ATTEMPTS):
+        try:
+            return client.generate(prompt, **options)
+        except (HopUnavailable, NoChain) as failure:
+            print(f"again: {failure.message}", file=sys.stderr, flush=True)
+            time.sleep(5 * (attempt + 1))
+    return client.generate(prompt, **options)
+
+
+def summary(pairs: list[Pair]) -> dict[str, Any]:
+    acceptances = [pair.acceptance for pair in pairs if pair.acceptance == pair.acceptance]
+    return {
+        "ratio": Spread.of([pair.ratio for pair in pairs]),
+        "plain_tokens_per_s": statistics.median(pair.plain_tokens_per_s for pair in pairs),
+        "acceptance": statistics.mean(acceptances) if acceptances else None,
+        "passes_per_token": statistics.mean(pair.passes_per_token for pair in pairs),
+    }
+
+
+def measure(chain: DistantChain, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    sets: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
+        "repetitive, lookup": ("lookup", "prompt_lookup", REPETITIVE),
+        "hostile, lookup": ("lookup", "prompt_lookup", HOSTILE),
+    }
+    if options.draft_models:
+        sets["exact clone"] = ("clone", "draft_model", {"story": REPETITIVE["quote"]})
+        sets["perturbed clone"] = ("perturbed", "draft_model", {"story": REPETITIVE["quote"]})
+    sets = {name: each for name, each in sets.items() if options.only in name}
+    chain.clients["lookup"].generate("Once", max_tokens=4)
+    for delay_ms in options.delays:
+        chain.set_delay(delay_ms)
+        for name, (client, mode, cases) in sets.items():
+            # Whole drafts and the token after each, so that none is cut short at the end.
+            num_tokens = options.tokens if mode == "prompt_lookup" else 1 + 4 * (NUM_GUESSES + 1)
+            pairs = {case: [] for case in cases}  # type: dict[str, list[Pair]]
+            for number in range(options.rounds):
+                for case, given in cases.items():
+                    pair = compare(chain.clients[client], given, number, num_tokens, mode, plain_first=number % 2 == 0)
+                    pairs[case].append(pair)
+            every = [pair for each in pairs.values() for pair in each]
+            yield {"delay_ms": delay_ms, "set": name, **summary(every),
+                   "by_text": {case: summary(each) for case, each in pairs.items()}}  # fmt: skip
+
+
+@contextmanager
+def perturbed(folder: Path, strength: float) -> Iterator[Path]:
+    """A copy of a checkpoint whose logits are off: its head has random weights added, `strength` times as large."""
+    with tempfile.TemporaryDirectory() as copied:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        head = model.get_output_embeddings().weight.detach().clone()
+        noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(0)) * head.std() * strength
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(head + noise)
+        for path in folder.iterdir():
+            if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+                shutil.copy(path, copied)
+        model.save_pretrained(copied)
+        yield Path(copied)
+
+
+def report(row: dict[str, Any]) -> None:
+    acceptance = "  - " if row["acceptance"] is None else f"{row['acceptance']:4.0%}"
+    print(
+        f"{row['delay_ms']:4g} ms  {row['set']:20} {row['ratio']} x   plain {row['plain_tokens_per_s']:6.2f} tokens/s"
+        f"   accepted {acceptance}   passes per token {row['passes_per_token']:.3f}",
+        flush=True,
+    )
+    for case, each in row["by_text"].items():
+        print(f"           {case:18} {each['ratio']} x", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--blocks", nargs="+", default=["0:15", "15:30"], help="one block server for each span")
+    parser.add_argument("--delays", nargs="+", type=float, default=[0.0, 2.0, 10.0], help="milliseconds of each link")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=96, help="tokens of one answer")
+    parser.add_argument("--draft-models", action="store_true", help="clones of the model as draft models, too")
+    parser.add_argument(
+        "--noise", type=float, default=0.1, help="of the perturbed clone, in units of its head's spread"
+    )
+    parser.add_argument("--only", default="", help="sets whose name has this in it")
+    parser.add_argument("--logs", type=Path, default=None, help="folder for the processes' logs; kept")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each row instead of a table")
+    options = parser.parse_args()
+    folder = Checkpoint.open(options.model).folder
+    fixed = {"COROLLA_ADAPTIVE_DRAFTS": "false", "COROLLA_MAX_DRAFT_TOKENS": str(NUM_GUESSES)}
+    clients: dict[str, dict[str, str]] = {"lookup": {}}
+    with tempfile.TemporaryDirectory() as logs, perturbed(folder, options.noise) as noisy:
+        if options.draft_models:
+            clients |= {"clone": {**fixed, "COROLLA_DRAFT_MODEL": str(folder)},
+                        "perturbed": {**fixed, "COROLLA_DRAFT_MODEL": str(noisy)}}  # fmt: skip
+        with DistantChain(options.logs or Path(logs), str(folder), options.blocks, clients) as chain:
+            for row in measure(chain, options):
+                print(json.dumps(row, default=asdict)) if options.json else report(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Rollouts: whole batches of answers for reinforcement learning, from remote and from local models alike.
+
+The functions have the names and arguments of ColossalAI's `coati.models.generation`, so that training loops written for
+it run on. What it leaves out works here: greedy decoding, beams, and several stop sequences.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+PrepareInputs = Callable[..., dict[str, Any]]
+"""`(input_ids, pad_token_id, **model_kwargs)` to what the model is called with."""
+
+UpdateModelKwargs = Callable[..., dict[str, Any]]
+"""`(outputs, new_mask, **model_kwargs)` to the `model_kwargs` of the next step; `new_mask` is `[B, 1]`."""
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    num_beams: int = 1,
+    do_sample: bool = True,
+    early_stopping: bool = True,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    temperature: float | None = None,
+    prepare_inputs_fn: PrepareInputs | None = None,
+    update_model_kwargs_fn: UpdateModelKwargs | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    stop_token_ids: Sequence[Sequence[int]] | None = None,
+    **model_kwargs: Any,
+) -> Tensor:
+    """Answers a batch of prompts.
+
+    A row ends with the tokenizer's end-of-sequence token or with a stop sequence, which stay part of it, and is padded
+    from there on. Sampled tokens are drawn by torch's own random stream, as `generate` of transformers draws them.
+
+    Args:
+        model: a causal language model, distributed or local. Not switched to evaluation: the caller says which it is.
+        input_ids: int64 `[B, T]`, padded on the left.
+        tokenizer: says what padding and the end of a sequence are.
+        max_length: tokens of prompt and answer together, at most. A prompt of that length comes back as it is.
+        num_beams: more than one is a beam search by the model's own `generate`.
+        do_sample: False takes the likeliest token.
+        early_stopping: return when all rows have ended, on every process of a group; else go on to the full length.
+        top_k: keep so many likeliest tokens; None or 0 is off.
+        top_p: keep the smallest set of tokens with this total probability; None or 1 is off.
+        temperature: None or 1 is off.
+        prepare_inputs_fn: instead of this module's own function of that name, which processes each token once.
+        update_model_kwargs_fn: likewise.
+        max_new_tokens: of the answer, at most.
+        stop_token_ids: sequences of tokens; a row ends when its last tokens are one of them.
+        model_kwargs: for the model's forward; with an `attention_mask` what is not padding is not found by its token.
+
+    Returns:
+        int64 `[B, L]`, prompts and answers.
+
+    Raises:
+        ValueError: padding on the right, no padding token, a stop sequence that is none, or what beams cannot do.
+        CorollaError: the chain of a distributed model failed.
+    """
+    if num_beams > 1:
+        hooks = [prepare_inputs_fn, update_model_kwargs_fn, stop_token_ids]
+        return _beam_search(
+            model, input_ids, tokenizer, max_length, max_new_tokens, hooks, model_kwargs, num_beams=num_beams,
+            do_sample=do_sample, early_stopping=early_stopping, top_k=top_k, top_p=top_p, temperature=temperature,
+        )  # fmt: skip
+    growing = _sequences(
+        model, input_ids, tokenizer, max_length, do_sample, early_stopping, max_new_tokens, stop_token_ids,
+        prepare_logits_processor(top_k, top_p, temperature), prepare_inputs_fn, update_model_kwargs_fn, model_kwargs,
+    )  # fmt: skip
+    last = deque(growing, maxlen=1)
+    return last[0] if last else input_ids
+
+
+def generate_streaming(
+    model: Any,
+    input_ids: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    num_beams: int = 1,
+    do_sample: bool = True,
+    early_stopping: bool = True,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    temperature: float | None = None,
+    prepare_inputs_fn: PrepareInputs | None = None,
+    update_model_kwargs_fn: UpdateModelKwargs | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    stop_token_ids: Sequence[Sequence[int]] | None = None,
+    stream_interval: int = 2,
+    **model_kwargs: Any,
+) -> Iterator[Tensor]:
+    """`generate`, as it grows.
+
+    Args:
+        stream_interval: tokens from one result to the next.
+
+    Yields:
+        int64 `[B, L]`, prompts and answers so far; the last one is what `generate` returns.
+
+    Raises:
+        ValueError: as in `generate`, and for beams, which change what came before; when the first result is asked for.
+    """
+    if num_beams > 1:
+        raise ValueError("`num_beams` cannot be streamed: a later token may change earlier ones.")
+    if stream_interval < 1:
+        raise ValueError("`stream_interval` must be at least 1.")
+    sequences, num_yielded = input_ids, input_ids.shape[1]
+    for sequences in _sequences(
+        model, input_ids, tokenizer, max_length, do_sample, early_stopping, max_new_tokens, stop_token_ids,
+        prepare_logits_processor(top_k, top_p, temperature), prepare_inputs_fn, update_model_kwargs_fn, model_kwargs,
+    ):  # fmt: skip
+        if sequences.shape[1] - num_yielded >= stream_interval:
+            num_yielded = sequences.shape[1]
+            yield sequences
+    if sequences.shape[1] > num_yielded or sequences is input_ids:
+        yield sequences
+
+
+def prepare_logits_processor(
+    top_k: int | None = None, top_p: float | None = None, temperature: float | None = None
+) -> LogitsProcessorList:
+    """Temperature, then top-k, then top-p, as transformers orders them; what is None or does nothing is left out."""
+    processors = LogitsProcessorList()
+    if temperature is not None and temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k is not None and top_k != 0:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p is not None and top_p < 1.0:
+        processors.append(TopPLogitsWarper(top_p))
+    return processors
+
+
+def is_sequence_finished(unfinished_sequences: Tensor) -> bool:
+    """Whether no row of any process goes on.
+
+    Args:
+        unfinished_sequences: int64 `[B]`, 1 for each row that goes on. With torch.distributed initialised, all
+            processes must call this together.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        unfinished_sequences = unfinished_sequences.sum()
+        torch.distributed.all_reduce(unfinished_sequences)
+    return not bool(unfinished_sequences.any())
+
+
+def prepare_inputs_fn(input_ids: Tensor, pad_token_id: int | None, **model_kwargs: Any) -> dict[str, Any]:
+    """What the model is called with: of `input_ids` only what its cache does not hold yet."""
+    cache = model_kwargs.get("past_key_values")
+    num_held = 0 if cache is None else cache.get_seq_length()
+    return {**model_kwargs, "input_ids": input_ids[:, num_held:], "use_cache": True}
+
+
+def update_model_kwargs_fn(outputs: Any, new_mask: Tensor, **model_kwargs: Any) -> dict[str, Any]:
+    """Takes over the cache, and lets masks and token types grow by one token."""
+    updated = {**model_kwargs, "past_key_values": outputs.get("past_key_values")}
+    if (token_type_ids := model_kwargs.get("token_type_ids")) is not None:
+        updated["token_type_ids"] = torch.cat([token_type_ids, token_type_ids[:, -1:]], dim=-1)
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        updated["attention_mask"] = torch.cat([mask, new_mask.to(mask.dtype)], dim=-1)
+    return updated
+
+
+def _sequences(
+    model: Any,
+    input_ids: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    do_sample: bool,
+    early_stopping: bool,
+    max_new_tokens: int | None,
+    stop_token_ids: Sequence[Sequence[int]] | None,
+    processors: LogitsProcessorList,
+    prepare: PrepareInputs | None,
+    update: UpdateModelKwargs | None,
+    model_kwargs: dict[str, Any],
+) -> Iterator[Tensor]:
+    """Yields `[B, L]` after each token."""
+    _check(tokenizer, stop_token_ids)
+    eos_token_id, pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    stops = [torch.tensor(list(each), device=input_ids.device) for each in stop_token_ids or ()]
+    takes_positions = prepare is None and "position_ids" in inspect.signature(model.forward).parameters
+    if "attention_mask" not in model_kwargs:
+        model_kwargs = {**model_kwargs, "attention_mask": _mask_of(input_ids, pad_token_id)}
+    unfinished = input_ids.new_ones(input_ids.shape[0])
+    for _ in range(_num_new_tokens(input_ids, max_length, max_new_tokens)):
+        # Not inference mode: a training loop goes on with these very tensors.
+        with torch.no_grad():
+            inputs = (prepare or prepare_inputs_fn)(input_ids, pad_token_id, **model_kwargs)
+            if takes_positions and "position_ids" not in model_kwargs:
+                positions = (model_kwargs["attention_mask"].long().cumsum(dim=-1) - 1).clamp(min=0)
+                inputs["position_ids"] = positions[:, -inputs["input_ids"].shape[1] :]
+            outputs = model(**inputs)
+            # With padding on the left, the last column is the newest token of every row.
+            scores: Any = processors(input_ids, outputs["logits"][:, -1, :].float())  # type: ignore[arg-type]
+            if do_sample:
+                newest = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+            else:
+                newest = scores.argmax(dim=-1)
+            newest = newest.to(input_ids.device)
+            if pad_token_id is not None:
+                newest = torch.where(unfinished.bool(), newest, pad_token_id)
+            input_ids = torch.cat([input_ids, newest[:, None]], dim=-1)
+            model_kwargs = (update or update_model_kwargs_fn)(outputs, unfinished[:, None], **model_kwargs)
+            if eos_token_id is not None:
+                unfinished = unfinished * (newest != eos_token_id)
+            for stop in stops:
+                unfinished = unfinished * (input_ids[:, -len(stop) :] != stop).any(dim=1)
+        yield input_ids
+        if early_stopping and is_sequence_finished(unfinished):
+            return
+
+
+def _beam_search(
+    model: Any,
+    input_ids: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    max_new_tokens: int | None,
+    hooks: Sequence[object],
+    model_kwargs: dict[str, Any],
+    **options: Any,
+) -> Tensor:
+    _check(tokenizer, None)
+    if any(hook is not None for hook in hooks):
+        raise ValueError(
+            "`prepare_inputs_fn`, `update_model_kwargs_fn` and `stop_token_ids` work with `num_beams=1` only; beams "
+            "are searched by the model's own `generate`."
+        )
+    num_new_tokens = _num_new_tokens(input_ids, max_length, max_new_tokens)
+    if num_new_tokens == 0:
+        return input_ids
+    if "attention_mask" not in model_kwargs:
+        model_kwargs = {**model_kwargs, "attention_mask": _mask_of(input_ids, tokenizer.pad_token_id)}
+    if not options["do_sample"]:
+        options = {name: value for name, value in options.items() if name not in ("top_k", "top_p", "temperature")}
+    sequences: Tensor = model.generate(
+        input_ids, max_new_tokens=num_new_tokens, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, **options, **model_kwargs,
+    )  # fmt: skip
+    return sequences
+
+
+def _check(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[Sequence[int]] | None) -> None:
+    if tokenizer.padding_side != "left":
+        raise ValueError("Rollouts need padding on the left: set `tokenizer.padding_side = 'left'`.")
+    if tokenizer.pad_token_id is None and (tokenizer.eos_token_id is not None or stop_token_ids):
+        raise ValueError("Rows that end early are padded: set `tokenizer.pad_token`.")
+    for index, stop in enumerate(stop_token_ids or ()):
+        if isinstance(stop, int) or len(stop) == 0:
+            raise ValueError(f"`stop_token_ids[{index}]` must be a sequence of at least one token.")
+
+
+def _mask_of(input_ids: Tensor, pad_token_id: int | None) -> Tensor:
+    """What is no padding, by its token. Raises ValueError where a row ends in padding."""
+    if pad_token_id is None:
+        return torch.ones_like(input_ids)
+    mask = input_ids.ne(pad_token_id).long()
+    if not bool(mask[:, -1].all()):
+        raise ValueError(
+            "A row of `input_ids` ends in padding; pad on the left, or give an `attention_mask` if that token is text."
+        )
+    return mask
+
+
+def _num_new_tokens(input_ids: Tensor, max_length: int, max_new_tokens: int | None) -> int:
+    room = max(0, max_length - input_ids.shape[1])
+    return room if max_new_tokens is None else min(max(0, max_new_tokens), room)
