@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corolla.models.demo import demo_checkpoint
+from corolla.models.loading import LOADING
 
 
 class Sampling(TypedDict, total=False):
@@ -43,7 +44,8 @@ class Unsplit:
 
     def __init__(self, folder: Path) -> None:
         library: Any = AutoModelForCausalLM
-        self.model: Any = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        with LOADING:
+            self.model: Any = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         eos_token_id = self.model.generation_config.eos_token_id
         self.eos_token_ids: tuple[int, ...] = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)

@@ -15,6 +15,7 @@ from typing import Any
 from filelock import FileLock
 
 from corolla.chassis.errors import CheckpointError
+from corolla.models.loading import LOADING
 
 DEMO_MODEL = "demo"
 
@@ -129,10 +130,11 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     # The chat template ends a turn with token 2; token 0 ends a document.
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 2
     # `from_pretrained(gguf_file=...)` would do the next three steps, but asks for one more package.
-    with torch.device("meta"):
-        empty = library.AutoModelForCausalLM.from_config(config)
-    read = read_gguf(str(gguf), return_tensors=True, model_to_load=empty, torch_dtype=torch.float32)
-    model: Any = type(empty).from_pretrained(None, config=config, state_dict=read["tensors"], dtype=torch.float32)
+    with LOADING:
+        with torch.device("meta"):
+            empty = library.AutoModelForCausalLM.from_config(config)
+        read = read_gguf(str(gguf), return_tensors=True, model_to_load=empty, torch_dtype=torch.float32)
+        model: Any = type(empty).from_pretrained(None, config=config, state_dict=read["tensors"], dtype=torch.float32)
     model.generation_config = library.GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=2)
     progress("writing the weights", 0.9)
     model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)

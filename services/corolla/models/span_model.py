@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import Family, packs_rows
+from corolla.models.loading import LOADING
 from corolla.models.weights import open_tensors
 from corolla.wire.span import Span
 
@@ -218,7 +219,7 @@ def build(
     if attention == "sdpa" and not model_class._supports_sdpa:
         attention = "eager"
     try:
-        with _no_progress_bar():
+        with LOADING, _no_progress_bar():
             model, report = cast(Any, model_class).from_pretrained(
                 None,
                 config=config,

@@ -15,6 +15,7 @@ from corolla.chassis.errors import NonFiniteOutput
 from corolla.client.edges import Edges, load_edges
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import FAMILIES
+from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -30,7 +31,8 @@ class Chain:
         self.edges: Edges = load_edges(checkpoint, dtype=torch.float32)
         self.runners = [Runner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=8) for span in spans]
         library: Any = AutoModelForCausalLM
-        self.unsplit = library.from_pretrained(folder, dtype=torch.float32).eval()
+        with LOADING:
+            self.unsplit = library.from_pretrained(folder, dtype=torch.float32).eval()
 
     def open(self) -> list[SessionCache]:
         return [runner.new_cache() for runner in self.runners]

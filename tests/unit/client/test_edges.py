@@ -12,6 +12,7 @@ from corolla.chassis.errors import CheckpointError
 from corolla.client.edges import edge_tensors, load_edges
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import FAMILIES
+from corolla.models.loading import LOADING
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 
 NUM_TOKENS = 9
@@ -39,7 +40,8 @@ class Ends:
 def test_edges_are_bit_equal_to_the_unsplit_model(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     folder = make_tiny_checkpoint(family, tmp_path / family, num_blocks=2)
     library: Any = AutoModelForCausalLM
-    unsplit = library.from_pretrained(folder, dtype=dtype).eval()
+    with LOADING:
+        unsplit = library.from_pretrained(folder, dtype=dtype).eval()
     ends = Ends(unsplit, FAMILIES[family].layers)
     token_ids = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
     position_ids = torch.arange(NUM_TOKENS)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import default_cache_folder, demo_checkpoint
+from corolla.models.loading import LOADING
 
 CONVERT = "import sys, pathlib; from corolla.models.demo import demo_checkpoint; "
 CONVERT += "print(demo_checkpoint(pathlib.Path(sys.argv[1]), lambda *_: print('converting', flush=True)), flush=True)"
@@ -36,7 +37,8 @@ def demo() -> Checkpoint:
 @pytest.mark.model
 def test_it_knows_the_capital_of_france(demo: Checkpoint) -> None:
     library: Any = AutoModelForCausalLM
-    model = library.from_pretrained(demo.folder)
+    with LOADING:
+        model = library.from_pretrained(demo.folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(demo.folder)
     turn = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt")

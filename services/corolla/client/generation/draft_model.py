@@ -13,6 +13,7 @@ from corolla.client.compute import ComputeThread
 from corolla.client.generation.sampling import Sampler
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.loading import LOADING
 
 DRAFT_MODEL_RATES: Final[tuple[float, ...]] = (0.7,)
 """How often a guess is right before anything is known of a text; there is one kind of evidence."""
@@ -58,7 +59,8 @@ class DraftModel:
             )
         library: Any = AutoModelForCausalLM
         try:
-            model = library.from_pretrained(checkpoint.folder, dtype=dtype, local_files_only=True)
+            with LOADING:
+                model = library.from_pretrained(checkpoint.folder, dtype=dtype, local_files_only=True)
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"The draft model {checkpoint.name} cannot be loaded.") from error
         return cls(model.eval().to(device), checkpoint.context_length, vocab_size)
