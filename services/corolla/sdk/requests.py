@@ -124,7 +124,7 @@ def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[s
         _set(request.sampling, name, options.get(name), name)
     speculation = options.get("speculation")
     if speculation is not None:
-        if speculation not in _SPECULATION_MODES:
+        if not isinstance(speculation, str) or speculation not in _SPECULATION_MODES:
             raise InvalidRequest("speculation", f"must be one of {', '.join(_SPECULATION_MODES)}")
         request.speculation.mode = _SPECULATION_MODES[speculation]
     _set(request.speculation, "max_draft_tokens", options.get("max_draft_tokens"), "max_draft_tokens")

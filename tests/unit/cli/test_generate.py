@@ -8,6 +8,7 @@ import pytest
 
 from corolla.chassis import errors
 from corolla.cli.app import main
+from corolla.v1 import generation_pb2 as pb
 from tests.generation_server import API_KEY, GenerationServer
 from tests.terminal import Terminal
 
@@ -72,7 +73,7 @@ def test_the_options_arrive(server: GenerationServer) -> None:
         "--top-p",
         ".5",
     ]
-    assert main(["generate", "one", *arguments, "--ignore-eos", "--time-limit", "2"]) == 0
+    assert main(["generate", "one", *arguments, "--ignore-eos", "--time-limit", "2", "--speculation", "off"]) == 0
     (request,) = server.servicer.requests
     assert request.stopping.max_tokens == 5
     assert request.sampling.HasField("temperature")
@@ -81,6 +82,7 @@ def test_the_options_arrive(server: GenerationServer) -> None:
     assert list(request.stopping.stop) == ["a", "b"]
     assert request.stopping.ignore_eos
     assert request.stopping.time_limit_ms == 2000
+    assert request.speculation.mode == pb.SPECULATION_MODE_OFF
     assert not request.sampling.HasField("top_k")
 
 

@@ -5,6 +5,7 @@ import pytest
 from corolla.chassis.errors import InvalidRequest
 from corolla.sdk.requests import chat_request, generate_request, tokenize_request
 from corolla.sdk.results import Message
+from corolla.v1 import generation_pb2 as pb
 
 
 def test_unset_options_stay_unset() -> None:
@@ -14,6 +15,7 @@ def test_unset_options_stay_unset() -> None:
     assert not request.stopping.ListFields()
     assert not request.HasField("num_completions")
     assert not request.HasField("logprobs")
+    assert not request.speculation.ListFields()
 
 
 def test_zero_is_not_unset() -> None:
@@ -39,6 +41,8 @@ def test_every_option_has_its_field() -> None:
             "stop": ["a", "b"],
             "ignore_eos": True,
             "time_limit_s": 1.5,
+            "speculation": "draft_model",
+            "max_draft_tokens": 7,
             "logprobs": 3,
             "n": 2,
             "session": "ab",
@@ -64,6 +68,8 @@ def test_every_option_has_its_field() -> None:
     assert list(request.stopping.stop) == ["a", "b"]
     assert request.stopping.ignore_eos
     assert request.stopping.time_limit_ms == 1500
+    assert request.speculation.mode == pb.SPECULATION_MODE_DRAFT_MODEL
+    assert request.speculation.max_draft_tokens == 7
     assert (request.logprobs, request.num_completions, request.session_id, request.model) == (3, 2, "ab", "m")
 
 
@@ -83,6 +89,9 @@ def test_an_empty_list_of_ids_is_still_ids() -> None:
         ({"seed": 2**70}, "seed"),
         ({"stop": [1]}, "stop"),
         ({"time_limit_s": float("nan")}, "time_limit_s"),
+        ({"speculation": "sometimes"}, "speculation"),
+        ({"speculation": ["off"]}, "speculation"),
+        ({"max_draft_tokens": "many"}, "max_draft_tokens"),
         ({"model": 5}, "model"),
     ],
 )
