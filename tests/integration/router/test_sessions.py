@@ -192,8 +192,8 @@ async def test_an_id_is_created_once(session: Session) -> None:
 async def test_the_count_follows_creation_expiry_and_deletion(router: Router, model: str) -> None:
     sessions = [Session(router, model) for _ in range(6)]
     for index, each in enumerate(sessions):
-        await each.create(ttl_ms=80 if index < 2 else 60_000)
+        await each.create(ttl_ms=800 if index < 2 else 60_000)
     assert await sessions[0].count() == 6
     await sessions[5].delete()
-    await asyncio.sleep(0.12)
+    await asyncio.sleep(0.9)
     assert await sessions[0].count() == 3
