@@ -28,6 +28,7 @@ class Edges:
     Attributes:
         config: the model's configuration, with no layers.
         dtype: of embeddings and hidden states.
+        is_lookup: whether `embed` only looks rows up, so that for a few tokens it takes microseconds.
     """
 
     def __init__(self, causal_model: PreTrainedModel, family: Family) -> None:
@@ -38,7 +39,7 @@ class Edges:
         self._embedding_model = base
         self._embedding = base.get_submodule(family.embedding)
         # Then the base model's forward adds nothing but its own overhead, half a millisecond for each token.
-        self._is_lookup = not (family.learned_positions or family.bypassed or family.unit_scalars)
+        self.is_lookup = not (family.learned_positions or family.bypassed or family.unit_scalars)
         self._head_model = causal_model
 
     @property
@@ -69,7 +70,7 @@ class Edges:
         Returns:
             `[T, H]` in the model's dtype.
         """
-        if self._is_lookup:
+        if self.is_lookup:
             return cast(Tensor, self._embedding(token_ids.to(self.device)))
         return self._first_input(position_ids, input_ids=token_ids.to(self.device).unsqueeze(0))
 

@@ -101,9 +101,12 @@ class Gang:
             self._depart()
 
     async def _step(self, members: list[_Member]) -> None:
-        hidden = await self._compute.run(
-            embed, self._edges, [member.token_id for member in members], [member.row.position for member in members]
-        )
+        token_ids = [member.token_id for member in members]
+        positions = [member.row.position for member in members]
+        if self._edges.is_lookup:
+            hidden = embed(self._edges, token_ids, positions)  # handing it over would cost more
+        else:
+            hidden = await self._compute.run(embed, self._edges, token_ids, positions)
         step = pb.Step(
             rows=[member.row for member in members], dtype=tensor_type(hidden.dtype), hidden_size=hidden.shape[1]
         )
