@@ -105,11 +105,18 @@ class RemoteGenerationMixin(GenerationMixin):
             given, mask, num_omitted = text.token_ids, text.mask, text.num_omitted
         elif given is not None:
             call["inputs"] = given
-        embeddings = call.get("inputs_embeds")
-        answer = self._generate(call | {"past_key_values": RemotePastKeyValues(session)})
+        session.count_prefix()
+        position = session.position
+        try:
+            answer = self._generate(call | {"past_key_values": RemotePastKeyValues(session)})
+        except BaseException:
+            # Tokens are recognised by a later call; embeddings could only be taken in twice.
+            if call.get("inputs_embeds") is not None and not session.is_closed:
+                session.position = position
+            raise
         sequences: Tensor = answer if isinstance(answer, Tensor) else answer.sequences
-        if embeddings is not None:
-            session.count_as_prefix(session.num_prefix + embeddings.shape[1])
+        if call.get("inputs_embeds") is not None:
+            session.count_prefix()
             mask = None
         session.output_ids = sequences
         session.output_mask = None if mask is None else _grown(mask, sequences)

@@ -68,6 +68,18 @@ class HeldRows:
         self.mask = self.mask[index]
         self.sources = [self.sources[row] for row in rows]
 
+    def count_prefix(self) -> None:
+        """Counts the columns that began the rows as embeddings, and so can be no text, as their prefix.
+
+        Raises:
+            ValueError: embeddings were given behind text; then nobody knows what the text is.
+        """
+        is_unknown = (self.token_ids == UNKNOWN_TOKEN).any(dim=0).long()
+        num_leading = int(is_unknown.cumprod(dim=0).sum())
+        if is_unknown[num_leading:].any():
+            raise ValueError("The session was stepped by hand behind its text; set its position back first.")
+        self.num_prefix = num_leading
+
     def align(self, token_ids: Tensor, mask: Tensor) -> None:
         """Keeps what can serve a text, and forgets the rest.
 

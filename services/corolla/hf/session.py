@@ -210,9 +210,14 @@ class InferenceSession:
         if self._held is not None:
             self._held.align(token_ids.cpu(), mask.cpu())
 
-    def count_as_prefix(self, num_columns: int) -> None:
-        """The first columns are no text: they were given as embeddings."""
-        self._held_rows().num_prefix = num_columns
+    def count_prefix(self) -> None:
+        """Positions that were given as embeddings before any text stand before the text and are no part of it.
+
+        Raises:
+            ValueError: there are some behind text, too.
+        """
+        if self._held is not None:
+            self._held.count_prefix()
 
     def close(self) -> None:
         """Frees the session on every hop. A closed session cannot be used again."""
@@ -240,7 +245,7 @@ class InferenceSession:
     def _take_prompts(self, prompts: Tensor, num_rows: int) -> None:
         token_ids = torch.full((num_rows, len(prompts)), UNKNOWN_TOKEN)
         self.advance([prompts] * num_rows, token_ids, torch.ones_like(token_ids, dtype=torch.bool), 0)
-        self.count_as_prefix(len(prompts))
+        self.count_prefix()
 
     def _room_for(self, num_positions: int) -> int:
         """At first what is expected; later twice what is needed, so that growing stays rare."""

@@ -224,6 +224,33 @@ def test_given_embeddings_begin_a_session(llama: ModelPair) -> None:
             llama.remote.generate(inputs_embeds=embeddings, max_new_tokens=1)
 
 
+def test_steps_by_hand_stand_before_the_text(llama: ModelPair) -> None:
+    expected = answer_of(llama, PROMPT, 6)
+    hidden = llama.remote.edges.embed(PROMPT[0, :5], torch.arange(5))[None]
+    with llama.remote.inference_session() as session:
+        session.step(hidden)
+        assert llama.remote.generate(PROMPT[:, 5:], max_new_tokens=6).tolist() == expected[:, 5:].tolist()
+        session.step(hidden)
+        with pytest.raises(ValueError, match="by hand"):
+            llama.remote.generate(max_new_tokens=1)
+        session.position = 5
+        assert llama.remote.generate(PROMPT[:, 5:], max_new_tokens=6).tolist() == expected[:, 5:].tolist()
+
+
+def test_embeddings_of_a_call_that_failed_are_forgotten(llama: ModelPair) -> None:
+    embeddings = llama.unsplit.get_input_embeddings()(PROMPT)
+
+    def fail(batch_id: int, input_ids: Tensor) -> list[int]:
+        raise ZeroDivisionError
+
+    with llama.remote.inference_session() as session:
+        with pytest.raises(ZeroDivisionError):
+            llama.remote.generate(inputs_embeds=embeddings, prefix_allowed_tokens_fn=fail)
+        assert session.position == 0
+        answer = llama.remote.generate(inputs_embeds=embeddings, max_new_tokens=5)
+    assert answer.tolist() == llama.unsplit.generate(inputs_embeds=embeddings, max_new_tokens=5).tolist()
+
+
 # --- forgetting ---------------------------------------------------------------------------------------------------
 
 

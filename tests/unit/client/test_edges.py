@@ -57,6 +57,16 @@ def test_edges_are_bit_equal_to_the_unsplit_model(tmp_path: Path, family: str, d
     assert torch.equal(head, logits.float())
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_embeddings_may_be_given(tmp_path: Path, family: str) -> None:
+    edges = load_edges(
+        Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=2))), dtype=torch.float32
+    )
+    token_ids, position_ids = torch.tensor([7, 300, 7]), torch.tensor([4, 5, 90])
+    looked_up = edges.modules[0].get_input_embeddings()(token_ids)
+    assert torch.equal(edges.embed_given(looked_up, position_ids), edges.embed(token_ids, position_ids))
+
+
 def test_learned_positions_are_absolute(tmp_path: Path) -> None:
     edges = load_edges(Checkpoint.open(str(make_tiny_checkpoint("gpt2", tmp_path / "gpt2"))), dtype=torch.float32)
     token = torch.tensor([7])

@@ -1,5 +1,6 @@
 """The book of held tokens: what is found again, cut, forked and left out."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +97,18 @@ def test_a_prefix_stays_and_goes_with_its_row() -> None:
     # The texts agree with the other row's, but its prefix is another.
     align(held, [7, 8, 9], [7, 8, 9], [5, 6, 9], [5, 6, 9])
     assert held.position == 1
+
+
+def test_embeddings_before_the_text_are_its_prefix() -> None:
+    held = rows_of([UNKNOWN_TOKEN, UNKNOWN_TOKEN, 7])
+    held.count_prefix()
+    assert held.num_prefix == 2
+
+
+def test_embeddings_behind_text_leave_no_text() -> None:
+    held = rows_of([UNKNOWN_TOKEN, 7, UNKNOWN_TOKEN])
+    with pytest.raises(ValueError, match="by hand"):
+        held.count_prefix()
 
 
 def test_forks_of_forks_name_the_place_that_has_the_tokens() -> None:
