@@ -245,7 +245,7 @@ def test_embeddings_of_a_call_that_failed_are_forgotten(llama: ModelPair) -> Non
 
     with llama.remote.inference_session() as session:
         with pytest.raises(ZeroDivisionError):
-            llama.remote.generate(inputs_embeds=embeddings, prefix_allowed_tokens_fn=fail)
+            llama.remote.generate(inputs_embeds=embeddings, max_new_tokens=5, prefix_allowed_tokens_fn=fail)
         assert session.position == 0
         answer = llama.remote.generate(inputs_embeds=embeddings, max_new_tokens=5)
     assert answer.tolist() == llama.unsplit.generate(inputs_embeds=embeddings, max_new_tokens=5).tolist()
