@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.hf.modeling import DistributedModelForCausalLM
+from corolla.models.loading import LOADING
 from tests.integration.hf.stacks import Stack
 
 
@@ -24,7 +25,8 @@ class ModelPair:
     @classmethod
     def load(cls, folder: Path, stack: Stack) -> "ModelPair":
         library: Any = AutoModelForCausalLM
-        unsplit = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        with LOADING:
+            unsplit = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
         remote = AutoDistributedModelForCausalLM.from_pretrained(str(folder), router=stack.router)
         return cls(remote, unsplit, stack)
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from corolla.hf import AutoDistributedModelForCausalLM, rollout
+from corolla.models.loading import LOADING
 from tests.checkpoints import make_tiny_checkpoint, make_tokenizer
 from tests.integration.hf.stacks import Stacks
 
@@ -15,7 +16,8 @@ def test_rollouts_of_a_batch(tmp_path: Path, stacks: Stacks) -> None:
     folder = make_tiny_checkpoint("llama", tmp_path / "llama")
     stack = stacks.start(folder, ["0:2", "2:5"])
     library: Any = AutoModelForCausalLM
-    unsplit = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    with LOADING:
+        unsplit = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     remote = AutoDistributedModelForCausalLM.from_pretrained(str(folder), router=stack.router)
     tokenizer: Any = make_tokenizer()
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.bos_token

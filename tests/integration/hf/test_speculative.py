@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from corolla.hf import speculative
 from corolla.hf.speculative import SPECULATIVE_CLASSES
+from corolla.models.loading import LOADING
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.hf.stacks import Stack, Stacks
 
@@ -24,7 +25,8 @@ class Trio:
         library: Any = AutoModelForCausalLM
         self.folder = folder
         self.stack = stack
-        self.unsplit: Any = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        with LOADING:
+            self.unsplit: Any = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
         self.remote = self.with_drafts_by(self.unsplit)
 
     def with_drafts_by(self, small_model: PreTrainedModel) -> Any:
