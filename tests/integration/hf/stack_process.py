@@ -9,10 +9,14 @@ import json
 import sys
 import tempfile
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from corolla.chassis.channels import open_channel
+from corolla.v1 import router_pb2, router_pb2_grpc
 from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
 
 
 async def serve() -> None:
@@ -30,9 +34,16 @@ async def serve() -> None:
 async def start(stack: AsyncExitStack, request: dict[str, Any]) -> Swarm:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     server = {"kv_cache_mib": request["kv_cache_mib"]}
-    return await stack.enter_async_context(
-        Swarm(folder, Path(request["model"]), request["spans"], num_clients=0, server=server)
-    )
+    swarm = Swarm(folder, Path(request["model"]), request["spans"], num_clients=0, server=server)
+    await stack.enter_async_context(swarm)
+    async with open_channel(swarm.router_address) as channel:
+        await until(partial(knows_a_chain, router_pb2_grpc.RouterServiceStub(channel)), timeout_s=10)
+    return swarm
+
+
+async def knows_a_chain(router: "router_pb2_grpc.RouterServiceAsyncStub") -> bool:
+    placement = await router.GetPlacement(router_pb2.GetPlacementRequest())
+    return bool(placement.HasField("cheapest_chain"))
 
 
 if __name__ == "__main__":
