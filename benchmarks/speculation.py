@@ -127,8 +127,8 @@ def measure(chain: DistantChain, options: argparse.Namespace) -> Iterator[dict[s
         "hostile, lookup": ("lookup", "prompt_lookup", HOSTILE),
     }
     if options.draft_models:
-        sets["exact clone"] = ("clone", "draft_model", {"story": REPETITIVE["quote"]})
-        sets["perturbed clone"] = ("perturbed", "draft_model", {"story": REPETITIVE["quote"]})
+        sets["exact clone"] = ("clone", "draft_model", {"quote": REPETITIVE["quote"]})
+        sets["perturbed clone"] = ("perturbed", "draft_model", {"quote": REPETITIVE["quote"]})
     sets = {name: each for name, each in sets.items() if options.only in name}
     chain.clients["lookup"].generate("Once", max_tokens=4)
     for delay_ms in options.delays:
