@@ -92,7 +92,7 @@ lint: setup ## Checks style, formatting, types and layers.
 	@ruff check .
 	@ruff format --check .
 	@echo "==> mypy"
-	@mypy services tests $(wildcard benchmarks)
+	@mypy services tests benchmarks docs
 	@echo "==> import-linter"
 	@lint-imports --no-logo
 

@@ -8,6 +8,7 @@ within a round; what is printed is their median, with the smallest and the large
 
 import argparse
 import json
+import operator
 import statistics
 import tempfile
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.generation import BaseStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from corolla import Client
 from corolla.local.options import StackOptions
@@ -60,7 +61,7 @@ class LocalModel:
         return stamps.seconds
 
 
-class _TokenTimes(BaseStreamer):  # type: ignore[misc]
+class _TokenTimes(BaseStreamer):
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self._is_prompt = True
@@ -205,7 +206,7 @@ def measure(chain: Chain, local: LocalModel, num_rounds: int, num_tokens: int) -
         return Spread.of([figure(each) for each in rounds])
 
     return {
-        "tokens_per_s": {name: spread(lambda each, name=name: each[name]) for name in ("local", "chain", "streams")},
+        "tokens_per_s": {name: spread(operator.itemgetter(name)) for name in ("local", "chain", "streams")},
         "chain_over_local": spread(lambda each: each["chain"] / each["local"]),
         "streams_over_chain": spread(lambda each: each["streams"] / each["chain"]),
         "overhead_ms_per_token": spread(lambda each: each["overhead_ms"]),

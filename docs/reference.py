@@ -4,8 +4,9 @@ python docs/reference.py FOLDER
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from pydantic_core import PydanticUndefined
@@ -20,7 +21,7 @@ from corolla.client.settings import ClientSettings
 from corolla.router.metrics import RouterMetrics
 from corolla.router.settings import RouterSettings
 
-SERVICES = {
+SERVICES: dict[str, tuple[type[BaseSettings], Callable[[CollectorRegistry], object]]] = {
     "Block server": (BlockServerSettings, BlockServerMetrics),
     "Router": (RouterSettings, RouterMetrics),
     "Client service": (ClientSettings, ClientMetrics),
@@ -61,11 +62,12 @@ def metrics() -> Iterator[str]:
         yield from _metrics_table(title, collectors)
 
 
-def _metrics_table(title: str, collectors: type) -> Iterator[str]:
+def _metrics_table(title: str, collectors: Callable[[CollectorRegistry], object]) -> Iterator[str]:
     registry = CollectorRegistry()
     collectors(registry)
     yield from ("", f"## {title}", "", "| metric | type | labels | meaning |", "| --- | --- | --- | --- |")
-    for collector in dict.fromkeys(registry._collector_to_names):
+    collector: Any
+    for collector in registry._collector_to_names:
         described = next(iter(collector.describe()))
         suffix = "_total" if described.type == "counter" else ""
         labels = ", ".join(getattr(collector, "_labelnames", ()))
