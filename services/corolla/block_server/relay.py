@@ -10,12 +10,10 @@ from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import HopUnavailable
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Buffer, decode
+from corolla.wire.frames import EXCHANGE, Buffer, decode
 from corolla.wire.outbox import Outbox, OutboxFull
 
 log = logging.getLogger(__name__)
-
-_EXCHANGE = "/corolla.v1.BlockService/Exchange"
 
 
 class Relay:
@@ -47,7 +45,7 @@ class Relay:
         channel = open_channel(address)
         in_flight: list[bytes] = []
         try:
-            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_EXCHANGE)()
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
             reader = asyncio.create_task(self._read(call))
             writer = asyncio.create_task(self._write(call, outbox, in_flight))
             try:

@@ -16,7 +16,6 @@ class RpcServer:
 
     def __init__(self, host: str, port: int, *, with_reflection: bool) -> None:
         self._server = new_server()
-        self._host = host
         self._with_reflection = with_reflection
         self._services = [health.SERVICE_NAME]
         self._health = health.aio.HealthServicer()

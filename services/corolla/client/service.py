@@ -14,8 +14,9 @@ from corolla.chassis.rpc_server import RpcServer
 from corolla.client.api.servicer import GenerationServicer, ModelFacts
 from corolla.client.api.tenants import Tenants
 from corolla.client.chain.control import ControlPlane
-from corolla.client.chain.opener import ChainLimits, ChainOpener
+from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.placement import PlacementWatch
+from corolla.client.chain.reservations import ChainLimits
 from corolla.client.chain.streams import DataPlane
 from corolla.client.compute import ComputeThread
 from corolla.client.edges import load_edges

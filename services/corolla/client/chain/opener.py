@@ -16,8 +16,6 @@ from corolla.client.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 
-__all__ = ["ChainLimits", "ChainOpener", "OpenOptions"]
-
 
 class ChainOpener:
     """Owns what sessions on chains share: the streams, the reservations and the gangs."""

@@ -4,18 +4,15 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
 from corolla.chassis.errors import HopUnavailable, InternalError, OutOfPages
-from corolla.client.chain.session import SessionIdentity
+from corolla.client.chain.session import MAX_CHUNKS_UNDER_WAY_PER_HOP, SessionIdentity
 from corolla.client.chain.streams import DataPlane, RowFuture, RowResult
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.tensors import from_payload, tensor_type, to_payload
-
-_MAX_CHUNKS_UNDER_WAY_PER_HOP: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class RowGroup:
         longest = max(len(row.hidden) for row in rows)
         try:
             for start in range(0, longest, chunk_tokens):
-                if len(under_way) == _MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops):
+                if len(under_way) == MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops):
                     await self._collect(under_way[0], results)
                     under_way.popleft()
                 under_way.append(self._send(rows, start, chunk_tokens))

@@ -16,7 +16,7 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.tensors import tensor_type, to_payload
 
-_MAX_CHUNKS_UNDER_WAY_PER_HOP: Final = 2
+MAX_CHUNKS_UNDER_WAY_PER_HOP: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ChainSession:
         if not token_ids:
             raise InternalError("a prompt to process has at least one token")
         under_way: list[tuple[int, RowFuture]] = []
-        max_under_way = _MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops)
+        max_under_way = MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops)
         try:
             for start in range(0, len(token_ids), self._chunk_tokens):
                 chunk = token_ids[start : start + self._chunk_tokens]

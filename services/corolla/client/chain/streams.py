@@ -21,12 +21,11 @@ from corolla.chassis.lifecycle import TaskGroup
 from corolla.chassis.status import from_reason, from_rpc_error
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Buffer, decode
+from corolla.wire.frames import EXCHANGE, Buffer, decode
 from corolla.wire.outbox import Outbox, OutboxFull
 
 log = logging.getLogger(__name__)
 
-_EXCHANGE: Final = "/corolla.v1.BlockService/Exchange"
 _CONNECT_TIMEOUT_S: Final = 3.0
 
 
@@ -164,7 +163,7 @@ class DataPlane:
         channel = open_channel(address)
         error: CorollaError = HopUnavailable("a hop of the chain was lost", address)
         try:
-            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_EXCHANGE)()
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
             writer = asyncio.create_task(self._write(call, stream.outbox))
             try:
                 async for message in call:

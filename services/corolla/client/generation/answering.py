@@ -10,7 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from corolla.chassis.errors import ContextLengthExceeded
-from corolla.client.chain.opener import ChainOpener, OpenOptions
+from corolla.client.chain.opener import ChainOpener
+from corolla.client.chain.reservations import OpenOptions
 from corolla.client.chain.session import ChainSession, SessionIdentity
 from corolla.client.compute import ComputeThread
 from corolla.client.generation.admission import Admission, RequestMeter
