@@ -81,7 +81,6 @@ class ClientService:
         answering = Answering(
             opener,
             transcripts,
-            self._compute,
             tokenizer,
             ModelLimits(checkpoint.context_length, settings.default_max_tokens, _eos_token_ids(checkpoint)),
             Admission(settings.max_running_requests, self._metrics),

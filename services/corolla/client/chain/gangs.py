@@ -12,19 +12,22 @@ import torch
 
 from corolla.chassis.errors import CorollaError, HopUnavailable
 from corolla.chassis.lifecycle import TaskGroup
-from corolla.client.chain.streams import DataPlane, RowResult
+from corolla.client.chain.departure import GangRules
+from corolla.client.chain.reading import Arrival, Reader, Reading, read
+from corolla.client.chain.streams import DataPlane, RowFuture
 from corolla.client.compute import ComputeThread
 from corolla.client.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.tensors import from_payload, tensor_type, to_payload
+from corolla.wire.tensors import tensor_type, to_payload
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
     row: pb.StepRow
-    token_id: int
-    logits: asyncio.Future[torch.Tensor]
+    hidden: torch.Tensor
+    reader: Reader
+    reading: asyncio.Future[Reading]
 
 
 class Gang:
@@ -32,6 +35,7 @@ class Gang:
 
     Args:
         hops: of the chain.
+        max_step_tokens: that every hop takes in one step.
         step_timeout_s: after it a step counts as lost.
     """
 
@@ -41,17 +45,20 @@ class Gang:
         plane: DataPlane,
         edges: Edges,
         compute: ComputeThread,
+        *,
+        max_step_tokens: int,
         step_timeout_s: float,
     ) -> None:
         self._hops = hops
         self._plane = plane
         self._edges = edges
         self._compute = compute
+        self._rules = GangRules(max_under_way=len(hops), max_tokens=max_step_tokens)
         self._step_timeout_s = step_timeout_s
         self._tasks = TaskGroup()
         self._waiting: list[_Member] = []
         self._num_under_way = 0
-        # Sessions that decode on this chain now; each has at most one token waiting or under way.
+        # Sessions that decode on this chain now; each has at most one step waiting or under way.
         self._num_sessions = 0
 
     def join(self) -> None:
@@ -63,87 +70,82 @@ class Gang:
         self._num_sessions -= 1
         asyncio.get_running_loop().call_soon(self._depart)
 
-    async def decode(self, row: pb.StepRow, token_id: int) -> torch.Tensor:
-        """Takes one token of one session through the chain. Returns float32 logits `[V]`.
+    async def step(self, row: pb.StepRow, hidden: torch.Tensor, reader: Reader) -> Reading:
+        """Takes a token of one session, and guesses at those that follow it, through the chain.
+
+        Args:
+            row: position and number of tokens; a result is wanted of each.
+            hidden: `[T, H]`, the input of block 0 for them.
+            reader: chooses what comes next.
 
         Raises:
             CorollaError: what happened to this row; the others of its gang are not concerned.
         """
-        member = _Member(row, token_id, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        member = _Member(row, hidden, reader, loop.create_future())
         self._waiting.append(member)
-        # Sessions that become ready in the same turn of the event loop share a gang.
-        asyncio.get_running_loop().call_soon(self._depart)
-        return await member.logits
+        # Sessions that become ready in the same turn of the event loop share a gang: only a complete one leaves now.
+        self._depart(may_come=True)
+        loop.call_soon(self._depart)
+        return await member.reading
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    def _depart(self) -> None:
-        """Sends a gang off when it is full, or when nothing is under way that its members could wait for."""
-        self._waiting = [member for member in self._waiting if not member.logits.done()]
-        max_under_way = len(self._hops)
-        gang_size = -(-max(self._num_sessions, 1) // max_under_way)
-        while self._waiting and (
-            self._num_under_way == 0 or (self._num_under_way < max_under_way and len(self._waiting) >= gang_size)
-        ):
-            members, self._waiting = self._waiting[:gang_size], self._waiting[gang_size:]
+    def _depart(self, *, may_come: bool = False) -> None:
+        self._waiting = [member for member in self._waiting if not member.reading.done()]
+        while True:
+            waiting = [member.row.num_tokens for member in self._waiting]
+            num_leaving = self._rules.num_leaving(waiting, self._num_sessions, self._num_under_way, may_come=may_come)
+            if not num_leaving:
+                return
+            members, self._waiting = self._waiting[:num_leaving], self._waiting[num_leaving:]
             self._num_under_way += 1
-            self._tasks.start(self._fly(members), "gang")
+            self._tasks.start(self._finish(members, self._send(members)), "gang")
 
-    async def _fly(self, members: list[_Member]) -> None:
+    def _send(self, members: Sequence[_Member]) -> list[RowFuture]:
+        parts = [member.hidden for member in members]
+        hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+        step = pb.Step(
+            rows=[member.row for member in members], dtype=tensor_type(hidden.dtype), hidden_size=hidden.shape[1]
+        )
+        return self._plane.step(self._hops, step, to_payload(hidden))
+
+    async def _finish(self, members: Sequence[_Member], futures: Sequence[RowFuture]) -> None:
         try:
-            await self._step(members)
-        except CorollaError as error:
-            _fail(members, error)
+            await self._read(members, futures)
         finally:
             _fail(members, HopUnavailable("the step was given up"))
             self._num_under_way -= 1
             self._depart()
 
-    async def _step(self, members: list[_Member]) -> None:
-        token_ids = [member.token_id for member in members]
-        positions = [member.row.position for member in members]
-        if self._edges.is_lookup:
-            hidden = embed(self._edges, token_ids, positions)  # handing it over would cost more
-        else:
-            hidden = await self._compute.run(embed, self._edges, token_ids, positions)
-        step = pb.Step(
-            rows=[member.row for member in members], dtype=tensor_type(hidden.dtype), hidden_size=hidden.shape[1]
-        )
-        futures = self._plane.step(self._hops, step, to_payload(hidden))
+    async def _read(self, members: Sequence[_Member], futures: Sequence[RowFuture]) -> None:
         try:
             await asyncio.wait(futures, timeout=self._step_timeout_s)
         finally:
             for future in futures:
                 future.cancel()
-        arrived: list[tuple[_Member, RowResult]] = []
+        arrivals: list[Arrival] = []
+        waiting: list[_Member] = []
         for member, future in zip(members, futures, strict=True):
             if future.cancelled():
                 _fail([member], HopUnavailable("a hop of the chain does not answer"))
             elif (failure := future.exception()) is not None:
                 _fail([member], failure)
-            else:
-                arrived.append((member, future.result()))
-        if not arrived:
+            elif not member.reading.done():  # else its session is gone
+                arrivals.append(Arrival(member.row, future.result(), member.reader))
+                waiting.append(member)
+        if not arrivals:
             return
-        logits = await self._compute.run(head, self._edges, [result for _, result in arrived])
-        for (member, _), row in zip(arrived, logits.unbind(), strict=True):
-            if not member.logits.done():
-                member.logits.set_result(row)
-
-
-def embed(edges: Edges, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """`[T, H]` for tokens of any sessions, each at its own position."""
-    return edges.embed(torch.tensor(token_ids), torch.tensor(positions))
-
-
-def head(edges: Edges, results: Sequence[RowResult]) -> torch.Tensor:
-    """Float32 logits `[number of result tokens, V]`."""
-    rows = [from_payload(result.payload, result.dtype, result.num_tokens, result.hidden_size) for result in results]
-    return edges.head(rows[0] if len(rows) == 1 else torch.cat(rows))
+        readings = await self._compute.run(read, self._edges, arrivals)
+        for member, reading in zip(waiting, readings, strict=True):
+            if isinstance(reading, CorollaError):
+                _fail([member], reading)
+            elif not member.reading.done():
+                member.reading.set_result(reading)
 
 
 def _fail(members: Sequence[_Member], error: BaseException) -> None:
     for member in members:
-        if not member.logits.done():
-            member.logits.set_exception(error)
+        if not member.reading.done():
+            member.reading.set_exception(error)

@@ -72,7 +72,10 @@ class ChainOpener:
         key = chain.SerializeToString(deterministic=True)
         gang = self._gangs.get(key)
         if gang is None:
-            gang = Gang(list(chain.hops), self._plane, self._edges, self._compute, self._limits.step_timeout_s)
+            gang = Gang(
+                list(chain.hops), self._plane, self._edges, self._compute,
+                max_step_tokens=reservation.max_step_tokens, step_timeout_s=self._limits.step_timeout_s,
+            )  # fmt: skip
             self._gangs[key] = gang
         return ChainSession(
             identity, chain, reservation.num_cached_tokens, self._plane, gang, self._edges, self._compute,

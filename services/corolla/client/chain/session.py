@@ -7,8 +7,9 @@ from typing import Final
 
 import torch
 
-from corolla.chassis.errors import HopUnavailable, InternalError
-from corolla.client.chain.gangs import Gang, embed, head
+from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
+from corolla.client.chain.gangs import Gang
+from corolla.client.chain.reading import Arrival, Reader, Reading, embed, read
 from corolla.client.chain.streams import DataPlane, RowFuture, RowResult
 from corolla.client.compute import ComputeThread
 from corolla.client.edges import Edges
@@ -58,15 +59,17 @@ class ChainSession:
         self._chunk_tokens = prefill_chunk_tokens
         self._step_timeout_s = step_timeout_s
         self._in_gang = False
+        self._newest: Reading | None = None
 
-    async def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
+    async def prefill(self, token_ids: Sequence[int], reader: Reader) -> list[int]:
         """Processes a prompt in chunks; several are under way at once, so that hops work at the same time.
 
         Args:
             token_ids: at least one.
+            reader: chooses the token that follows the last one.
 
         Returns:
-            Float32 logits `[V]` after the last token.
+            That token.
         """
         if not token_ids:
             raise InternalError("a prompt to process has at least one token")
@@ -82,46 +85,46 @@ class ChainSession:
                 under_way.append((len(chunk), await self._send_chunk(chunk, position, int(is_last))))
             while len(under_way) > 1:
                 await self._arrived(*under_way.pop(0))
-            result = await self._arrived(*under_way.pop())
+            num_last, last = under_way.pop()
+            result = await self._arrived(num_last, last)
         finally:
             for _, future in under_way:
                 if not future.cancel() and not future.cancelled():
                     future.exception()  # seen: what ended the prompt is on its way
-        return (await self._compute.run(head, self._edges, [result]))[0]
-
-    async def decode(self, token_id: int) -> torch.Tensor:
-        """Processes one token. Returns float32 logits `[V]` after it."""
-        if not self._in_gang:
-            self._gang.join()
-            self._in_gang = True
-        logits = await self._gang.decode(self._row(self.position, 1, 1), token_id)
-        self.position += 1
-        return logits
+        row = self._row(self.position - num_last, num_last, 1)
+        (reading,) = await self._compute.run(read, self._edges, [Arrival(row, result, reader)])
+        if isinstance(reading, CorollaError):
+            raise reading
+        self._newest = reading
+        return reading.token_ids
 
     @property
     def max_guesses(self) -> int:
         """How many guesses a hop takes in one step."""
         return self._chunk_tokens - 1
 
-    async def verify(self, token_id: int, guesses: Sequence[int]) -> torch.Tensor:
-        """Processes one token and guesses at those that follow it, in one step.
+    async def decode(self, token_id: int, guesses: Sequence[int], reader: Reader) -> list[int]:
+        """Processes one token, and guesses at those that follow it, in one step.
 
-        The position moves by one: what the hops hold of guesses counts only once `accept` says so. What is not
-        accepted, they forget at the next step, which begins where it was.
+        The position moves to the last token that the reader chose: what the hops hold of guesses counts only as far as
+        it chose the same. The rest they forget at the next step, which begins there.
+
+        Args:
+            token_id: the text's last.
+            guesses: at the next ones; often none.
+            reader: chooses what follows.
 
         Returns:
-            Float32 logits `[1 + len(guesses), V]`, after the token and after each guess.
+            What it chose, at least one token.
         """
-        # The gang must not wait for a session that steps by itself.
-        self.leave_gang()
-        token_ids = [token_id, *guesses]
-        future = await self._send_chunk(token_ids, self.position, len(token_ids))
-        result = await self._arrived(1, future)
-        return await self._compute.run(head, self._edges, [result])
-
-    def accept(self, num_guesses: int) -> None:
-        """So many of the last step's guesses, from the first on, are the text's own tokens."""
-        self.position += num_guesses
+        if not self._in_gang:
+            self._gang.join()
+            self._in_gang = True
+        hidden = await self._input(token_id, guesses)
+        num_tokens = 1 + len(guesses)
+        reading = self._newest = await self._gang.step(self._row(self.position, num_tokens, num_tokens), hidden, reader)
+        self.position = reading.position
+        return reading.token_ids
 
     def park(self, position: int, *, earlier: common_pb2.Chain, recorded: common_pb2.Chain) -> None:
         """Ends a turn: the hops keep the first `position` tokens for the next one, as long as they have room.
@@ -150,6 +153,17 @@ class ChainSession:
         if self._in_gang:
             self._gang.leave()
             self._in_gang = False
+
+    async def _input(self, token_id: int, guesses: Sequence[int]) -> torch.Tensor:
+        newest = self._newest
+        is_newest = newest is not None and (newest.token_ids[-1], newest.position) == (token_id, self.position)
+        if newest is not None and newest.hidden is not None and is_newest and not guesses:
+            return newest.hidden
+        token_ids = [token_id, *guesses]
+        positions = range(self.position, self.position + len(token_ids))
+        if self._edges.is_lookup:
+            return embed(self._edges, token_ids, positions)  # handing it over would cost more
+        return await self._compute.run(embed, self._edges, token_ids, positions)
 
     async def _send_chunk(self, token_ids: Sequence[int], position: int, num_result_tokens: int) -> RowFuture:
         positions = range(position, position + len(token_ids))

@@ -25,16 +25,28 @@ class Delta:
 
 
 class Answer:
-    """One answer."""
+    """One answer.
+
+    Whether it goes on is decided at each token; its text is looked at later, while the next step is under way, unless
+    a stop sequence may end it.
+
+    Attributes:
+        token_ids: all tokens so far.
+        finish_reason: why it ended; None while it goes on.
+    """
 
     def __init__(
         self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], decider: StopDecider, stop_sequences: Sequence[str]
     ) -> None:
         self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
         self._parts: list[str] = []
         self._decider = decider
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._matcher = StopMatcher(stop_sequences)
+        self._ends_by_text = bool(stop_sequences)
+        self._undecoded: list[SampledToken] = []
+        self._deltas: list[Delta] = []
 
     @property
     def num_tokens_left(self) -> int:
@@ -43,25 +55,39 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All text so far."""
+        """All text of the deltas so far."""
         return "".join(self._parts)
 
-    def push(self, token: SampledToken, elapsed_s: float) -> Delta:
-        """Takes the next token.
+    def accept(self, token: SampledToken, elapsed_s: float) -> None:
+        """Takes the next token, and decides whether the answer ends with it.
 
         Args:
             token: as sampled.
             elapsed_s: seconds since the request began.
         """
         self.token_ids.append(token.token_id)
-        finish_reason = self._decider.finish_reason(token.token_id, len(self.token_ids), elapsed_s)
-        new_text = self._detokenizer.push(token.token_id)
-        if finish_reason is not None:
-            new_text += self._detokenizer.flush()
-        text, matched = self._matcher.push(new_text)
-        if matched:
-            finish_reason = FinishReason.STOP_SEQUENCE
-        elif finish_reason is not None:
-            text += self._matcher.flush()
-        self._parts.append(text)
-        return Delta(token, text, finish_reason)
+        self.finish_reason = self._decider.finish_reason(token.token_id, len(self.token_ids), elapsed_s)
+        self._undecoded.append(token)
+        if self._ends_by_text:
+            self._decode()
+
+    def deltas(self) -> list[Delta]:
+        """What the tokens since the last call add."""
+        self._decode()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _decode(self) -> None:
+        tokens, self._undecoded = self._undecoded, []
+        for index, token in enumerate(tokens):
+            new_text = self._detokenizer.push(token.token_id)
+            is_last = self.finish_reason is not None and index == len(tokens) - 1
+            if is_last:
+                new_text += self._detokenizer.flush()
+            text, matched = self._matcher.push(new_text)
+            if matched:
+                self.finish_reason = FinishReason.STOP_SEQUENCE
+            elif is_last:
+                text += self._matcher.flush()
+            self._parts.append(text)
+            self._deltas.append(Delta(token, text, self.finish_reason if matched or is_last else None))

@@ -13,7 +13,6 @@ from corolla.chassis.errors import ContextLengthExceeded
 from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.reservations import OpenOptions
 from corolla.client.chain.session import ChainSession, SessionIdentity
-from corolla.client.compute import ComputeThread
 from corolla.client.generation.admission import Admission, RequestMeter
 from corolla.client.generation.answer import Answer, Delta
 from corolla.client.generation.loop import generate
@@ -50,7 +49,6 @@ class Answering:
         self,
         opener: ChainOpener,
         transcripts: Transcripts,
-        compute: ComputeThread,
         tokenizer: TextTokenizer,
         limits: ModelLimits,
         admission: Admission,
@@ -58,7 +56,6 @@ class Answering:
     ) -> None:
         self._opener = opener
         self._transcripts = transcripts
-        self._compute = compute
         self._tokenizer = tokenizer
         self._limits = limits
         self._admission = admission
@@ -166,9 +163,7 @@ class Answering:
         meter: RequestMeter,
         speculator: Speculator | None,
     ) -> AsyncGenerator[Delta, None]:
-        async with aclosing(
-            generate(session, self._compute, sampler, answer, new_prompt_ids, meter.started_s, speculator)
-        ) as deltas:
+        async with aclosing(generate(session, sampler, answer, new_prompt_ids, meter.started_s, speculator)) as deltas:
             async for delta in deltas:
                 meter.token(index)
                 if delta.finish_reason is not None:

@@ -78,7 +78,6 @@ class Speculator:
         self._evidence: int | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._step_began_s = 0.0
-        self._step_took_s: float | None = None
 
     def begin(self) -> None:
         """Gets ready while the chain processes the prompt. `close` must follow."""
@@ -108,15 +107,10 @@ class Speculator:
         except NonFiniteOutput:
             return []  # of the draft model; the target's own output decides
 
-    def stepped(self) -> None:
-        """The step that the last draft belonged to came back."""
-        self._step_took_s = time.monotonic() - self._step_began_s
-
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """What became of that draft. Before the first step there was none."""
-        if self._step_took_s is None:
-            return
-        self._length.observe(self._evidence, num_drafted, num_accepted, self._step_took_s)
+        """The step of the last draft came back, and this is what became of it."""
+        took_s = time.monotonic() - self._step_began_s
+        self._length.observe(self._evidence, num_drafted, num_accepted, took_s)
         if num_drafted:
             self._count(num_drafted, num_accepted)
 

@@ -18,19 +18,21 @@ ENOUGH = 1000
 
 def grown(
     token_ids: list[int], *, max_tokens: int = ENOUGH, stop: tuple[str, ...] = (), ignore_eos: bool = False,
-    time_limit_s: float | None = None,
+    time_limit_s: float | None = None, every: int = 1,
 ) -> tuple[Answer, list[Delta]]:  # fmt: skip
-    """An answer of these tokens, one second each, up to its end."""
+    """An answer of these tokens, one second each, up to its end; its text is looked at `every` so many tokens."""
     decider = StopDecider(
         max_new_tokens=max_tokens, eos_token_ids=frozenset({EOS_ID}), ignore_eos=ignore_eos, time_limit_s=time_limit_s
     )
     answer = Answer(TOKENIZER, PROMPT, decider, stop)
     deltas: list[Delta] = []
     for number, token_id in enumerate(token_ids):
-        deltas.append(answer.push(SampledToken(token_id), float(number)))
-        if deltas[-1].finish_reason is not None:
+        answer.accept(SampledToken(token_id), float(number))
+        if number % every == 0:
+            deltas += answer.deltas()
+        if answer.finish_reason is not None:
             break
-    return answer, deltas
+    return answer, deltas + answer.deltas()
 
 
 def ids(text: str) -> list[int]:
@@ -44,6 +46,20 @@ def test_the_text_is_that_of_the_tokens_and_no_character_is_cut(text: str) -> No
     assert "\ufffd" not in answer.text or "\ufffd" in text
     assert answer.token_ids == ids(text)
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [FinishReason.LENGTH]
+
+
+@given(
+    st.text("abc ", min_size=1, max_size=30),
+    st.lists(st.text("abc ", min_size=1, max_size=4), max_size=3),
+    st.integers(2, 9),
+)
+def test_it_does_not_matter_when_the_text_is_looked_at(text: str, stop: list[str], every: int) -> None:
+    seen, deltas = grown(ids(text), stop=tuple(stop), max_tokens=len(ids(text)))
+    seen_late, late_deltas = grown(ids(text), stop=tuple(stop), max_tokens=len(ids(text)), every=every)
+    assert late_deltas == deltas
+    assert (seen_late.token_ids, seen_late.text, seen_late.finish_reason) == (
+        seen.token_ids, seen.text, seen.finish_reason
+    )  # fmt: skip
 
 
 @given(st.text("abc ", min_size=1, max_size=30), st.lists(st.text("abc ", min_size=1, max_size=4), max_size=3))
