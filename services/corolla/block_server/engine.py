@@ -14,6 +14,7 @@ import torch
 
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import Peer, PeerTable, step_fault
 from corolla.block_server.relay import Relay
 from corolla.block_server.runner import BatchOutput, RowWork, Runner
@@ -54,6 +55,7 @@ class Engine:
         runner: Runner,
         scheduler: Scheduler[StepWork],
         sessions: SessionTable[SessionCache],
+        outputs: OutputStore,
         peers: PeerTable,
         relay: Relay,
         metrics: BlockServerMetrics,
@@ -61,6 +63,7 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._sessions = sessions
+        self._outputs = outputs
         self._peers = peers
         self._relay = relay
         self._metrics = metrics
@@ -78,6 +81,27 @@ class Engine:
         """Runs `command` when no session is being computed; in the order of the calls, before any later step."""
         self._commands.append(command)
         self._wake.set()
+
+    def resend(self, work: StepWork) -> None:
+        """Sends kept outputs to the first hop of the step's route, as they were once sent."""
+        step = work.step
+        blocks, following = Span(step.blocks.start, step.blocks.end), step.route[0]
+        parts: list[bytes] = []
+        try:
+            for row in step.rows:
+                self._sessions.for_step(
+                    row.session_id, row.epoch, step.client_id, row.position, row.num_tokens, blocks, time.monotonic()
+                )
+                parts.append(self._outputs.read(row.session_id, row.position, row.position + row.num_tokens))
+        except CorollaError as error:
+            self._fault(work, error, list(step.rows))
+            return
+        self._metrics.resent_tokens.inc(sum(row.num_tokens for row in step.rows))
+        onward = pb.Step()
+        onward.CopyFrom(step)
+        onward.blocks.CopyFrom(following.span)
+        del onward.route[0]
+        self._relay.forward(following.address, onward, b"".join(parts))
 
     async def run(self) -> None:
         """Iterates for ever."""
@@ -122,11 +146,13 @@ class Engine:
         step = queued.item.step
         now_s = time.monotonic()
         admitted = _Admitted(queued.item, [])
+        is_scratch = bool(step.scratch_hops & 1)
         forks: dict[bytes, SessionCache | CorollaError] = {}
         # All sources are read before any row changes: rows may swap.
         for row in step.rows:
             if row.source_session_id:
                 forks[row.session_id] = self._fork(row, step.client_id, queued.blocks)
+        forked_outputs = {row.session_id: self._outputs.copy(row.source_session_id) for row in step.rows if forks}
         offset = 0
         for row in step.rows:
             forked = forks.pop(row.session_id, None)
@@ -134,7 +160,7 @@ class Engine:
                 if isinstance(forked, CorollaError):
                     raise forked
                 session = self._sessions.for_step(
-                    row.session_id,
+                    row.scratch_session_id if is_scratch else row.session_id,
                     row.epoch,
                     step.client_id,
                     row.position,
@@ -144,6 +170,8 @@ class Engine:
                     forked,
                 )
                 admitted.rows.append((row, session, offset))
+                if forked is not None:
+                    self._outputs.replace(row.session_id, forked_outputs[row.session_id])
             except CorollaError as error:
                 if isinstance(forked, SessionCache):
                     forked.clear()
@@ -179,13 +207,15 @@ class Engine:
         for batch in admitted:
             parts: list[torch.Tensor] = []
             rows: list[pb.StepRow] = []
+            kept: set[bytes] = set()
             bad: list[pb.StepRow] = []
-            is_last_hop = not batch.work.step.route
-            for row, _, _ in batch.rows:
+            for row, session, _ in batch.rows:
                 end = start + row.num_tokens
                 if output.finite[row_number]:
                     rows.append(row)
-                    parts.append(output.hidden[end - row.num_result_tokens if is_last_hop else start : end])
+                    parts.append(output.hidden[start:end])
+                    if session.request.keep_outputs:
+                        kept.add(row.session_id)
                 else:
                     bad.append(row)
                 start = end
@@ -193,25 +223,39 @@ class Engine:
             if bad:
                 self._fault(batch.work, NonFiniteOutput("a block's output is not finite"), bad)
             if rows:
-                self._send_on(batch.work, rows, parts[0] if len(parts) == 1 else torch.cat(parts))
+                self._send_on(batch.work, rows, parts, kept)
 
-    def _send_on(self, work: StepWork, rows: list[pb.StepRow], states: torch.Tensor) -> None:
+    def _send_on(self, work: StepWork, rows: list[pb.StepRow], parts: list[torch.Tensor], kept: set[bytes]) -> None:
         step = work.step
-        dtype, hidden_size = tensor_type(states.dtype), states.shape[1]
+        dtype, hidden_size = tensor_type(parts[0].dtype), parts[0].shape[1]
+        if step.route or kept:
+            payload = _joined(parts)
+            self._keep(rows, payload, kept)
         if step.route:
             following = step.route[0]
             onward = pb.Step(
                 step_id=step.step_id, client_id=step.client_id, rows=rows, dtype=dtype, hidden_size=hidden_size,
-                blocks=following.span, route=step.route[1:],
+                blocks=following.span, route=step.route[1:], scratch_hops=step.scratch_hops >> 1,
             )  # fmt: skip
-            self._relay.forward(following.address, onward, to_payload(states))
+            self._relay.forward(following.address, onward, payload)
             return
         peer = self._peers.get(step.client_id)
         if peer is None:
             work.sender.send(step_fault(step, InternalError("the last hop has no stream from the client"), rows))
             return
         result = pb.Result(step_id=step.step_id, rows=rows, dtype=dtype, hidden_size=hidden_size)
-        peer.send(result, to_payload(states))
+        wanted = [part[len(part) - row.num_result_tokens :] for part, row in zip(parts, rows, strict=True)]
+        peer.send(result, _joined(wanted))
+
+    def _keep(self, rows: list[pb.StepRow], payload: Buffer, kept: set[bytes]) -> None:
+        """Keeps the outputs of the sessions in `kept`; a session that runs in its scratch session is not among them."""
+        row_bytes = len(payload) // sum(row.num_tokens for row in rows)
+        start = 0
+        for row in rows:
+            end = start + row.num_tokens * row_bytes
+            if row.session_id in kept:
+                self._outputs.append(row.session_id, row.position, row.num_tokens, bytes(payload[start:end]))
+            start = end
 
     def _fault(self, work: StepWork, error: CorollaError, rows: list[pb.StepRow]) -> None:
         self._metrics.faults.labels(error.reason).inc(len(rows))
@@ -228,3 +272,7 @@ class Engine:
         for batch in admitted:
             for row, _, _ in batch.rows:
                 self._metrics.tokens.labels("decode" if row.num_tokens == 1 else "prefill").inc(row.num_tokens)
+
+
+def _joined(parts: list[torch.Tensor]) -> memoryview:
+    return to_payload(parts[0] if len(parts) == 1 else torch.cat(parts))

@@ -4,6 +4,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from corolla.block_server.outputs import OutputStore
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS
 
@@ -37,10 +38,20 @@ class BlockServerMetrics:
         self.expired = Counter(
             "corolla_hop_sessions_expired", "Sessions freed because their lease ran out.", registry=registry
         )
+        self.kept_output_bytes = Gauge(
+            "corolla_kept_output_bytes", "Bytes of outputs kept to rebuild a lost next hop.", registry=registry
+        )
+        self.resent_tokens = Counter(
+            "corolla_hop_resent_tokens", "Tokens whose kept outputs were sent again.", registry=registry
+        )
+        self._num_outputs_evicted_told = 0
+        self.outputs_evicted = Counter(
+            "corolla_kept_outputs_evicted", "Sessions whose kept outputs gave way to others'.", registry=registry
+        )
         self._num_evicted_told = 0
         self.evicted = Counter("corolla_hop_sessions_evicted", "Idle sessions freed for others.", registry=registry)
 
-    def observe_sessions(self, sessions: SessionTable[Any], num_steps_waiting: int) -> None:
+    def observe_sessions(self, sessions: SessionTable[Any], outputs: OutputStore, num_steps_waiting: int) -> None:
         """Refreshes the gauges."""
         pool = sessions.pool
         self.sessions.set(len(sessions))
@@ -51,3 +62,6 @@ class BlockServerMetrics:
         self.waiting.set(num_steps_waiting)
         self.evicted.inc(sessions.num_evicted - self._num_evicted_told)
         self._num_evicted_told = sessions.num_evicted
+        self.kept_output_bytes.set(outputs.nbytes)
+        self.outputs_evicted.inc(outputs.num_evicted - self._num_outputs_evicted_told)
+        self._num_outputs_evicted_told = outputs.num_evicted

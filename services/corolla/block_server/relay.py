@@ -1,7 +1,15 @@
-"""Streams to the next hops: outputs go straight to the server that continues with them."""
+"""Streams to the next hops: outputs go straight to the server that continues with them.
+
+Nothing comes back from a next hop that took a step over, so nobody here knows which steps it still had when its stream
+breaks. Clients are then told of all recent ones; of those that were answered they know themselves.
+"""
 
 import asyncio
 import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
 
 import grpc
 
@@ -15,6 +23,17 @@ from corolla.wire.outbox import Outbox, OutboxFull
 
 log = logging.getLogger(__name__)
 
+_NUM_REMEMBERED: Final = 1024
+_REMEMBERED_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class _Link:
+    """A stream to one next hop, and the steps that went into it lately: when, and their headers."""
+
+    outbox: Outbox = field(default_factory=Outbox)
+    sent: deque[tuple[float, pb.Step]] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
+
 
 class Relay:
     """One stream per next hop, opened at first use and again after it broke."""
@@ -23,31 +42,31 @@ class Relay:
         self._fingerprint = fingerprint
         self._peers = peers
         self._tasks = TaskGroup()
-        self._outboxes: dict[str, Outbox] = {}
+        self._links: dict[str, _Link] = {}
 
     def forward(self, address: str, step: pb.Step, payload: Buffer) -> None:
         """Queues a step for the next hop; if that cannot be reached, the originating client gets a fault."""
-        outbox = self._outboxes.get(address)
-        if outbox is None:
-            outbox = self._outboxes[address] = Outbox()
-            outbox.put(pb.Hello(fingerprint=self._fingerprint))
-            self._tasks.start(self._run(address, outbox), f"relay to {address}")
+        link = self._links.get(address)
+        if link is None:
+            link = self._links[address] = _Link()
+            link.outbox.put(pb.Hello(fingerprint=self._fingerprint))
+            self._tasks.start(self._run(address, link), f"relay to {address}")
         try:
-            outbox.put(step, payload)
+            link.outbox.put(step, payload)
         except OutboxFull:
             self._fault(step, address)
             return
+        link.sent.append((time.monotonic(), step))
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def _run(self, address: str, outbox: Outbox) -> None:
+    async def _run(self, address: str, link: _Link) -> None:
         channel = open_channel(address)
-        in_flight: list[bytes] = []
         try:
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
             reader = asyncio.create_task(self._read(call))
-            writer = asyncio.create_task(self._write(call, outbox, in_flight))
+            writer = asyncio.create_task(self._write(call, link.outbox))
             try:
                 await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -57,17 +76,17 @@ class Relay:
                 await asyncio.gather(reader, writer, return_exceptions=True)
             log.warning("stream to the next hop ended", extra={"address": address})
         finally:
-            if self._outboxes.get(address) is outbox:
-                del self._outboxes[address]
-            outbox.close()
-            await self._refuse_waiting(address, outbox, in_flight)
+            if self._links.get(address) is link:
+                del self._links[address]
+            link.outbox.close()
+            oldest_s = time.monotonic() - _REMEMBERED_S
+            for sent_s, step in link.sent:
+                if sent_s > oldest_s:
+                    self._fault(step, address)
             await channel.close(None)
 
-    async def _write(
-        self, call: "grpc.aio.StreamStreamCall[bytes, bytes]", outbox: Outbox, in_flight: list[bytes]
-    ) -> None:
+    async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]", outbox: Outbox) -> None:
         async for message in outbox.messages():
-            in_flight[:] = [message]
             await call.write(message)
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
@@ -78,13 +97,6 @@ class Relay:
                     peer = self._peers.get(frame.control.client_id)
                     if peer is not None:
                         peer.send(frame.control)
-
-    async def _refuse_waiting(self, address: str, outbox: Outbox, in_flight: list[bytes]) -> None:
-        messages = in_flight + [message async for message in outbox.messages()]
-        for message in messages:
-            for frame in decode(message):
-                if isinstance(frame.control, pb.Step):
-                    self._fault(frame.control, address)
 
     def _fault(self, step: pb.Step, address: str) -> None:
         peer = self._peers.get(step.client_id)

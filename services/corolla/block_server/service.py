@@ -11,6 +11,7 @@ from corolla.block_server.engine import Engine, StepWork
 from corolla.block_server.kv.pages import PagePool
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
@@ -103,14 +104,18 @@ class BlockServer:
         runner = Runner(model, page_tokens=settings.page_tokens)
         pool = PagePool(self._num_pages(speed.cache_bytes_per_token * len(span)), settings.page_tokens)
         self._sessions = SessionTable(pool, runner.new_cache)
+        outputs = OutputStore(settings.kept_outputs_mib << 20)
+        self._sessions.on_forget = outputs.forget
         self._relay = Relay(fingerprint, self._peers)
-        engine = self._engine = Engine(runner, self._scheduler, self._sessions, self._peers, self._relay, self._metrics)
+        engine = self._engine = Engine(
+            runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics
+        )
         identity = Identity(
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
             max_tokens_per_frame=settings.max_tokens_per_frame,
         )  # fmt: skip
-        servicer = BlockServicer(identity, engine, self._scheduler, self._sessions, self._peers)
+        servicer = BlockServicer(identity, engine, self._scheduler, self._sessions, outputs, self._peers)
         self._rpc.add(
             _SERVICE,
             service_handler(
@@ -122,7 +127,7 @@ class BlockServer:
             ),
         )
         self._tasks.start(engine.run(), "engine")
-        self._tasks.start(self._keep_house(self._sessions, engine), "housekeeping")
+        self._tasks.start(self._keep_house(self._sessions, outputs, engine), "housekeeping")
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.hurry()
@@ -169,7 +174,7 @@ class BlockServer:
             decode_step_seconds=self._engine.decode_step_seconds,
         )
 
-    async def _keep_house(self, sessions: SessionTable[SessionCache], engine: Engine) -> None:
+    async def _keep_house(self, sessions: SessionTable[SessionCache], outputs: OutputStore, engine: Engine) -> None:
         """Ends leases and refreshes the gauges."""
 
         def expire() -> None:
@@ -177,5 +182,5 @@ class BlockServer:
 
         while True:
             engine.between_iterations(expire)
-            self._metrics.observe_sessions(sessions, len(self._scheduler))
+            self._metrics.observe_sessions(sessions, outputs, len(self._scheduler))
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)

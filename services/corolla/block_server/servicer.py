@@ -11,6 +11,7 @@ from grpc import aio
 
 from corolla.block_server.engine import Engine, StepWork
 from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import OpenRequest, SessionTable
@@ -50,16 +51,19 @@ class BlockServicer:
         engine: Engine,
         scheduler: Scheduler[StepWork],
         sessions: SessionTable[SessionCache],
+        outputs: OutputStore,
         peers: PeerTable,
     ) -> None:
         self._identity = identity
         self._engine = engine
         self._scheduler = scheduler
         self._sessions = sessions
+        self._outputs = outputs
         self._peers = peers
         self._frame_handlers: dict[type, Callable[[Frame, Peer], None]] = {
             pb.Open: self._open,
             pb.Step: self._step,
+            pb.Resend: self._resend,
             pb.Close: self._close,
             pb.Truncate: self._truncate,
         }
@@ -154,12 +158,15 @@ class BlockServicer:
             except CorollaError as error:
                 peer.send(describe(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
                 return
+            kept_start, kept_end = self._outputs.range(control.session_id)
             peer.send(
                 pb.Opened(
                     request_id=control.request_id,
                     session_id=control.session_id,
                     epoch=control.epoch,
                     num_cached_tokens=session.cache.num_tokens,
+                    kept_start=kept_start,
+                    kept_end=kept_end,
                 )
             )
 
@@ -181,6 +188,7 @@ class BlockServicer:
             blocks=blocks,
             lease_s=min(control.lease_ms / 1000, MAX_LEASE_S),
             transient=control.transient,
+            keep_outputs=control.keep_outputs,
         )
 
     def _blocks(self, span: common_pb2.BlockSpan) -> Span:
@@ -195,27 +203,49 @@ class BlockServicer:
         except CorollaError as error:
             (self._peers.get(step.client_id) or peer).send(step_fault(step, error, list(step.rows)))
 
+    def _resend(self, frame: Frame, peer: Peer) -> None:
+        step = frame.control.step  # type: ignore[attr-defined]
+        try:
+            self._check_addressed(step, peer)
+            self._check_rows(step)
+            if not step.route:
+                raise MalformedMessage("route", "must name the hop to send to")
+        except CorollaError as error:
+            peer.send(step_fault(step, error, list(step.rows)))
+            return
+        # In order with the opens before it, and not in the middle of an iteration.
+        self._engine.between_iterations(lambda: self._engine.resend(StepWork(step, b"", peer)))
+
     def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
         identity = self._identity
-        blocks = self._blocks(step.blocks)
-        if step.route and step.route[0].span.start != blocks.end:
-            raise MalformedMessage("route", "the next hop does not continue where this one ends")
-        if peer.client_id and step.client_id != peer.client_id:
-            raise MalformedMessage("client_id", "not the one of this stream")
-        session_ids = frozenset(row.session_id for row in step.rows)
-        if not step.rows or len(session_ids) != len(step.rows):
-            raise MalformedMessage("rows", "a step has at least one row, and one for each session")
-        if any(row.num_tokens == 0 or row.num_result_tokens > row.num_tokens for row in step.rows):
-            raise MalformedMessage("rows", "a row has at least one token, and no more results than tokens")
-        num_tokens = sum(row.num_tokens for row in step.rows)
-        if num_tokens > identity.max_tokens_per_frame:
-            raise MalformedMessage("rows", f"a step has at most {identity.max_tokens_per_frame} tokens")
+        blocks = self._check_addressed(step, peer)
+        num_tokens = self._check_rows(step)
         if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
             raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
         # A step that cannot be read must be refused by itself, not in the middle of a batch with those of others.
         from_payload(frame.payload, step.dtype, num_tokens, step.hidden_size)
         is_decode = all(map(_is_decode, step.rows))
+        session_ids = frozenset(row.session_id for row in step.rows)
         return QueuedStep(session_ids, num_tokens, is_decode, blocks, StepWork(step, frame.payload, peer))
+
+    def _check_addressed(self, step: pb.Step, peer: Peer) -> Span:
+        blocks = self._blocks(step.blocks)
+        if step.route and step.route[0].span.start != blocks.end:
+            raise MalformedMessage("route", "the next hop does not continue where this one ends")
+        if peer.client_id and step.client_id != peer.client_id:
+            raise MalformedMessage("client_id", "not the one of this stream")
+        return blocks
+
+    def _check_rows(self, step: pb.Step) -> int:
+        """Returns how many tokens the rows have."""
+        if not step.rows or len({row.session_id for row in step.rows}) != len(step.rows):
+            raise MalformedMessage("rows", "a step has at least one row, and one for each session")
+        if any(row.num_tokens == 0 or row.num_result_tokens > row.num_tokens for row in step.rows):
+            raise MalformedMessage("rows", "a row has at least one token, and no more results than tokens")
+        num_tokens = sum(row.num_tokens for row in step.rows)
+        if num_tokens > self._identity.max_tokens_per_frame:
+            raise MalformedMessage("rows", f"a step has at most {self._identity.max_tokens_per_frame} tokens")
+        return num_tokens
 
     def _close(self, frame: Frame, peer: Peer) -> None:
         control: pb.Close = frame.control  # type: ignore[assignment]

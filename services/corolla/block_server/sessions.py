@@ -42,6 +42,7 @@ class OpenRequest:
     blocks: Span
     lease_s: float
     transient: bool
+    keep_outputs: bool = False
 
 
 @dataclass(slots=True)
@@ -59,10 +60,14 @@ class SessionTable(Generic[AnyCache]):
     """All sessions of the hop.
 
     Invariant: the pages that sessions reserved and the pool's free ones add up to the pool.
+
+    Attributes:
+        on_forget: is told of each session whose tokens are all forgotten, so that nothing of them stays elsewhere.
     """
 
     def __init__(self, pool: PagePool, new_cache: Callable[[], AnyCache]) -> None:
         self.pool = pool
+        self.on_forget: Callable[[bytes], None] = lambda session_id: None
         self._new_cache = new_cache
         # Least recently used first.
         self._sessions: dict[bytes, HopSession[AnyCache]] = {}
@@ -102,6 +107,7 @@ class SessionTable(Generic[AnyCache]):
             self._sessions[request.session_id] = held
         elif not request.resume or held.request.blocks != request.blocks:
             held.cache.clear()
+            self.on_forget(request.session_id)
         elif held.cache.num_tokens > request.max_tokens:
             held.cache.truncate(request.max_tokens)
         self._resize(held, num_pages)
@@ -207,3 +213,4 @@ class SessionTable(Generic[AnyCache]):
         del self._sessions[held.request.session_id]
         self._resize(held, 0)
         held.cache.clear()
+        self.on_forget(held.request.session_id)

@@ -25,6 +25,9 @@ class BlockServerSettings(ServiceSettings):
     device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
     threads: int = Field(1, ge=1, le=1024, description="Torch threads of this process.")
     kv_cache_mib: int = Field(1024, ge=1, description="Memory for keys and values in MiB.")
+    kept_outputs_mib: int = Field(
+        256, ge=0, description="Memory in MiB for outputs that rebuild a lost next hop; 0: they are computed again."
+    )
     page_tokens: int = Field(32, ge=1, le=4096, description="Tokens of one KV page.")
     max_batch_tokens: int = Field(256, ge=1, description="Tokens of one iteration; longer prompts come in chunks.")
     max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")

@@ -45,6 +45,12 @@ class NonFiniteOutput(CorollaError):
     reason = "NON_FINITE"
 
 
+class RequestKillsServers(CorollaError):
+    """Servers died of the same step, one after the other; it is not tried on a further one."""
+
+    reason = "REQUEST_KILLS_SERVERS"
+
+
 # --- the caller's fault: refused before any hop is called, never retried -------------------------------------------
 
 
@@ -163,6 +169,13 @@ class HopSessionLost(CorollaError):
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "HOP_SESSION_LOST"
+
+
+class OutputsNotKept(CorollaError):
+    """A hop no longer has the outputs that it is to send again; they must be computed."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "OUTPUTS_NOT_KEPT"
 
 
 class FingerprintMismatch(CorollaError):

@@ -64,6 +64,8 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """Truncate, not answered"""
     FRAME_KIND_FAULT: _FrameKind.ValueType  # 9
     """Fault, to the originating client"""
+    FRAME_KIND_RESEND: _FrameKind.ValueType  # 10
+    """Resend"""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper): ...
 
@@ -86,6 +88,8 @@ FRAME_KIND_TRUNCATE: FrameKind.ValueType  # 8
 """Truncate, not answered"""
 FRAME_KIND_FAULT: FrameKind.ValueType  # 9
 """Fault, to the originating client"""
+FRAME_KIND_RESEND: FrameKind.ValueType  # 10
+"""Resend"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 class _TensorType:
@@ -188,6 +192,7 @@ class Open(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     TRANSIENT_FIELD_NUMBER: _builtins.int
+    KEEP_OUTPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Answers carry the same number."""
     session_id: _builtins.bytes
@@ -204,6 +209,8 @@ class Open(_message.Message):
     """The session is freed when nothing was heard of it for so long."""
     transient: _builtins.bool
     """Free it as well when the client's stream ends."""
+    keep_outputs: _builtins.bool
+    """Keep what the blocks put out for the session, as far as there is memory for it: see Resend."""
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan:
         """The blocks that this session uses here."""
@@ -220,10 +227,11 @@ class Open(_message.Message):
         blocks: _common_pb2.BlockSpan | None = ...,
         lease_ms: _builtins.int = ...,
         transient: _builtins.bool = ...,
+        keep_outputs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "session_id", b"session_id", "tenant", b"tenant", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "keep_outputs", b"keep_outputs", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "session_id", b"session_id", "tenant", b"tenant", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,10 +245,15 @@ class Opened(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    KEPT_START_FIELD_NUMBER: _builtins.int
+    KEPT_END_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     num_cached_tokens: _builtins.int
+    kept_start: _builtins.int
+    """The session's outputs that are kept here: those of the tokens [kept_start, kept_end)."""
+    kept_end: _builtins.int
     def __init__(
         self,
         *,
@@ -248,10 +261,12 @@ class Opened(_message.Message):
         session_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
+        kept_start: _builtins.int = ...,
+        kept_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kept_end", b"kept_end", "kept_start", b"kept_start", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -269,6 +284,7 @@ class StepRow(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_RESULT_TOKENS_FIELD_NUMBER: _builtins.int
     SOURCE_SESSION_ID_FIELD_NUMBER: _builtins.int
+    SCRATCH_SESSION_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     position: _builtins.int
@@ -280,6 +296,8 @@ class StepRow(_message.Message):
     """Before anything else, the session's tokens become those that this session held before the step: beams that swap,
     branches that fork. All rows of a step do so at once. Empty: the session keeps its own.
     """
+    scratch_session_id: _builtins.bytes
+    """Takes the session's place on the hops that Step.scratch_hops names."""
     def __init__(
         self,
         *,
@@ -289,10 +307,11 @@ class StepRow(_message.Message):
         num_tokens: _builtins.int = ...,
         num_result_tokens: _builtins.int = ...,
         source_session_id: _builtins.bytes = ...,
+        scratch_session_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_result_tokens", b"num_result_tokens", "num_tokens", b"num_tokens", "position", b"position", "session_id", b"session_id", "source_session_id", b"source_session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_result_tokens", b"num_result_tokens", "num_tokens", b"num_tokens", "position", b"position", "scratch_session_id", b"scratch_session_id", "session_id", b"session_id", "source_session_id", b"source_session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -309,12 +328,17 @@ class Step(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     ROUTE_FIELD_NUMBER: _builtins.int
+    SCRATCH_HOPS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Unique per client; the result and any fault carry it."""
     client_id: _builtins.bytes
     """Hello.client_id of the originating client."""
     dtype: Global___TensorType.ValueType
     hidden_size: _builtins.int
+    scratch_hops: _builtins.int
+    """Bit 0 stands for this hop, bit 1 for the next one, and so on: where it is set, the rows run in their scratch sessions
+    and leave the sessions themselves as they are. So hops that lost nothing can help to rebuild one behind them.
+    """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]: ...
     @_builtins.property
@@ -335,14 +359,41 @@ class Step(_message.Message):
         hidden_size: _builtins.int = ...,
         blocks: _common_pb2.BlockSpan | None = ...,
         route: _abc.Iterable[_common_pb2.Hop] | None = ...,
+        scratch_hops: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "client_id", b"client_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "route", b"route", "rows", b"rows", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "client_id", b"client_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "route", b"route", "rows", b"rows", "scratch_hops", b"scratch_hops", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
+class Resend(_message.Message):
+    """The hop computes nothing: it sends outputs that it kept to the first hop of the step's route, as it once did. Where it
+    no longer has all of them, the answer is FAILED_PRECONDITION/OUTPUTS_NOT_KEPT.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def step(self) -> Global___Step:
+        """`blocks` are the session's on this hop; no row has a source or results of this hop."""
+
+    def __init__(
+        self,
+        *,
+        step: Global___Step | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resend: _TypeAlias = Resend  # noqa: Y015
 
 @_typing.final
 class Result(_message.Message):

@@ -30,6 +30,7 @@ _CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
     pb.FRAME_KIND_CLOSE: pb.Close,
     pb.FRAME_KIND_TRUNCATE: pb.Truncate,
     pb.FRAME_KIND_FAULT: pb.Fault,
+    pb.FRAME_KIND_RESEND: pb.Resend,
 }
 _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in _CONTROL_CLASSES.items()}
 
