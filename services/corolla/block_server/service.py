@@ -27,6 +27,7 @@ from corolla.chassis.handlers import service_handler
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
+from corolla.chassis.weight_formats import weight_format
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2, router_pb2
@@ -75,17 +76,17 @@ class BlockServer:
         settings = self.settings
         checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision)
         dtype = DTYPES[settings.dtype]
-        fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype)
+        fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype, settings.quantization)
         capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
         if settings.span is not None:
             capacity = len(settings.span)
-        speed = await asyncio.to_thread(measure_speed, checkpoint, dtype, settings.device)
+        speed = await asyncio.to_thread(measure_speed, checkpoint, dtype, settings.device, settings.quantization)
         description = router_pb2.ServerDescription(
             server_id=self.server_id,
             address=self.address,
             model=checkpoint.name,
             fingerprint=fingerprint,
-            dtype=settings.dtype,
+            dtype=weight_format(settings.dtype, settings.quantization),
             num_model_blocks=checkpoint.num_blocks,
             capacity_blocks=capacity,
             decode_tokens_per_second=speed.decode_tokens_per_second,
@@ -100,7 +101,9 @@ class BlockServer:
         self._heartbeats = self._tasks.start(self._registration.keep(span), "heartbeats")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span)})
 
-        model = await asyncio.to_thread(load_span, checkpoint, span, dtype=dtype, device=settings.device)
+        model = await asyncio.to_thread(
+            load_span, checkpoint, span, dtype=dtype, device=settings.device, quantization=settings.quantization
+        )
         runner = Runner(model, page_tokens=settings.page_tokens)
         pool = PagePool(self._num_pages(speed.cache_bytes_per_token * len(span)), settings.page_tokens)
         self._sessions = SessionTable(pool, runner.new_cache)

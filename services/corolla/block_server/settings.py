@@ -1,11 +1,11 @@
 """Settings of a block server, from `COROLLA_*` variables."""
 
 import socket
-from typing import Literal
 
 from pydantic import Field, field_validator
 
-from corolla.chassis.settings import ServiceSettings
+from corolla.chassis.settings import Dtype, ServiceSettings
+from corolla.chassis.weight_formats import QuantizationName
 from corolla.wire.span import Span
 
 
@@ -21,7 +21,10 @@ class BlockServerSettings(ServiceSettings):
     revision: str | None = Field(None, description="Revision of a hub id.")
     blocks: str = Field("auto", description="Blocks to hold: `auto`, or `start:end`.")
     capacity_blocks: int = Field(0, ge=0, description="How many blocks fit when `auto`; 0 means all of the model.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Type of weights, cache and wire.")
+    dtype: Dtype = Field("float32", description="Type of weights, cache and wire; fp32, bf16, fp16 for short.")
+    quantization: QuantizationName = Field(
+        "none", description="How linear layers keep their weights: `none` (as `dtype`), `int8` or `int4`."
+    )
     device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
     threads: int = Field(1, ge=1, le=1024, description="Torch threads of this process.")
     kv_cache_mib: int = Field(1024, ge=1, description="Memory for keys and values in MiB.")

@@ -25,10 +25,11 @@ class Speed:
     cache_bytes_per_token: int
 
 
-def measure_speed(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Speed:
+def measure_speed(checkpoint: Checkpoint, dtype: torch.dtype, device: str, quantization: str = "none") -> Speed:
     """Times the model's first block with one token and with a short prompt; the best of a few runs each."""
     block = Span(0, 1)
-    runner = Runner(load_span(checkpoint, block, dtype=dtype, device=device), page_tokens=2 * _PREFILL_TOKENS)
+    model = load_span(checkpoint, block, dtype=dtype, device=device, quantization=quantization)
+    runner = Runner(model, page_tokens=2 * _PREFILL_TOKENS)
     cache = runner.new_cache()
     cache.reserve(_PREFILL_TOKENS + 1)
 

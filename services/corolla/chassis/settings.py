@@ -4,14 +4,18 @@ A service's own model inherits from `ServiceSettings`; each field says what it m
 the process at start with a sentence that names key and value.
 """
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from corolla.chassis.errors import SettingsError
+from corolla.chassis.weight_formats import DtypeName, full_dtype_name
 
 PREFIX = "COROLLA_"
+
+Dtype = Annotated[DtypeName, BeforeValidator(full_dtype_name)]
+"""A dtype by its name, or by its abbreviation."""
 
 
 class ServiceSettings(BaseSettings):

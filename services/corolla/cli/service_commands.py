@@ -15,7 +15,12 @@ MetricsPort = Annotated[int | None, typer.Option(help="Port of the metrics.", sh
 LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", show_default=False)]
 Model = Annotated[str | None, typer.Option(help="Checkpoint folder, hub id, or demo.", show_default=False)]
 Router = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The router.", show_default=False)]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", show_default=False)]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32 (fp32), bfloat16 (bf16) or float16 (fp16).", show_default=False)
+]
+Quantization = Annotated[
+    str | None, typer.Option(help="Of the block servers' weights: none, int8 or int4.", show_default=False)
+]
 Threads = Annotated[int | None, typer.Option(help="Torch threads.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default=False)]
 
@@ -61,6 +66,7 @@ def block_server(
         str | None, typer.Option(help="Address by which others reach this server.", show_default=False)
     ] = None,
     dtype: Dtype = None,
+    quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
     kv_cache_mib: Annotated[int | None, typer.Option(help="Memory for the KV cache.", show_default=False)] = None,
@@ -77,8 +83,8 @@ def block_server(
 
     return run(
         model=model, blocks=blocks, capacity_blocks=capacity_blocks, router=router, port=port, host=host,
-        advertised_host=advertised_host, dtype=dtype, device=device, threads=threads, kv_cache_mib=kv_cache_mib,
-        metrics_port=metrics_port, log_level=log_level,
+        advertised_host=advertised_host, dtype=dtype, quantization=quantization, device=device, threads=threads,
+        kv_cache_mib=kv_cache_mib, metrics_port=metrics_port, log_level=log_level,
     )  # fmt: skip
 
 
@@ -88,6 +94,7 @@ def client(
     port: Port = None,
     host: Host = None,
     dtype: Dtype = None,
+    quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
     api_keys_file: Annotated[
@@ -105,8 +112,8 @@ def client(
     from corolla.client.__main__ import run
 
     return run(
-        model=model, router=router, port=port, host=host, dtype=dtype, device=device, threads=threads,
-        api_keys_file=api_keys_file, metrics_port=metrics_port, log_level=log_level,
+        model=model, router=router, port=port, host=host, dtype=dtype, quantization=quantization,
+        device=device, threads=threads, api_keys_file=api_keys_file, metrics_port=metrics_port, log_level=log_level,
     )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from corolla.chassis.weight_formats import QuantizationName, full_dtype_name
+
 _PANEL = "Run a whole stack"
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id, or demo.")]
@@ -40,7 +42,10 @@ def up(
         str | None,
         typer.Option(envvar="COROLLA_REDIS_URL", help="A running Redis.  [default: start one]", show_default=False),
     ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights and cache.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"], typer.Option(help="Of weights and cache.")
+    ] = "float32",
+    quantization: Annotated[QuantizationName, typer.Option(help="Of the block servers' weights.")] = "none",
     threads: Threads = 1,
     log_folder: LogFolder = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every log line.")] = False,
@@ -55,7 +60,8 @@ def up(
         raise typer.BadParameter(f"--servers {servers} contradicts the number of spans in --blocks")
     options = StackOptions(
         model=model, num_servers=2 if servers is None else servers, blocks=blocks, port=port, router_port=router_port,
-        host=host, redis_url=redis_url, dtype=dtype, num_threads=threads, log_folder=log_folder or new_log_folder(),
+        host=host, redis_url=redis_url, dtype=full_dtype_name(dtype), quantization=quantization, num_threads=threads,
+        log_folder=log_folder or new_log_folder(),
     )  # fmt: skip
     return run_up(options, verbose=verbose, as_json=json)
 

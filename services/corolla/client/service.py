@@ -65,7 +65,7 @@ class ClientService:
         """Loads tokenizer, embedding and head, and serves."""
         settings = self.settings
         checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision)
-        fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype)
+        fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype, settings.quantization)
         control = self._control = ControlPlane(settings.router, checkpoint.name)
         placement = PlacementWatch(control)
         self._tasks.start(placement.run(), "placement watch")

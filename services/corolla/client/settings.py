@@ -5,7 +5,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from corolla.chassis.settings import ServiceSettings
+from corolla.chassis.settings import Dtype, ServiceSettings
+from corolla.chassis.weight_formats import QuantizationName
 
 
 class ClientSettings(ServiceSettings):
@@ -15,7 +16,10 @@ class ClientSettings(ServiceSettings):
     router: str = Field("127.0.0.1:50050", description="host:port of the router.")
     model: str = Field("demo", description="Checkpoint folder, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Type that the block servers run.")
+    dtype: Dtype = Field("float32", description="Type that the block servers run; fp32, bf16, fp16 for short.")
+    quantization: QuantizationName = Field(
+        "none", description="How the block servers keep their weights; embedding and head are never quantised."
+    )
     device: str = Field("cpu", description="Torch device of embedding and head.")
     threads: int = Field(1, ge=1, le=1024, description="Torch threads of this process.")
     api_keys_file: Path | None = Field(

@@ -1,7 +1,7 @@
 """Causal language models whose blocks are remote: embedding, final norm, head and sampling run here."""
 
 import copy
-from typing import Any, ClassVar, NoReturn, Self, cast
+from typing import Any, ClassVar, NoReturn, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from corolla.chassis.errors import CheckpointError
+from corolla.chassis.weight_formats import QuantizationName, full_dtype_name
 from corolla.client.edges import Edges, load_edges
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import RemotePastKeyValues
@@ -58,6 +59,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         *,
         router: str = DEFAULT_ROUTER,
         dtype: str | torch.dtype = torch.float32,
+        quantization: str = "none",
         revision: str | None = None,
         device: torch.device | str = "cpu",
         tenant: str = "public",
@@ -68,13 +70,14 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             name_or_path: `"demo"`, a local folder or a hub id; the same weights that the block servers have.
             router: its `host:port`.
             dtype: in which the block servers run, as a torch dtype or its name.
+            quantization: of the block servers' weights: `none`, `int8` or `int4`.
             revision: branch, tag or commit on the hub.
             device: of embedding, norm and head.
             tenant: who owns the sessions.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another family than this class is for.
-            ValueError: the dtype is none that block servers run.
+            ValueError: the dtype or the quantisation is none that block servers run.
         """
         checkpoint = Checkpoint.open(name_or_path, revision=revision)
         if cls.model_type not in (None, checkpoint.family.model_type):
@@ -82,10 +85,12 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
                 f"{name_or_path} is of the family {checkpoint.family.model_type!r}, and {cls.__name__} is for "
                 f"{cls.model_type!r}; AutoDistributedModelForCausalLM takes any."
             )
-        dtype_name = str(dtype).removeprefix("torch.")
+        dtype_name = full_dtype_name(str(dtype).removeprefix("torch."))
         if dtype_name not in DTYPES:
             raise ValueError(f"`dtype` must be what the block servers run: one of {', '.join(DTYPES)}.")
-        fingerprint = checkpoint.fingerprint(dtype_name)
+        if quantization not in get_args(QuantizationName):
+            raise ValueError(f"`quantization` must be one of {', '.join(get_args(QuantizationName))}.")
+        fingerprint = checkpoint.fingerprint(dtype_name, quantization)
         run = RemoteBlockRun(
             connection=Connection.shared(router, checkpoint.name, fingerprint, checkpoint.num_blocks),
             span=Span(0, checkpoint.num_blocks),

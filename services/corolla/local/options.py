@@ -24,6 +24,7 @@ class StackOptions:
         redis_url: of a running Redis; None starts an embedded one.
         host: address that the client service listens on; everything else stays on the loopback address.
         dtype: of weights, cache and wire.
+        quantization: of the block servers' weights: "none", "int8" or "int4".
         num_threads: torch threads of each process.
         log_folder: where each process gets its log file.
         environment: more variables for all processes, such as `COROLLA_LEASE_MS`.
@@ -40,6 +41,7 @@ class StackOptions:
     redis_url: str | None = None
     host: str = "127.0.0.1"
     dtype: str = "float32"
+    quantization: str = "none"
     num_threads: int = 1
     log_folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)

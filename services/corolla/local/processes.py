@@ -58,7 +58,8 @@ def block_server_process(
     arguments = ["block-server", "--model", options.model, "--router", router, "--blocks", blocks]
     arguments += ["--port", str(port), "--host", LOOPBACK, "--advertised-host", LOOPBACK]
     arguments += ["--metrics-port", str(metrics_port)]
-    arguments += ["--dtype", options.dtype, "--threads", str(options.num_threads)]
+    arguments += ["--dtype", options.dtype, "--quantization", options.quantization]
+    arguments += ["--threads", str(options.num_threads)]
     if blocks == "auto":
         arguments += ["--capacity-blocks", str(capacity_blocks)]
     log = LogFile(options.log_folder / f"{name}.log")
@@ -68,7 +69,8 @@ def block_server_process(
 def client_process(options: StackOptions, port: int, metrics_port: int, router: str) -> ManagedProcess:
     arguments = ["client", "--model", options.model, "--router", router, "--port", str(port), "--host", options.host]
     arguments += ["--metrics-port", str(metrics_port)]
-    arguments += ["--dtype", options.dtype, "--threads", str(options.num_threads)]
+    arguments += ["--dtype", options.dtype, "--quantization", options.quantization]
+    arguments += ["--threads", str(options.num_threads)]
     # Whoever listens on every interface is reached on the loopback one from here.
     host = LOOPBACK if options.host in ("0.0.0.0", "") else options.host  # noqa: S104
     log = LogFile(options.log_folder / "client.log")

@@ -16,6 +16,7 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import Family, packs_rows
 from corolla.models.loading import LOADING
+from corolla.models.quantization import quantize, stored_bytes
 from corolla.models.weights import open_tensors
 from corolla.wire.span import Span
 
@@ -64,7 +65,7 @@ class SpanModel:
     def nbytes(self) -> int:
         """Bytes of the parameters and buffers."""
         tensors = (*self._base.parameters(), *self._base.buffers())
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(stored_bytes(tensor) for tensor in tensors)
 
     def layer_indices(self, blocks: Span) -> range:
         """The cache indices of `blocks`.
@@ -140,6 +141,7 @@ def load_span(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     attention: str = "sdpa",
+    quantization: str = "none",
 ) -> SpanModel:
     """Reads a span's tensors, and only those, into a model.
 
@@ -149,9 +151,11 @@ def load_span(
         dtype: of the weights in memory, whatever the files hold.
         device: where they go.
         attention: transformers' attention implementation; families that `sdpa` does not serve get `eager`.
+        quantization: of the weights of linear layers, once they are read: `none`, `int8` or `int4`.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration says, or cannot be read.
+        StartupError: the weights cannot be quantised so.
     """
     if span.end > checkpoint.num_blocks:
         raise CheckpointError(
@@ -165,7 +169,9 @@ def load_span(
     names = span_tensors(checkpoint, base_class.base_model_prefix, span)
     with open_tensors(checkpoint.weight_index, names) as tensors:
         base = build(checkpoint, cut, config, tensors, dtype=dtype, attention=attention)
-    return SpanModel(cast(Any, base).to(torch.device(device)), span, family)
+    base = cast(Any, base).to(torch.device(device))
+    quantize(base, quantization)
+    return SpanModel(base, span, family)
 
 
 def model_class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:

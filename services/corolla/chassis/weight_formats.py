@@ -1,0 +1,17 @@
+"""How settings and commands spell the weight formats that block servers run."""
+
+from typing import Final, Literal
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+QuantizationName = Literal["none", "int8", "int4"]
+DTYPE_ABBREVIATIONS: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def full_dtype_name(name: str) -> str:
+    """`float32` for `fp32`, and so on; anything else as it came."""
+    return DTYPE_ABBREVIATIONS.get(name, name)
+
+
+def weight_format(dtype: str, quantization: str) -> str:
+    """Both in one word, for people."""
+    return dtype if quantization == "none" else f"{quantization}/{dtype}"

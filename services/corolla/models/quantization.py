@@ -1,0 +1,87 @@
+"""Linear layers whose weights are kept as int8 or int4, by torchao.
+
+Only weights are quantised; hidden states, the KV cache and what travels between hops keep the model's dtype. A layer
+keeps its class and gets another kind of tensor as its weight, so the family's own code runs as before.
+"""
+
+import logging
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from corolla.chassis.errors import CheckpointError, SettingsError, StartupError
+
+INT4_GROUP_SIZE: Final = 32
+# Less than this is no quantised model: a family keeps its weights elsewhere than in linear layers.
+_LEAST_SHARE: Final = 0.5
+
+
+def quantize(model: nn.Module, quantization: str) -> None:
+    """Quantises every linear layer of `model`, in place, where it lies; `"none"` leaves all as it is.
+
+    `int8` is symmetric with one scale for each output channel. `int4` is asymmetric with a scale and a zero point for
+    each group of 32 inputs; layers whose inputs are no multiple of 32 stay as they are.
+
+    Args:
+        model: in its final dtype, on its final device.
+        quantization: `"none"`, `"int8"` or `"int4"`.
+
+    Raises:
+        StartupError: torchao is not installed.
+        SettingsError: this dtype on this device does not go with the quantisation.
+        CheckpointError: most of the model's weights are not in linear layers.
+    """
+    if quantization == "none":
+        return
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    quantizable = [layer for layer in layers if layer.in_features % INT4_GROUP_SIZE == 0 or quantization == "int8"]
+    if sum(layer.weight.numel() for layer in quantizable) < _LEAST_SHARE * num_weights:
+        raise CheckpointError(
+            f"Most weights of this model lie outside of linear layers that {quantization} can be applied to; serve it "
+            "with COROLLA_QUANTIZATION=none."
+        )
+    first = quantizable[0].weight
+    config = _config_of(quantization, first.dtype, first.device)
+    chosen = set(map(id, quantizable))
+    _torchao().quantize_(model, config, filter_fn=lambda module, _name: id(module) in chosen)
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Bytes that a tensor really takes: a quantised one reports the size that it stands for."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(stored_bytes(getattr(tensor, name)) for name in names)
+
+
+def _config_of(quantization: str, dtype: torch.dtype, device: torch.device) -> Any:
+    library = _torchao()
+    if quantization == "int8":
+        return library.Int8WeightOnlyConfig(set_inductor_config=False)
+    if quantization != "int4":
+        raise SettingsError(f"COROLLA_QUANTIZATION={quantization!r}: give none, int8 or int4")
+    if device.type == "cpu":
+        # The layout of torch's own int4 kernels for CPUs, which torchao keeps among its newer parts.
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+        return PrototypeInt4WeightOnlyConfig(group_size=INT4_GROUP_SIZE, set_inductor_config=False)
+    if dtype != torch.bfloat16:
+        raise SettingsError(f"COROLLA_QUANTIZATION=int4 on {device.type} needs COROLLA_DTYPE=bfloat16")
+    return library.Int4WeightOnlyConfig(
+        group_size=INT4_GROUP_SIZE, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+    )
+
+
+def _torchao() -> Any:
+    # Their warnings on import are about kernels for other devices, and about each other.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        import torchao.quantization
+    except ImportError as error:
+        raise StartupError(
+            "COROLLA_QUANTIZATION needs torchao; run `pip install 'corolla[quantization]'`, or set it to none."
+        ) from error
+    return torchao.quantization

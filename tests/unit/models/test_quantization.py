@@ -1,0 +1,93 @@
+"""Quantised spans take less memory, go on through the family's own code, and are refused where they make no sense."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from corolla.chassis.errors import CheckpointError, SettingsError
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.linear import is_plain
+from corolla.models.quantization import quantize, stored_bytes
+from corolla.models.span_model import SpanModel, load_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+
+
+def load(folder: Path, quantization: str, dtype: torch.dtype = torch.float32, family: str = "llama") -> SpanModel:
+    checkpoint = Checkpoint.open(str(folder if folder.is_dir() else make_tiny_checkpoint(family, folder)))
+    return load_span(checkpoint, Span(1, 3), dtype=dtype, quantization=quantization)
+
+
+def weights_of(model: SpanModel) -> list[Tensor]:
+    base: Any = model._base
+    return [module.weight for module in base.modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("quantization, bits", [("int8", 8), ("int4", 4)])
+def test_weights_take_the_bytes_that_their_format_promises(
+    tmp_path: Path, dtype: torch.dtype, quantization: str, bits: int
+) -> None:
+    plain, quantized = (load(tmp_path / "llama", each, dtype) for each in ("none", quantization))
+    num_weights = sum(weight.numel() for weight in weights_of(plain))
+    # Besides the codes, torchao keeps a float32 scale and an int8 zero point for each row, or both in the model's dtype
+    # for each group of 32.
+    num_rows = sum(weight.shape[0] for weight in weights_of(plain))
+    scales = num_rows * 5 if quantization == "int8" else 2 * num_weights // 32 * dtype.itemsize
+    codes_and_scales = num_weights * bits // 8 + scales
+    assert sum(stored_bytes(weight) for weight in weights_of(quantized)) == codes_and_scales
+    assert plain.nbytes - quantized.nbytes == num_weights * dtype.itemsize - codes_and_scales
+    assert quantized.dtype == plain.dtype
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_no_weight_is_off_by_more_than_half_a_step(quantization: str) -> None:
+    layer = nn.Linear(96, 64, bias=False)
+    weight = layer.weight.detach().clone()
+    quantize(nn.Sequential(layer), quantization)
+    given = layer(torch.eye(96)).t()
+    # int8: 255 symmetric steps for a row; int4: 15 from the smallest to the largest of a group.
+    groups = weight.view(64, -1, 96 if quantization == "int8" else 32)
+    if quantization == "int8":
+        step = 2 * groups.abs().amax(dim=2, keepdim=True) / 255
+    else:
+        step = (groups.amax(dim=2, keepdim=True) - groups.amin(dim=2, keepdim=True)) / 15
+    error = (given.view_as(groups) - groups).abs() / step
+    assert 0.3 < float(error.max()) < 0.51
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantised_span_is_near_the_plain_one(tmp_path: Path, quantization: str) -> None:
+    plain, quantized = (load(tmp_path / "llama", each) for each in ("none", quantization))
+    hidden = torch.randn(1, 20, plain.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected, given = plain(hidden), quantized(hidden)
+    assert not torch.equal(given, expected)
+    assert float(torch.cosine_similarity(given.flatten(), expected.flatten(), dim=0)) > 0.9
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_nothing_takes_quantised_layers_for_plain_ones(tmp_path: Path, quantization: str) -> None:
+    base: Any = load(tmp_path / "llama", quantization)._base
+    linears = [module for module in base.modules() if isinstance(module, nn.Linear)]
+    assert linears
+    assert not any(is_plain(module) for module in linears)
+
+
+def test_layers_whose_inputs_make_no_whole_groups_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(40, 64))
+    quantize(model, "int4")
+    assert [is_plain(module) for module in model] == [False, True]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_families_without_linear_layers_are_refused(tmp_path: Path, quantization: str) -> None:
+    with pytest.raises(CheckpointError, match="COROLLA_QUANTIZATION"):
+        load(tmp_path / "gpt2", quantization, family="gpt2")
+
+
+def test_an_unknown_quantisation_is_refused_by_key_and_value() -> None:
+    with pytest.raises(SettingsError, match="COROLLA_QUANTIZATION='int3'"):
+        quantize(nn.Linear(32, 32), "int3")
