@@ -15,7 +15,7 @@ from corolla.chassis.channels import open_channel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import decode, encode, join
-from corolla.wire.tensors import to_payload
+from corolla.wire.tensors import MAX_PROMPT_BYTES, to_payload
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
 from tests.integration.refusals import refusal_of
 from tests.integration.swarm import Swarm
@@ -138,13 +138,30 @@ async def test_a_bad_step_is_told_and_harms_neither_stream_nor_neighbours(name: 
         assert (type(result), result.step_id) == (pb.Result, 2)
 
 
-BAD_OPENS = {
+def with_prompts(num_tokens: int = 2, *, payload: bytes | None = None, **changes: Any) -> tuple[pb.Open, bytes]:
+    facts = {"num_tokens": num_tokens, "dtype": pb.TENSOR_TYPE_FLOAT32, "hidden_size": HIDDEN_SIZE, **changes}
+    size = 5 * num_tokens * HIDDEN_SIZE * 4
+    return an_open(block_prompts=pb.BlockPrompts(**facts)), bytes(size) if payload is None else payload
+
+
+BAD_OPENS: dict[str, pb.Open | tuple[pb.Open, bytes]] = {
     "no session id": an_open(session_id=b""),
     "short session id": an_open(session_id=b"s"),
     "epoch 0": an_open(epoch=0),
     "no tokens": an_open(max_tokens=0),
     "no lease": an_open(lease_ms=0),
     "no blocks": an_open(blocks=common_pb2.BlockSpan()),
+    "prompts of no tokens": with_prompts(0),
+    "prompts without a payload": with_prompts(payload=b""),
+    "prompts cut short": with_prompts(payload=bytes(5 * 2 * HIDDEN_SIZE * 4 - 1)),
+    "prompts too long": with_prompts(payload=bytes(5 * 2 * HIDDEN_SIZE * 4 + 4)),
+    "prompts for other blocks": with_prompts(payload=bytes(3 * 2 * HIDDEN_SIZE * 4)),
+    "prompts of another dtype": with_prompts(dtype=pb.TENSOR_TYPE_FLOAT16, payload=bytes(5 * 2 * HIDDEN_SIZE * 2)),
+    "prompts of no dtype": with_prompts(dtype=pb.TENSOR_TYPE_UNSPECIFIED),
+    "prompts of another width": with_prompts(hidden_size=2 * HIDDEN_SIZE, payload=bytes(5 * 2 * HIDDEN_SIZE * 8)),
+    "prompts of more tokens than bytes can say": with_prompts(2**32 - 1, payload=bytes(8)),
+    "prompts over the limit": with_prompts(MAX_PROMPT_BYTES // (5 * HIDDEN_SIZE * 4) + 1),
+    "a payload that nothing describes": (an_open(), bytes(8)),
 }
 
 
@@ -156,7 +173,7 @@ async def test_a_bad_open_is_told(name: str, swarm: Swarm) -> None:
         assert (fault.reason, fault.request_id) == ("MALFORMED_MESSAGE", 1)
         await caller.send(an_open(max_tokens=2**31))
         assert (await caller.answer()).reason == "OUT_OF_PAGES"
-        await caller.send(an_open())
+        await caller.send(with_prompts() if isinstance(BAD_OPENS[name], tuple) else an_open())
         assert (await caller.answer()).epoch == 1
 
 

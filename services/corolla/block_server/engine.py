@@ -181,7 +181,7 @@ class Engine:
 
     def _fork(self, row: pb.StepRow, client_id: bytes, blocks: Span) -> SessionCache | CorollaError:
         try:
-            return self._sessions.fork(row.source_session_id, client_id, blocks)
+            return self._sessions.fork(row.source_session_id, row.session_id, client_id, blocks)
         except CorollaError as error:
             return error
 
@@ -194,7 +194,7 @@ class Engine:
             num_tokens = sum(row.num_tokens for row in step.rows)
             states = from_payload(batch.work.payload, step.dtype, num_tokens, step.hidden_size)
             for row, session, offset in batch.rows:
-                work.append(RowWork(session.cache, row.position, row.num_tokens))
+                work.append(RowWork(session.cache, row.position, row.num_tokens, session.request.prompts))
                 if len(batch.rows) < len(step.rows):
                     hidden.append(states[offset : offset + row.num_tokens])
             if len(batch.rows) == len(step.rows):

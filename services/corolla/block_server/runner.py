@@ -10,6 +10,7 @@ from transformers import Cache
 
 from corolla.block_server.kv.attention import RAGGED, PackedRow, RaggedBatch
 from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.models.span_model import SpanModel
 from corolla.wire.span import Span
@@ -23,11 +24,18 @@ class RowWork:
         cache: the session's; at most one row of a batch has it.
         position: of the first new token. What the cache holds from there on is forgotten first.
         num_tokens: new tokens, at least 1.
+        prompts: the session's, for just the blocks that run.
     """
 
     cache: SessionCache
     position: int
     num_tokens: int
+    prompts: BlockPrompts | None = None
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether some of the new tokens are among those that get prompts."""
+        return self.prompts is not None and self.position < self.prompts.values.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +109,32 @@ class Runner:
         for row in rows:
             row.cache.truncate(row.position)
         hidden = hidden.to(device=self.model.device, dtype=self.model.dtype)
-        output = (
-            self._run_packed(rows, hidden, blocks) if self.model.packs_rows else self._run_rows(rows, hidden, blocks)
-        )
+        if any(row.takes_prompts for row in rows):
+            output = self._run_with_prompts(rows, hidden, blocks)
+        else:
+            output = self._run_blocks(rows, hidden, blocks)
         finite = self._finite(rows, output)
         for row, sound in zip(rows, finite, strict=True):
             if sound:
                 row.cache.commit(row.position + row.num_tokens)
         return BatchOutput(output, finite)
+
+    def _run_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        run = self._run_packed if self.model.packs_rows else self._run_rows
+        return run(rows, hidden, blocks)
+
+    def _run_with_prompts(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        """Block by block. Only the first tokens of few sessions come here; the others pay nothing."""
+        hidden = hidden.clone()  # what was given may be the received bytes
+        for index in range(len(blocks)):
+            start = 0
+            for row in rows:
+                if row.prompts is not None:
+                    part = row.prompts.part(index, row.position, row.num_tokens)
+                    hidden[start : start + len(part)] += part.to(hidden)
+                start += row.num_tokens
+            hidden = self._run_blocks(rows, hidden, Span(blocks.start + index, blocks.start + index + 1))
+        return hidden
 
     def _run_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         packed: list[PackedRow] = []

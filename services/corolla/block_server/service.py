@@ -106,7 +106,7 @@ class BlockServer:
         )
         runner = Runner(model, page_tokens=settings.page_tokens)
         pool = PagePool(self._num_pages(speed.cache_bytes_per_token * len(span)), settings.page_tokens)
-        self._sessions = SessionTable(pool, runner.new_cache)
+        self._sessions = SessionTable(pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
         outputs = OutputStore(settings.kept_outputs_mib << 20)
         self._sessions.on_forget = outputs.forget
         self._relay = Relay(fingerprint, self._peers)

@@ -13,13 +13,14 @@ from corolla.block_server.engine import Engine, StepWork
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
+from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import OpenRequest, SessionTable
 from corolla.chassis.errors import CorollaError, FingerprintMismatch, MalformedMessage, QueueFull
 from corolla.chassis.handlers import Context
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Frame, decode
+from corolla.wire.frames import Buffer, Frame, decode
 from corolla.wire.span import Span
 from corolla.wire.tensors import from_payload
 
@@ -153,7 +154,7 @@ class BlockServicer:
 
         def open_session() -> None:
             try:
-                request = self._open_request(control, peer)
+                request = self._open_request(control, frame.payload, peer)
                 session = self._sessions.open(request, time.monotonic())
             except CorollaError as error:
                 peer.send(describe(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
@@ -172,7 +173,7 @@ class BlockServicer:
 
         self._engine.between_iterations(open_session)
 
-    def _open_request(self, control: pb.Open, peer: Peer) -> OpenRequest:
+    def _open_request(self, control: pb.Open, payload: Buffer, peer: Peer) -> OpenRequest:
         if len(control.session_id) != _ID_BYTES or not peer.client_id:
             raise MalformedMessage("session_id", f"must have {_ID_BYTES} bytes, on a client's stream")
         blocks = self._blocks(control.blocks)
@@ -189,7 +190,16 @@ class BlockServicer:
             lease_s=min(control.lease_ms / 1000, MAX_LEASE_S),
             transient=control.transient,
             keep_outputs=control.keep_outputs,
+            prompts=self._prompts(control, payload, len(blocks)),
         )
+
+    def _prompts(self, control: pb.Open, payload: Buffer, num_blocks: int) -> BlockPrompts | None:
+        if control.HasField("block_prompts"):
+            identity = self._identity
+            return BlockPrompts.read(control.block_prompts, payload, num_blocks, identity.dtype, identity.hidden_size)
+        if payload:
+            raise MalformedMessage("payload", "nothing says what it is")
+        return None
 
     def _blocks(self, span: common_pb2.BlockSpan) -> Span:
         if span.start >= span.end or not self._identity.span.covers(blocks := Span(span.start, span.end)):

@@ -1,10 +1,11 @@
 """The sessions that this hop holds: epochs, owners, leases and reserved pages. Pure: time is passed in."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, Self, TypeVar
 
 from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
 
@@ -31,7 +32,10 @@ AnyCache = TypeVar("AnyCache", bound=Cache)
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """What a client service asks of this hop. See `Open` in blocks.proto."""
+    """What a client service asks of this hop. See `Open` in blocks.proto.
+
+    Keys and values of a session with `prompts` are its own: no other text has them, however it begins.
+    """
 
     session_id: bytes
     epoch: int
@@ -43,6 +47,7 @@ class OpenRequest:
     lease_s: float
     transient: bool
     keep_outputs: bool = False
+    prompts: BlockPrompts | None = None
 
 
 @dataclass(slots=True)
@@ -61,14 +66,18 @@ class SessionTable(Generic[AnyCache]):
 
     Invariant: the pages that sessions reserved and the pool's free ones add up to the pool.
 
+    Args:
+        max_prompt_bytes: of the trained prompts of all sessions together.
+
     Attributes:
         on_forget: is told of each session whose tokens are all forgotten, so that nothing of them stays elsewhere.
     """
 
-    def __init__(self, pool: PagePool, new_cache: Callable[[], AnyCache]) -> None:
+    def __init__(self, pool: PagePool, new_cache: Callable[[], AnyCache], *, max_prompt_bytes: int = 0) -> None:
         self.pool = pool
         self.on_forget: Callable[[bytes], None] = lambda session_id: None
         self._new_cache = new_cache
+        self._max_prompt_bytes = max_prompt_bytes
         # Least recently used first.
         self._sessions: dict[bytes, HopSession[AnyCache]] = {}
         self.num_evicted = 0
@@ -90,7 +99,7 @@ class SessionTable(Generic[AnyCache]):
         Raises:
             StaleEpoch: it was opened with a higher epoch before, or with this one and not taken back.
             HopSessionLost: it belongs to another tenant.
-            OutOfPages: the worst case does not fit; a session that was there before stays as it was.
+            OutOfPages: the worst case does not fit, or its prompts; a session that was there before stays as it was.
         """
         held = self._sessions.get(request.session_id)
         if held is not None:
@@ -100,12 +109,14 @@ class SessionTable(Generic[AnyCache]):
             is_taken_back = held.is_idle and held.request.client_id == request.client_id
             if held.request.epoch > request.epoch or (held.request.epoch == request.epoch and not is_taken_back):
                 raise StaleEpoch("the session was opened with this epoch or a later one")
+        if request.prompts is not None:
+            self._check_prompts(request.prompts, except_of=request.session_id)
         num_pages = self.pool.pages_for(request.max_tokens)
         self._make_room(num_pages - (held.num_pages if held else 0), keep=request.session_id)
         if held is None:
             held = HopSession(request, self._new_cache(), 0, 0.0)
             self._sessions[request.session_id] = held
-        elif not request.resume or held.request.blocks != request.blocks:
+        elif not request.resume or not _agree(held.request, request):
             held.cache.clear()
             self.on_forget(request.session_id)
         elif held.cache.num_tokens > request.max_tokens:
@@ -114,7 +125,7 @@ class SessionTable(Generic[AnyCache]):
         # An earlier turn may have reserved more.
         held.cache.shrink()
         held.cache.reserve(request.max_tokens)
-        held.request = request
+        held.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
         held.is_idle = False
         self._touch(held, now_s)
         return held
@@ -146,15 +157,18 @@ class SessionTable(Generic[AnyCache]):
         self._touch(held, now_s)
         return held
 
-    def fork(self, session_id: bytes, client_id: bytes, blocks: Span) -> AnyCache:
+    def fork(self, source_id: bytes, session_id: bytes, client_id: bytes, blocks: Span) -> AnyCache:
         """What a session of the same client holds, for another of its sessions.
 
         Raises:
-            HopSessionLost: it is not held here, is another client's or uses other blocks.
+            HopSessionLost: it is not held here, is another client's, uses other blocks, or only one of the two has
+                trained prompts.
         """
-        held = self._sessions.get(session_id)
+        held, taker = self._sessions.get(source_id), self._sessions.get(session_id)
         if held is None or held.request.client_id != client_id or held.request.blocks != blocks:
             raise HopSessionLost("the session to fork from is not held here")
+        if taker is not None and not _agree(held.request, taker.request):
+            raise HopSessionLost("a session with trained prompts and one without do not share tokens")
         return held.cache.fork()
 
     def truncate(self, session_id: bytes, epoch: int, position: int, *, idle: bool) -> None:
@@ -188,6 +202,11 @@ class SessionTable(Generic[AnyCache]):
             self._free(held)
         return len(gone)
 
+    def _check_prompts(self, prompts: BlockPrompts, *, except_of: bytes) -> None:
+        others = (each.request for each in self if each.request.session_id != except_of)
+        if prompts.nbytes + sum(each.prompts.nbytes for each in others if each.prompts) > self._max_prompt_bytes:
+            raise OutOfPages("the trained prompts of all sessions do not fit into the memory for them")
+
     def _make_room(self, num_pages: int, keep: bytes) -> None:
         idle = [held for held in self if held.is_idle and held.request.session_id != keep]
         if num_pages > self.pool.num_free + sum(held.num_pages for held in idle):
@@ -214,3 +233,8 @@ class SessionTable(Generic[AnyCache]):
         self._resize(held, 0)
         held.cache.clear()
         self.on_forget(held.request.session_id)
+
+
+def _agree(one: OpenRequest, other: OpenRequest) -> bool:
+    """Whether what was computed under one request can go on under the other."""
+    return one.blocks == other.blocks and (one.prompts is None) == (other.prompts is None)

@@ -31,6 +31,11 @@ class BlockServerSettings(ServiceSettings):
     kept_outputs_mib: int = Field(
         256, ge=0, description="Memory in MiB for outputs that rebuild a lost next hop; 0: they are computed again."
     )
+    prompt_mib: int = Field(
+        256,
+        ge=0,
+        description="Memory for the trained prompts that sessions bring for its blocks, in MiB; 0 takes none.",
+    )
     page_tokens: int = Field(32, ge=1, le=4096, description="Tokens of one KV page.")
     max_batch_tokens: int = Field(256, ge=1, description="Tokens of one iteration; longer prompts come in chunks.")
     max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")

@@ -47,21 +47,29 @@ class RemoteBlocks:
         start = self.run.span.start
         return RemoteBlocks(replace(self.run, span=Span(start + chosen.start, start + chosen.stop)))
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, *, block_prompts: Tensor | None = None) -> Tensor:
         """One pass from position 0 that leaves nothing behind.
 
         Args:
             hidden: `[B, T, H]`, the input of the first of these blocks.
+            block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`, added to the input of each block at the first P
+                positions.
 
         Returns:
             `[B, T, H]`, the output of the last, before any final norm.
         """
-        session = self.inference_session(max_length=max(1, hidden.shape[1]))
+        session = self.inference_session(max_length=max(1, hidden.shape[1]), block_prompts=block_prompts)
         try:
             return session.step(hidden)
         finally:
             session.close()
 
-    def inference_session(self, *, max_length: int | None = None, prompts: Tensor | None = None) -> InferenceSession:
+    def inference_session(
+        self,
+        *,
+        max_length: int | None = None,
+        prompts: Tensor | None = None,
+        block_prompts: Tensor | None = None,
+    ) -> InferenceSession:
         """A session over these blocks. See `InferenceSession`."""
-        return InferenceSession(self.run, max_length=max_length, prompts=prompts)
+        return InferenceSession(self.run, max_length=max_length, prompts=prompts, block_prompts=block_prompts)

@@ -31,7 +31,13 @@ class RemoteGenerationMixin(GenerationMixin):
 
     blocks: RemoteBlocks
 
-    def inference_session(self, *, max_length: int | None = None, prompts: Tensor | None = None) -> InferenceSession:
+    def inference_session(
+        self,
+        *,
+        max_length: int | None = None,
+        prompts: Tensor | None = None,
+        block_prompts: Tensor | None = None,
+    ) -> InferenceSession:
         """A session over all blocks.
 
         Entered as a context manager, it is the session of every `generate` of this model within.
@@ -39,8 +45,10 @@ class RemoteGenerationMixin(GenerationMixin):
         Args:
             max_length: positions, padding included, for which room is reserved now; None lets the session grow.
             prompts: `[P, H]`, trained embeddings that stand before every sequence's text.
+            block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`, trained embeddings that are added to the input of
+                each block at the first P positions; see `InferenceSession`.
         """
-        return self.blocks.inference_session(max_length=max_length, prompts=prompts)
+        return self.blocks.inference_session(max_length=max_length, prompts=prompts, block_prompts=block_prompts)
 
     @property
     def active_session(self) -> InferenceSession | None:

@@ -40,25 +40,39 @@ class HopPlaces:
     """What a session has on the hops: one place for each row. Knows nothing of what the rows hold.
 
     A session that needs more is opened again on the same hops with the next epoch, and they keep what they hold.
+    Whenever it is opened, it brings its trained prompts.
+
+    Args:
+        prompts: for each sequence of the batch that they are for `[blocks, P, H]`, in the dtype of the blocks.
     """
 
-    def __init__(self, blocks: RemoteBlockRun) -> None:
+    def __init__(self, blocks: RemoteBlockRun, prompts: Sequence[Tensor] | None = None) -> None:
         self._blocks = blocks
+        self._prompts = prompts
         self._group: RowGroup | None = None
         self._capacity = 0
+        self._origins: tuple[int, ...] = ()
 
-    def needs_more(self, num_rows: int, num_positions: int) -> bool:
-        return self._group is None or num_rows > len(self._group.identities) or num_positions > self._capacity
+    def suit(self, origins: Sequence[int], num_positions: int) -> bool:
+        """Whether there is room, and the place of each row has the prompts of the row's origin.
 
-    def grow(self, num_rows: int, capacity: int) -> None:
+        Args:
+            origins: for each row, of which of the sequences that have prompts it is.
+        """
+        return num_positions <= self._capacity and self._origins[: len(origins)] == tuple(origins)
+
+    def open(self, origins: Sequence[int], capacity: int) -> None:
+        """Opens places, or opens them again."""
         capacity = max(capacity, self._capacity)
-        options = OpenOptions(max_tokens=capacity, transient=True, blocks=self._blocks.span)
+        self._origins = (*origins, *self._origins[len(origins) :])
+        prompts = None if self._prompts is None else [self._prompts[origin] for origin in self._origins]
+        options = OpenOptions(max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts)
         identities: list[SessionIdentity] = []
         if self._group is not None:
             identities = [replace(identity, epoch=identity.epoch + 1) for identity in self._group.identities]
             options = replace(options, recorded=self._group.chain, chain=self._group.chain)
         identities += _new_identities(
-            num_rows - len(identities), identities[0].epoch if identities else 1, self._blocks.tenant
+            len(self._origins) - len(identities), identities[0].epoch if identities else 1, self._blocks.tenant
         )
         self._group = self._blocks.connection.call(self._blocks.connection.open_rows(identities, options))
         self._capacity = capacity

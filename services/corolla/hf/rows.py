@@ -22,9 +22,11 @@ class HeldRows:
         mask: bool `[R, P]`, false where nothing was sent.
         sources: for each row the place on the hops that has its tokens; its next step moves them to its own.
         num_prefix: leading columns that are no text, such as trained prompts.
+        origins: for each row a number; only rows with the same one hold the same where their tokens are the same.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, origins: Sequence[int] | None = None) -> None:
+        self.origins = [0] * num_rows if origins is None else list(origins)
         self.token_ids = torch.empty(num_rows, 0, dtype=torch.int64)
         self.mask = torch.empty(num_rows, 0, dtype=torch.bool)
         self.sources = list(range(num_rows))
@@ -67,6 +69,7 @@ class HeldRows:
         self.token_ids = self.token_ids[index]
         self.mask = self.mask[index]
         self.sources = [self.sources[row] for row in rows]
+        self.origins = [self.origins[row] for row in rows]
 
     def count_prefix(self) -> None:
         """Counts the columns that began the rows as embeddings, and so can be no text, as their prefix.
@@ -98,10 +101,12 @@ class HeldRows:
         is_same = (given_mask == kept_mask) & ((given == kept) | ~given_mask)
         lengths = is_same.long().cumprod(dim=2).sum(dim=2)
         num_new_rows = token_ids.shape[0]
+        repeated = torch.arange(num_new_rows) * self.num_rows // num_new_rows
+        origins = torch.tensor(self.origins)
+        lengths[origins[None, :] != origins[repeated][:, None]] = -1
         if self.num_prefix:
             # Prefixes cannot be compared; a row keeps that of the row from which it is repeated.
-            origins = torch.arange(num_new_rows) * self.num_rows // num_new_rows
-            lengths[torch.arange(self.num_rows)[None, :] != origins[:, None]] = -1
+            lengths[torch.arange(self.num_rows)[None, :] != repeated[:, None]] = -1
         length = int(lengths.max(dim=1).values.min())
         best: list[int] = lengths.argmax(dim=1).tolist()
         rows = [

@@ -12,6 +12,7 @@ from torch import Tensor
 from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.client.chain.rows import RowStep
 from corolla.hf.places import HopPlaces, RemoteBlockRun
+from corolla.hf.prompts import prompts_by_sequence
 from corolla.hf.rows import UNKNOWN_TOKEN, HeldRows
 
 _FIRST_CAPACITY: Final = 256
@@ -30,6 +31,13 @@ class InferenceSession:
         max_length: positions, padding included, for which room is reserved; None lets the session grow.
         expected_length: positions for which a session that grows has room from the beginning.
         prompts: `[P, H]`, trained embeddings that stand before every sequence's text.
+        block_prompts: `[blocks, P, H]`, or `[blocks, B, P, H]` with some for each sequence of a batch of B: trained
+            embeddings that are added, for each block, to the hidden states that enter it at the first P positions of
+            every sequence. Positions count what a sequence processes, from its `prompts` on; padding has none. Of a
+            batch that was repeated, as for beams, each sequence has those of the one that it was repeated from.
+
+    Raises:
+        ValueError: a shape or a length is none that the model has.
 
     Attributes:
         output_ids: int64 `[B, L]`, the token log: all text so far, given and generated; None before any.
@@ -43,6 +51,7 @@ class InferenceSession:
         max_length: int | None = None,
         expected_length: int = _FIRST_CAPACITY,
         prompts: Tensor | None = None,
+        block_prompts: Tensor | None = None,
     ) -> None:
         if max_length is not None and not 0 < max_length <= blocks.context_length:
             raise ValueError(
@@ -50,6 +59,7 @@ class InferenceSession:
             )
         if prompts is not None and (prompts.dim() != 2 or prompts.shape[1] != blocks.hidden_size):
             raise ValueError(f"`prompts` must have the shape [tokens, {blocks.hidden_size}].")
+        by_sequence = None if block_prompts is None else prompts_by_sequence(block_prompts, blocks)
         self.blocks = blocks
         self.max_length = max_length
         self.output_ids: Tensor | None = None
@@ -57,7 +67,8 @@ class InferenceSession:
         self._expected_length = expected_length
         self._prompts = prompts
         self._held: HeldRows | None = None
-        self._places = HopPlaces(blocks)
+        self._num_prompted = 1 if by_sequence is None else len(by_sequence)
+        self._places = HopPlaces(blocks, by_sequence)
         self._finalizer = weakref.finalize(self, self._places.free)
 
     def __repr__(self) -> str:
@@ -188,15 +199,16 @@ class InferenceSession:
                 f"Maximum length exceeded: {needed} positions are needed, and the session has "
                 f"{self.max_length or self.blocks.context_length}."
             )
-        if self._places.needs_more(num_rows, needed):
+        origins = self._origins_of(num_rows) if self._held is None else self._held.origins
+        if not self._places.suit(origins, needed):
             capacity = self.max_length or min(self.blocks.context_length, self._room_for(needed))
             try:
-                self._places.grow(num_rows, capacity)
+                self._places.open(origins, capacity)
             except BaseException:
                 self.close()  # what the hops held is between two epochs now
                 raise
         if self._held is None:
-            self._held = HeldRows(num_rows)
+            self._held = HeldRows(num_rows, origins)
             if self._prompts is not None:
                 self._take_prompts(self._prompts, num_rows)
         return self._held
@@ -246,6 +258,14 @@ class InferenceSession:
         token_ids = torch.full((num_rows, len(prompts)), UNKNOWN_TOKEN)
         self.advance([prompts] * num_rows, token_ids, torch.ones_like(token_ids, dtype=torch.bool), 0)
         self.count_prefix()
+
+    def _origins_of(self, num_rows: int) -> list[int]:
+        """Which sequence of the batch that `block_prompts` are for each row is; without them, it is all the same."""
+        if num_rows % self._num_prompted:
+            raise ValueError(
+                f"`block_prompts` are for a batch of {self._num_prompted} sequences; one of {num_rows} does not fit."
+            )
+        return [row * self._num_prompted // num_rows for row in range(num_rows)]
 
     def _room_for(self, num_positions: int) -> int:
         """At first what is expected; later twice what is needed, so that growing stays rare."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from corolla.v1 import common_pb2 as corolla_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63orolla/v1/blocks.proto\x12\ncorolla.v1\x1a\x17\x63orolla/v1/common.proto\"\x08\n\x06\x46rames\"/\n\x05Hello\x12\x11\n\tclient_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"\x86\x01\n\x07Welcome\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12#\n\x04span\x18\x02 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.corolla.v1.TensorType\x12\x1c\n\x14max_tokens_per_frame\x18\x04 \x01(\r\"\xd3\x01\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0e\n\x06resume\x18\x05 \x01(\x08\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\x12\x11\n\ttransient\x18\t \x01(\x08\x12\x14\n\x0ckeep_outputs\x18\x0e \x01(\x08\"\x80\x01\n\x06Opened\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x12\n\nkept_start\x18\n \x01(\r\x12\x10\n\x08kept_end\x18\x0b \x01(\r\"\xa4\x01\n\x07StepRow\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_result_tokens\x18\x05 \x01(\r\x12\x19\n\x11source_session_id\x18\x06 \x01(\x0c\x12\x1a\n\x12scratch_session_id\x18\x07 \x01(\x0c\"\xe6\x01\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x11\n\tclient_id\x18\x02 \x01(\x0c\x12!\n\x04rows\x18\x03 \x03(\x0b\x32\x13.corolla.v1.StepRow\x12%\n\x05\x64type\x18\x04 \x01(\x0e\x32\x16.corolla.v1.TensorType\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12%\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\x12\x1e\n\x05route\x18\x07 \x03(\x0b\x32\x0f.corolla.v1.Hop\x12\x14\n\x0cscratch_hops\x18\x08 \x01(\x04\"(\n\x06Resend\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x10.corolla.v1.Step\"x\n\x06Result\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12!\n\x04rows\x18\x02 \x03(\x0b\x32\x13.corolla.v1.StepRow\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.corolla.v1.TensorType\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\"*\n\x05\x43lose\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"M\n\x08Truncate\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x0c\n\x04idle\x18\x04 \x01(\x08\"\x85\x02\n\x05\x46\x61ult\x12\x14\n\nrequest_id\x18\x01 \x01(\x04H\x00\x12\x11\n\x07step_id\x18\x02 \x01(\x04H\x00\x12!\n\x04rows\x18\x03 \x03(\x0b\x32\x13.corolla.v1.StepRow\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x31\n\x08metadata\x18\x07 \x03(\x0b\x32\x1f.corolla.v1.Fault.MetadataEntry\x12\x11\n\tclient_id\x18\x08 \x01(\x0c\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05\x61\x62out\"\x1d\n\x1bGetBlockServerStatusRequest\"\xa5\x02\n\x11\x42lockServerStatus\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12#\n\x04span\x18\x02 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\x12\r\n\x05model\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0cnum_sessions\x18\x06 \x01(\r\x12\x11\n\tnum_pages\x18\x07 \x01(\x04\x12\x16\n\x0enum_free_pages\x18\x08 \x01(\x04\x12\x13\n\x0bpage_tokens\x18\t \x01(\r\x12\x16\n\x0ekv_cache_bytes\x18\n \x01(\x04\x12\x1d\n\x15resident_memory_bytes\x18\x0b \x01(\x04\x12\x18\n\x10num_queued_steps\x18\x0c \x01(\r*\x89\x02\n\tFrameKind\x12\x1a\n\x16\x46RAME_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46RAME_KIND_HELLO\x10\x01\x12\x16\n\x12\x46RAME_KIND_WELCOME\x10\x02\x12\x13\n\x0f\x46RAME_KIND_OPEN\x10\x03\x12\x15\n\x11\x46RAME_KIND_OPENED\x10\x04\x12\x13\n\x0f\x46RAME_KIND_STEP\x10\x05\x12\x15\n\x11\x46RAME_KIND_RESULT\x10\x06\x12\x14\n\x10\x46RAME_KIND_CLOSE\x10\x07\x12\x17\n\x13\x46RAME_KIND_TRUNCATE\x10\x08\x12\x14\n\x10\x46RAME_KIND_FAULT\x10\t\x12\x15\n\x11\x46RAME_KIND_RESEND\x10\n*u\n\nTensorType\x12\x1b\n\x17TENSOR_TYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13TENSOR_TYPE_FLOAT32\x10\x01\x12\x18\n\x14TENSOR_TYPE_BFLOAT16\x10\x02\x12\x17\n\x13TENSOR_TYPE_FLOAT16\x10\x03\x32\x9b\x01\n\x0c\x42lockService\x12\x36\n\x08\x45xchange\x12\x12.corolla.v1.Frames\x1a\x12.corolla.v1.Frames(\x01\x30\x01\x12S\n\tGetStatus\x12\'.corolla.v1.GetBlockServerStatusRequest\x1a\x1d.corolla.v1.BlockServerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63orolla/v1/blocks.proto\x12\ncorolla.v1\x1a\x17\x63orolla/v1/common.proto\"\x08\n\x06\x46rames\"/\n\x05Hello\x12\x11\n\tclient_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"\x86\x01\n\x07Welcome\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12#\n\x04span\x18\x02 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.corolla.v1.TensorType\x12\x1c\n\x14max_tokens_per_frame\x18\x04 \x01(\r\"\x84\x02\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0e\n\x06resume\x18\x05 \x01(\x08\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\x12\x11\n\ttransient\x18\t \x01(\x08\x12/\n\rblock_prompts\x18\n \x01(\x0b\x32\x18.corolla.v1.BlockPrompts\x12\x14\n\x0ckeep_outputs\x18\x0e \x01(\x08\"^\n\x0c\x42lockPrompts\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12%\n\x05\x64type\x18\x02 \x01(\x0e\x32\x16.corolla.v1.TensorType\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\"\x80\x01\n\x06Opened\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x12\n\nkept_start\x18\n \x01(\r\x12\x10\n\x08kept_end\x18\x0b \x01(\r\"\xa4\x01\n\x07StepRow\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_result_tokens\x18\x05 \x01(\r\x12\x19\n\x11source_session_id\x18\x06 \x01(\x0c\x12\x1a\n\x12scratch_session_id\x18\x07 \x01(\x0c\"\xe6\x01\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x11\n\tclient_id\x18\x02 \x01(\x0c\x12!\n\x04rows\x18\x03 \x03(\x0b\x32\x13.corolla.v1.StepRow\x12%\n\x05\x64type\x18\x04 \x01(\x0e\x32\x16.corolla.v1.TensorType\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12%\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\x12\x1e\n\x05route\x18\x07 \x03(\x0b\x32\x0f.corolla.v1.Hop\x12\x14\n\x0cscratch_hops\x18\x08 \x01(\x04\"(\n\x06Resend\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x10.corolla.v1.Step\"x\n\x06Result\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12!\n\x04rows\x18\x02 \x03(\x0b\x32\x13.corolla.v1.StepRow\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.corolla.v1.TensorType\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\"*\n\x05\x43lose\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"M\n\x08Truncate\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x0c\n\x04idle\x18\x04 \x01(\x08\"\x85\x02\n\x05\x46\x61ult\x12\x14\n\nrequest_id\x18\x01 \x01(\x04H\x00\x12\x11\n\x07step_id\x18\x02 \x01(\x04H\x00\x12!\n\x04rows\x18\x03 \x03(\x0b\x32\x13.corolla.v1.StepRow\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x31\n\x08metadata\x18\x07 \x03(\x0b\x32\x1f.corolla.v1.Fault.MetadataEntry\x12\x11\n\tclient_id\x18\x08 \x01(\x0c\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05\x61\x62out\"\x1d\n\x1bGetBlockServerStatusRequest\"\xa5\x02\n\x11\x42lockServerStatus\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12#\n\x04span\x18\x02 \x01(\x0b\x32\x15.corolla.v1.BlockSpan\x12\r\n\x05model\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0cnum_sessions\x18\x06 \x01(\r\x12\x11\n\tnum_pages\x18\x07 \x01(\x04\x12\x16\n\x0enum_free_pages\x18\x08 \x01(\x04\x12\x13\n\x0bpage_tokens\x18\t \x01(\r\x12\x16\n\x0ekv_cache_bytes\x18\n \x01(\x04\x12\x1d\n\x15resident_memory_bytes\x18\x0b \x01(\x04\x12\x18\n\x10num_queued_steps\x18\x0c \x01(\r*\x89\x02\n\tFrameKind\x12\x1a\n\x16\x46RAME_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46RAME_KIND_HELLO\x10\x01\x12\x16\n\x12\x46RAME_KIND_WELCOME\x10\x02\x12\x13\n\x0f\x46RAME_KIND_OPEN\x10\x03\x12\x15\n\x11\x46RAME_KIND_OPENED\x10\x04\x12\x13\n\x0f\x46RAME_KIND_STEP\x10\x05\x12\x15\n\x11\x46RAME_KIND_RESULT\x10\x06\x12\x14\n\x10\x46RAME_KIND_CLOSE\x10\x07\x12\x17\n\x13\x46RAME_KIND_TRUNCATE\x10\x08\x12\x14\n\x10\x46RAME_KIND_FAULT\x10\t\x12\x15\n\x11\x46RAME_KIND_RESEND\x10\n*u\n\nTensorType\x12\x1b\n\x17TENSOR_TYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13TENSOR_TYPE_FLOAT32\x10\x01\x12\x18\n\x14TENSOR_TYPE_BFLOAT16\x10\x02\x12\x17\n\x13TENSOR_TYPE_FLOAT16\x10\x03\x32\x9b\x01\n\x0c\x42lockService\x12\x36\n\x08\x45xchange\x12\x12.corolla.v1.Frames\x1a\x12.corolla.v1.Frames(\x01\x30\x01\x12S\n\tGetStatus\x12\'.corolla.v1.GetBlockServerStatusRequest\x1a\x1d.corolla.v1.BlockServerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FAULT_METADATAENTRY']._loaded_options = None
   _globals['_FAULT_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_FRAMEKIND']._serialized_start=1884
-  _globals['_FRAMEKIND']._serialized_end=2149
-  _globals['_TENSORTYPE']._serialized_start=2151
-  _globals['_TENSORTYPE']._serialized_end=2268
+  _globals['_FRAMEKIND']._serialized_start=2029
+  _globals['_FRAMEKIND']._serialized_end=2294
+  _globals['_TENSORTYPE']._serialized_start=2296
+  _globals['_TENSORTYPE']._serialized_end=2413
   _globals['_FRAMES']._serialized_start=64
   _globals['_FRAMES']._serialized_end=72
   _globals['_HELLO']._serialized_start=74
@@ -45,29 +45,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WELCOME']._serialized_start=124
   _globals['_WELCOME']._serialized_end=258
   _globals['_OPEN']._serialized_start=261
-  _globals['_OPEN']._serialized_end=472
-  _globals['_OPENED']._serialized_start=475
-  _globals['_OPENED']._serialized_end=603
-  _globals['_STEPROW']._serialized_start=606
-  _globals['_STEPROW']._serialized_end=770
-  _globals['_STEP']._serialized_start=773
-  _globals['_STEP']._serialized_end=1003
-  _globals['_RESEND']._serialized_start=1005
-  _globals['_RESEND']._serialized_end=1045
-  _globals['_RESULT']._serialized_start=1047
-  _globals['_RESULT']._serialized_end=1167
-  _globals['_CLOSE']._serialized_start=1169
-  _globals['_CLOSE']._serialized_end=1211
-  _globals['_TRUNCATE']._serialized_start=1213
-  _globals['_TRUNCATE']._serialized_end=1290
-  _globals['_FAULT']._serialized_start=1293
-  _globals['_FAULT']._serialized_end=1554
-  _globals['_FAULT_METADATAENTRY']._serialized_start=1498
-  _globals['_FAULT_METADATAENTRY']._serialized_end=1545
-  _globals['_GETBLOCKSERVERSTATUSREQUEST']._serialized_start=1556
-  _globals['_GETBLOCKSERVERSTATUSREQUEST']._serialized_end=1585
-  _globals['_BLOCKSERVERSTATUS']._serialized_start=1588
-  _globals['_BLOCKSERVERSTATUS']._serialized_end=1881
-  _globals['_BLOCKSERVICE']._serialized_start=2271
-  _globals['_BLOCKSERVICE']._serialized_end=2426
+  _globals['_OPEN']._serialized_end=521
+  _globals['_BLOCKPROMPTS']._serialized_start=523
+  _globals['_BLOCKPROMPTS']._serialized_end=617
+  _globals['_OPENED']._serialized_start=620
+  _globals['_OPENED']._serialized_end=748
+  _globals['_STEPROW']._serialized_start=751
+  _globals['_STEPROW']._serialized_end=915
+  _globals['_STEP']._serialized_start=918
+  _globals['_STEP']._serialized_end=1148
+  _globals['_RESEND']._serialized_start=1150
+  _globals['_RESEND']._serialized_end=1190
+  _globals['_RESULT']._serialized_start=1192
+  _globals['_RESULT']._serialized_end=1312
+  _globals['_CLOSE']._serialized_start=1314
+  _globals['_CLOSE']._serialized_end=1356
+  _globals['_TRUNCATE']._serialized_start=1358
+  _globals['_TRUNCATE']._serialized_end=1435
+  _globals['_FAULT']._serialized_start=1438
+  _globals['_FAULT']._serialized_end=1699
+  _globals['_FAULT_METADATAENTRY']._serialized_start=1643
+  _globals['_FAULT_METADATAENTRY']._serialized_end=1690
+  _globals['_GETBLOCKSERVERSTATUSREQUEST']._serialized_start=1701
+  _globals['_GETBLOCKSERVERSTATUSREQUEST']._serialized_end=1730
+  _globals['_BLOCKSERVERSTATUS']._serialized_start=1733
+  _globals['_BLOCKSERVERSTATUS']._serialized_end=2026
+  _globals['_BLOCKSERVICE']._serialized_start=2416
+  _globals['_BLOCKSERVICE']._serialized_end=2571
 # @@protoc_insertion_point(module_scope)

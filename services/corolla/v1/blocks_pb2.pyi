@@ -51,7 +51,7 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     FRAME_KIND_WELCOME: _FrameKind.ValueType  # 2
     """Welcome, server to caller, answer to Hello"""
     FRAME_KIND_OPEN: _FrameKind.ValueType  # 3
-    """Open"""
+    """Open, payload: the trained prompts of its blocks, if it has some"""
     FRAME_KIND_OPENED: _FrameKind.ValueType  # 4
     """Opened, answer to Open"""
     FRAME_KIND_STEP: _FrameKind.ValueType  # 5
@@ -75,7 +75,7 @@ FRAME_KIND_HELLO: FrameKind.ValueType  # 1
 FRAME_KIND_WELCOME: FrameKind.ValueType  # 2
 """Welcome, server to caller, answer to Hello"""
 FRAME_KIND_OPEN: FrameKind.ValueType  # 3
-"""Open"""
+"""Open, payload: the trained prompts of its blocks, if it has some"""
 FRAME_KIND_OPENED: FrameKind.ValueType  # 4
 """Opened, answer to Open"""
 FRAME_KIND_STEP: FrameKind.ValueType  # 5
@@ -192,6 +192,7 @@ class Open(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     TRANSIENT_FIELD_NUMBER: _builtins.int
+    BLOCK_PROMPTS_FIELD_NUMBER: _builtins.int
     KEEP_OUTPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Answers carry the same number."""
@@ -215,6 +216,10 @@ class Open(_message.Message):
     def blocks(self) -> _common_pb2.BlockSpan:
         """The blocks that this session uses here."""
 
+    @_builtins.property
+    def block_prompts(self) -> Global___BlockPrompts:
+        """What the payload is. Without it the session has no trained prompts, also if it had some in an earlier epoch."""
+
     def __init__(
         self,
         *,
@@ -227,15 +232,45 @@ class Open(_message.Message):
         blocks: _common_pb2.BlockSpan | None = ...,
         lease_ms: _builtins.int = ...,
         transient: _builtins.bool = ...,
+        block_prompts: Global___BlockPrompts | None = ...,
         keep_outputs: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "keep_outputs", b"keep_outputs", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "session_id", b"session_id", "tenant", b"tenant", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "epoch", b"epoch", "keep_outputs", b"keep_outputs", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "session_id", b"session_id", "tenant", b"tenant", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
+
+@_typing.final
+class BlockPrompts(_message.Message):
+    """Trained embeddings that are added to the input of each block at a session's first positions:
+    [blocks of the Open, num_tokens, hidden_size], row-major, in the dtype of the weights.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    dtype: Global___TensorType.ValueType
+    hidden_size: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        dtype: Global___TensorType.ValueType = ...,
+        hidden_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hidden_size", b"hidden_size", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockPrompts: _TypeAlias = BlockPrompts  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):

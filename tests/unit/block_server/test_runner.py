@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.client.edges import Edges, load_edges
@@ -173,6 +174,39 @@ def test_a_run_of_some_blocks_equals_a_span_of_them(tmp_path: Path, family: str)
         outputs.append((torch.cat(parts), cache.nbytes))
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert outputs[0][1] == outputs[1][1], "blocks that a session does not run take no memory"
+
+
+@every_family
+def test_prompts_reach_their_row_at_their_positions_and_no_other(make_chain: MakeChain, family: str) -> None:
+    runner = make_chain(family).runners[1]
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(11, runner.model.hidden_size, generator=generator)
+    prompts = BlockPrompts(torch.randn(3, 6, runner.model.hidden_size, generator=generator))
+    given = hidden.clone()
+
+    def by_hand(tokens: Tensor) -> Tensor:
+        """One pass of each block from the start, with the additions in between."""
+        for index in range(3):
+            tokens = tokens.clone()
+            tokens[:6] += prompts.values[index]
+            tokens = runner.run([RowWork(runner.new_cache(), 0, len(tokens))], tokens, Span(1 + index, 2 + index))
+        return tokens
+
+    expected = by_hand(hidden), runner.run([RowWork(runner.new_cache(), 0, 11)], hidden, runner.span)
+    prompted, plain = runner.new_cache(), runner.new_cache()
+    outputs: list[list[Tensor]] = [[], []]
+    # In a batch with a row that has none, in chunks that end before, behind and just where the prompts do.
+    for start, end in ((0, 1), (1, 4), (4, 6), (6, 9), (9, 11)):
+        count = end - start
+        rows = [RowWork(plain, start, count), RowWork(prompted, start, count, prompts)]
+        mixed = runner.run(rows, torch.cat([hidden[start:end]] * 2), runner.span)
+        outputs[0].append(mixed[count:])
+        outputs[1].append(mixed[:count])
+    for parts, whole in zip(outputs, expected, strict=True):
+        assert_close(torch.cat(parts), whole)
+    assert_close(runner.run([RowWork(prompted, 2, 9, prompts)], hidden[2:], runner.span), expected[0][2:])
+    assert (expected[0] - expected[1]).abs().max() > 0.1, "prompts that change nothing prove nothing"
+    assert torch.equal(hidden, given)
 
 
 def test_call_wide_rotary_embeddings_keep_rows_apart(make_chain: MakeChain) -> None:

@@ -4,11 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.sessions import HopSession, OpenRequest, SessionTable
 from corolla.chassis.errors import CorollaError, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
@@ -275,3 +277,44 @@ def test_steps_keep_the_lease() -> None:
     assert len(table) == 0
     with pytest.raises(HopSessionLost):
         step(table, request, 1, 1, now_s=20.0)
+
+
+def some_prompts(num_tokens: int = 2) -> BlockPrompts:
+    return BlockPrompts(torch.ones(2, num_tokens, 4))
+
+
+def test_prompts_are_copied_and_go_with_their_session() -> None:
+    table = SessionTable(PagePool(NUM_PAGES, PAGE_TOKENS), CountedCache, max_prompt_bytes=2 * some_prompts().nbytes)
+    given = some_prompts()
+    held = table.open(a_request(prompts=given), 0.0)
+    assert held.request.prompts is not None
+    given.values.zero_()
+    assert held.request.prompts.values.all()
+    table.open(a_request(b"t", prompts=some_prompts()), 0.0)
+    with pytest.raises(OutOfPages, match="prompts"):
+        table.open(a_request(b"u", prompts=some_prompts(1)), 0.0)
+    with pytest.raises(OutOfPages, match="prompts"):
+        table.open(a_request(b"t", epoch=2, prompts=some_prompts(3)), 0.0)
+    assert len(table) == 2
+    table.open(a_request(b"t", epoch=2, prompts=some_prompts()), 0.0)
+    table.close(b"s", 1)
+    table.open(a_request(b"u", prompts=some_prompts(1)), 0.0)
+
+
+@pytest.mark.parametrize("had, has", [(None, None), (some_prompts(), some_prompts(1)), (some_prompts(), None),
+                                      (None, some_prompts())])  # fmt: skip
+def test_what_was_computed_under_prompts_is_not_taken_for_what_was_not(
+    had: BlockPrompts | None, has: BlockPrompts | None
+) -> None:
+    table = SessionTable(PagePool(NUM_PAGES, PAGE_TOKENS), CountedCache, max_prompt_bytes=1 << 10)
+    request = a_request(prompts=had)
+    table.open(request, 0.0)
+    step(table, request, 0, 5)
+    is_kept = (had is None) == (has is None)
+    table.open(a_request(b"t", prompts=has), 0.0)
+    if is_kept:
+        assert table.fork(b"s", b"t", CLIENTS[0], BLOCKS[0]).num_tokens == 5
+    else:
+        with pytest.raises(HopSessionLost, match="prompts"):
+            table.fork(b"s", b"t", CLIENTS[0], BLOCKS[0])
+    assert table.open(a_request(epoch=2, prompts=has), 0.0).cache.num_tokens == (5 if is_kept else 0)

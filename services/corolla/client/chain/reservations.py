@@ -1,14 +1,18 @@
 """Places on chains: a chain from the router, then a place for each session on each of its hops, or nothing at all."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import torch
+
 from corolla.chassis.errors import (
     HopUnavailable,
+    InvalidRequest,
     ModelNotFound,
     NoChain,
     OutOfPages,
@@ -21,7 +25,9 @@ from corolla.client.chain.session import SessionIdentity
 from corolla.client.chain.streams import DataPlane
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
+from corolla.wire.tensors import MAX_PROMPT_BYTES, tensor_type, to_payload
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +56,7 @@ class OpenOptions:
         record_id: the id under which the router knows the session, if it does.
         chain: just this one, without asking the router.
         blocks: of the planned chain only these.
+        prompts: trained embeddings for each session, `[blocks, P, H]` in the dtype of the weights; None without.
     """
 
     max_tokens: int
@@ -59,6 +66,7 @@ class OpenOptions:
     record_id: str = ""
     chain: common_pb2.Chain | None = None
     blocks: Span | None = None
+    prompts: Sequence[torch.Tensor] | None = None
 
     def resumes(self, hop: common_pb2.Hop) -> bool:
         """Whether the hop may hold something of the session that counts."""
@@ -106,6 +114,7 @@ class Reservations:
 
         Raises:
             NoChain, OutOfPages, HopUnavailable: nothing stays allocated.
+            InvalidRequest: the prompts are too large for a hop.
         """
         too_full: set[str] = set()
         for attempt in range(1, _MAX_ATTEMPTS + 1):
@@ -135,19 +144,27 @@ class Reservations:
     async def _open(
         self, identities: Sequence[SessionIdentity], options: OpenOptions, chain: common_pb2.Chain
     ) -> tuple[list[tuple[pb.Opened, int]], list[tuple[common_pb2.Hop, BaseException]]]:
-        places = [(hop, identity) for hop in chain.hops for identity in identities]
         try:
-            answers = await asyncio.gather(
-                *(self._plane.open(hop.address, self._frame(identity, options, hop)) for hop, identity in places),
-                return_exceptions=True,
-            )
+            answers = await asyncio.gather(*(self._open_on(hop, identities, options) for hop in chain.hops))
         except asyncio.CancelledError:
             self._undo(identities, options, chain)
             raise
-        failures = [
-            (hop, answer) for (hop, _), answer in zip(places, answers, strict=True) if isinstance(answer, BaseException)
-        ]
-        return [answer for answer in answers if not isinstance(answer, BaseException)], failures
+        places = [(hop, answer) for hop, on_hop in zip(chain.hops, answers, strict=True) for answer in on_hop]
+        failures = [(hop, answer) for hop, answer in places if isinstance(answer, BaseException)]
+        return [answer for _, answer in places if not isinstance(answer, BaseException)], failures
+
+    async def _open_on(
+        self, hop: common_pb2.Hop, identities: Sequence[SessionIdentity], options: OpenOptions
+    ) -> list[tuple[pb.Opened, int] | BaseException]:
+        # Prompts may be large: only one session's wait to be written.
+        turn = contextlib.nullcontext() if options.prompts is None else asyncio.Lock()
+
+        async def open_one(number: int) -> tuple[pb.Opened, int]:
+            async with turn:
+                request = self._frame(identities[number], options, hop)
+                return await self._plane.open(hop.address, request, _describe_prompts(request, number, options))
+
+        return await asyncio.gather(*map(open_one, range(len(identities))), return_exceptions=True)
 
     async def _plan(self, num_sessions: int, options: OpenOptions, too_full: frozenset[str]) -> common_pb2.Chain:
         now_s = asyncio.get_running_loop().time()
@@ -203,6 +220,24 @@ class Reservations:
                 keep = pb.Truncate(session_id=session_id, epoch=epoch, position=_ALL_TOKENS, idle=True)
                 drop = pb.Close(session_id=session_id, epoch=epoch)
                 self._plane.tell(hop.address, keep if options.resumes(hop) else drop)
+
+
+def _describe_prompts(request: pb.Open, number: int, options: OpenOptions) -> Buffer:
+    """The payload for just the blocks of an open, which is told what it will be."""
+    if options.prompts is None:
+        return b""
+    first = options.blocks.start if options.blocks is not None else 0
+    part = options.prompts[number][request.blocks.start - first : request.blocks.end - first]
+    if part.nbytes > MAX_PROMPT_BYTES:
+        raise InvalidRequest(
+            "block_prompts",
+            f"those of blocks {request.blocks.start}:{request.blocks.end} take {part.nbytes >> 20} MiB; a hop takes at "
+            f"most {MAX_PROMPT_BYTES >> 20} MiB",
+        )
+    request.block_prompts.CopyFrom(
+        pb.BlockPrompts(num_tokens=part.shape[1], dtype=tensor_type(part.dtype), hidden_size=part.shape[2])
+    )
+    return to_payload(part)
 
 
 def _cut(chain: common_pb2.Chain, blocks: Span | None) -> common_pb2.Chain:

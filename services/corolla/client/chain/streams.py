@@ -91,8 +91,11 @@ class DataPlane:
         except TimeoutError:
             raise HopUnavailable("a hop of the chain is not reachable", address) from None
 
-    async def open(self, address: str, request: pb.Open) -> tuple[pb.Opened, int]:
+    async def open(self, address: str, request: pb.Open, payload: Buffer = b"") -> tuple[pb.Opened, int]:
         """Opens a session on one hop. Raises what the hop answers, or HopUnavailable.
+
+        Args:
+            payload: what `request.block_prompts` describes.
 
         Returns:
             The answer, and how many tokens a step on this hop may have.
@@ -103,7 +106,7 @@ class DataPlane:
         self._opens[number] = (address, future)
         try:
             request.request_id = number
-            self._send(address, request)
+            self._send(address, request, payload)
             return await future, welcome.max_tokens_per_frame
         finally:
             del self._opens[number]
