@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from corolla.planning.candidates import UNMEASURED_TOKENS_PER_SECOND
 from corolla.wire.span import Span
-
-UNMEASURED_TOKENS_PER_SECOND: Final = 1.0
-"""Speed per block of a server that has not measured itself: little, but more than nothing."""
 
 _MICRO: Final = 1_000_000
 

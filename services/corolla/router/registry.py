@@ -8,8 +8,9 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from corolla.chassis.errors import InternalError, LeaseLost, SpanRefused, StoreUnavailable
+from corolla.planning.candidates import block_span
 from corolla.router.placement import choose_span
-from corolla.router.roster import Roster, block_span, sort_servers
+from corolla.router.roster import Roster, sort_servers
 from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
+from corolla.planning.candidates import block_span, chain_of
+from corolla.planning.planner import plan
 from corolla.router import validation
-from corolla.router.planner import plan
 from corolla.router.registry import Registry
-from corolla.router.roster import block_span, chain_message
 from corolla.router.sessions import SessionRecords
 from corolla.router.settings import RouterSettings
 from corolla.router.watch import PlacementWatches
@@ -76,7 +76,8 @@ class RouterServicer:
         )
         # The planner keeps to the order between equals: shuffled, they share the sessions.
         self._random.shuffle(candidates)
-        return pb.PlanChainResponse(chain=chain_message(plan(candidates, roster.num_blocks)))
+        planned = plan(candidates, roster.num_blocks)
+        return pb.PlanChainResponse(chain=chain_of(planned.hops, planned.fingerprint))
 
     async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.Placement:
         validation.check_text("model", request.model, may_be_empty=True)

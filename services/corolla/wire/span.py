@@ -1,5 +1,6 @@
 """A contiguous run of transformer blocks."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -31,3 +32,16 @@ class Span:
         if not separator:
             raise ValueError(f"a span is written start:end, not {text!r}")
         return cls(int(start), int(end))
+
+
+def gaps(spans: Iterable[Span], within: Span) -> list[Span]:
+    """The longest runs of blocks of `within` that no span covers, in order."""
+    missing: list[Span] = []
+    boundary = within.start
+    for span in sorted(spans):
+        if span.start > boundary and boundary < within.end:
+            missing.append(Span(boundary, min(span.start, within.end)))
+        boundary = max(boundary, span.end)
+    if boundary < within.end:
+        missing.append(Span(boundary, within.end))
+    return missing

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from corolla.chassis.errors import NoChain, OutOfPages
-from corolla.router.placement import HostedSpan, uncovered
-from corolla.wire.span import Span
+from corolla.wire.span import Span, gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +61,29 @@ def plan(candidates: Iterable[Candidate], num_blocks: int, costs: LinkCosts | No
         NoChain: some blocks have no server; metadata `uncovered_blocks` lists them as `start:end,start:end`.
         OutOfPages: every block has a server, but those with room do not make a chain.
     """
+    return plan_blocks(candidates, Span(0, num_blocks), costs)
+
+
+def plan_blocks(candidates: Iterable[Candidate], blocks: Span, costs: LinkCosts | None = None) -> PlannedChain:
+    """As `plan`, for a part of the model: hops that cover just `blocks`."""
     by_fingerprint: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_fingerprint.setdefault(candidate.fingerprint, []).append(candidate)
-    chains = [_cheapest(group, num_blocks, costs or LinkCosts()) for group in by_fingerprint.values()]
+    chains = [_cheapest(group, blocks, costs or LinkCosts()) for group in by_fingerprint.values()]
     found = [chain for chain in chains if chain is not None]
     if found:
         return min(found, key=lambda chain: chain.seconds)
-    missing = least_uncovered(by_fingerprint.values(), num_blocks)
+    missing = least_uncovered(by_fingerprint.values(), blocks)
     if missing:
         listed = ",".join(map(str, missing))
         raise NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed})
     raise OutOfPages("no chain has enough free pages for the session")
 
 
-def least_uncovered(groups: Iterable[Sequence[Candidate]], num_blocks: int) -> list[Span]:
+def least_uncovered(groups: Iterable[Sequence[Candidate]], blocks: Span) -> list[Span]:
     """The blocks without a server in the group that lacks fewest; groups are of one fingerprint each."""
-    gaps = [uncovered((HostedSpan(each.span, 1.0) for each in group), num_blocks) for group in groups]
-    return min(gaps, key=lambda spans: sum(map(len, spans)), default=[Span(0, num_blocks)])
+    missing = [gaps((each.span for each in group), blocks) for group in groups]
+    return min(missing, key=lambda spans: sum(map(len, spans)), default=[blocks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,10 @@ class _Route:
         return tuple(reversed(taken))
 
 
-def _cheapest(group: Sequence[Candidate], num_blocks: int, costs: LinkCosts) -> PlannedChain | None:
+def _cheapest(group: Sequence[Candidate], blocks: Span, costs: LinkCosts) -> PlannedChain | None:
     usable = [each for each in group if each.has_pages]
-    boundaries = sorted({0, num_blocks, *(edge for each in usable for edge in (each.span.start, each.span.end))})
+    edges = {edge for each in usable for edge in (each.span.start, each.span.end) if blocks.start < edge < blocks.end}
+    boundaries = sorted({blocks.start, blocks.end, *edges})
     hops = [
         PlannedHop(each, Span(start, end))
         for each in usable
@@ -108,19 +113,19 @@ def _cheapest(group: Sequence[Candidate], num_blocks: int, costs: LinkCosts) -> 
         if each.span.start <= start < end <= each.span.end
     ]
     # From left to right: the optimum, except that a long server may be left for a faster one inside it and taken again.
-    route = _relax(sorted(hops, key=lambda hop: hop.span.start), num_blocks, costs)
+    route = _relax(sorted(hops, key=lambda hop: hop.span.start), blocks, costs)
     if route is not None and _repeats(route):
         # Server by server (the sort is stable), in order of where they end: none can come twice, and wherever there is
         # a chain there is one whose ends ascend.
-        route = _relax(sorted(hops, key=lambda hop: (hop.server.span.end, hop.server.span.start)), num_blocks, costs)
+        route = _relax(sorted(hops, key=lambda hop: (hop.server.span.end, hop.server.span.start)), blocks, costs)
     if route is None:
         return None
     return PlannedChain(route.hops(), group[0].fingerprint, route.seconds)
 
 
-def _relax(hops: Sequence[PlannedHop], num_blocks: int, costs: LinkCosts) -> _Route | None:
+def _relax(hops: Sequence[PlannedHop], blocks: Span, costs: LinkCosts) -> _Route | None:
     """The cheapest route to the last block that takes hops in the given order. Costs depend on the zone come from."""
-    best: dict[int, dict[str | None, _Route]] = {0: {None: _Route(0.0)}}
+    best: dict[int, dict[str | None, _Route]] = {blocks.start: {None: _Route(0.0)}}
     for hop in hops:
         server = hop.server
         own_seconds = costs.hop_seconds + server.queue_seconds + len(hop.span) * server.seconds_per_block
@@ -130,7 +135,7 @@ def _relax(hops: Sequence[PlannedHop], num_blocks: int, costs: LinkCosts) -> _Ro
             seconds = route.seconds + own_seconds + link_seconds
             if server.zone not in arrivals or seconds < arrivals[server.zone].seconds:
                 arrivals[server.zone] = _Route(seconds, hop, route)
-    return min(best.get(num_blocks, {}).values(), key=lambda route: route.seconds, default=None)
+    return min(best.get(blocks.end, {}).values(), key=lambda route: route.seconds, default=None)
 
 
 def _repeats(route: _Route) -> bool:

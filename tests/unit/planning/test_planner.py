@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corolla.chassis.errors import NoChain, OutOfPages
-from corolla.router.planner import Candidate, LinkCosts, PlannedChain, plan
+from corolla.planning.planner import Candidate, LinkCosts, PlannedChain, plan
 from corolla.wire.span import Span
 
 COSTS = LinkCosts(hop_seconds=0.5, other_zone_seconds=0.75)

@@ -1,0 +1,71 @@
+"""From the messages of a placement to what the planner reckons with, and back. Pure."""
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from corolla.planning.planner import Candidate, PlannedHop
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+from corolla.wire.span import Span
+
+UNMEASURED_TOKENS_PER_SECOND: Final = 1.0
+"""Speed per block of a server that has not measured itself: little, but more than nothing."""
+
+SESSION_LOAD: Final = 0.05
+"""What an open session adds to a server's time per block, as a part of it: most of them are idle or batched."""
+
+
+def candidates(
+    servers: Iterable[pb.PlacedServer], *, fingerprint: str = "", num_tokens: int = 0, excluded: Collection[str] = ()
+) -> list[Candidate]:
+    """The ready servers with these weights (empty: any), save the excluded ones, in the given order.
+
+    Args:
+        num_tokens: for which a server needs free pages.
+        excluded: server ids.
+    """
+    return [
+        _candidate(each, num_tokens)
+        for each in servers
+        if each.state == pb.SERVER_STATE_READY
+        and fingerprint in ("", each.server.fingerprint)
+        and each.server.server_id not in excluded
+    ]
+
+
+def chain_of(hops: Iterable[PlannedHop], fingerprint: str) -> common_pb2.Chain:
+    return common_pb2.Chain(
+        fingerprint=fingerprint,
+        hops=[
+            common_pb2.Hop(server_id=hop.server.server_id, address=hop.server.address, span=block_span(hop.span))
+            for hop in hops
+        ],
+    )
+
+
+def block_span(span: Span) -> common_pb2.BlockSpan:
+    return common_pb2.BlockSpan(start=span.start, end=span.end)
+
+
+def span_of(message: common_pb2.BlockSpan) -> Span:
+    return Span(message.start, message.end)
+
+
+def _candidate(placed: pb.PlacedServer, num_tokens: int) -> Candidate:
+    server, load, span = placed.server, placed.load, span_of(placed.span)
+    if load.decode_step_seconds > 0:
+        seconds_per_block = load.decode_step_seconds / len(span)
+    else:
+        seconds_per_block = 1 / (server.decode_tokens_per_second or UNMEASURED_TOKENS_PER_SECOND)
+    pages_are_known = load.page_tokens > 0 and load.num_pages > 0
+    return Candidate(
+        server_id=server.server_id,
+        address=server.address,
+        fingerprint=server.fingerprint,
+        span=span,
+        seconds_per_block=seconds_per_block * (1 + SESSION_LOAD * load.num_sessions),
+        queue_seconds=load.num_queued_steps * seconds_per_block * len(span),
+        zone=server.zone,
+        has_pages=not pages_are_known or math.ceil(num_tokens / load.page_tokens) <= load.num_free_pages,
+    )
