@@ -1,44 +1,102 @@
 """Which queued steps run together next. Pure: it holds no tensor, socket or clock.
 
 The unit is a step as it arrived: rows that a client service gathered stay together down the chain. An iteration takes
-every decode step and then prefill chunks up to a token budget, at least one, so that neither starves the other. One
-iteration computes one run of blocks; a step of another run, left behind at the head of the queue, leads the next one.
+decode steps and then prefill chunks up to a token budget, at least one of each kind that waits, so that neither keeps
+the other out. One iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
+
+Within decode steps and within prefill chunks, tenants share the server by start-time fair queueing (Goyal, Vin, Cheng:
+"Start-time Fair Queuing", 1996). A step that could run is stamped with the service, in tokens, after which its tenant
+is due: where the tenant's steps before it end, but not before what is served at present. The lowest stamp goes first.
+So over any time in which two tenants both have steps of a kind that could run, the tokens that they get differ by no
+more than the longest step of each together; and a tenant that was away comes back without debts or savings.
 """
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from corolla.chassis.errors import QueueFull
 from corolla.wire.span import Span
 
 Item = TypeVar("Item")
 
+_DECODE_FIRST: Final = (True, False)
+
 
 @dataclass(frozen=True, slots=True)
 class QueuedStep(Generic[Item]):
-    """A step as the scheduler sees it; `item` is carried along untouched."""
+    """A step as the scheduler sees it; `item` is carried along untouched.
+
+    Attributes:
+        tenant_tokens: how many of the step's tokens are whose. A step of several tenants goes by the one that is due
+            first, and is charged to each.
+    """
 
     session_ids: frozenset[bytes]
-    num_tokens: int
+    tenant_tokens: Mapping[str, int]
     is_decode: bool
     blocks: Span
     item: Item
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.tenant_tokens.values())
+
+
+class _Account:
+    """The service that the tenants got of steps of one kind and one run, in tokens."""
+
+    def __init__(self) -> None:
+        self._present = 0
+        self._ends: dict[str, int] = {}
+
+    def stamp(self, tenant_tokens: Mapping[str, int]) -> int:
+        """When a step of these tenants is due; what they ask for later is due after it."""
+        starts = {tenant: max(self._present, self._ends.get(tenant, 0)) for tenant in tenant_tokens}
+        for tenant, num_tokens in tenant_tokens.items():
+            self._ends[tenant] = starts[tenant] + num_tokens
+        return min(starts.values())
+
+    def serve(self, stamp: int) -> None:
+        """A step of this stamp runs now. Who has nothing due any more is forgotten."""
+        if stamp > self._present:
+            self._present = stamp
+            self._ends = {tenant: end for tenant, end in self._ends.items() if end > stamp}
+
+
+@dataclass(slots=True)
+class _Entry(Generic[Item]):
+    step: QueuedStep[Item]
+    _stamp: int | None = None
+
+    def due(self, account: _Account) -> int:
+        """Its stamp; given when it is first asked for, which is when no earlier step of its session waits any more."""
+        if self._stamp is None:
+            self._stamp = account.stamp(self.step.tenant_tokens)
+        return self._stamp
+
 
 class Scheduler(Generic[Item]):
-    """First come, first served within decode steps and within prefill chunks; steps of one session never overtake.
+    """Steps of one session never overtake, and never run together.
+
+    Nothing starves. Of its own kind and run, a step that could run waits only for lower stamps: of each other tenant,
+    for at most as many tokens as its own tenant has in line before it, and two longest steps. At each turn of its run
+    the lowest stamp of each kind leaves, and the turn comes after at most one of each other run.
 
     Args:
-        max_batch_tokens: tokens of one iteration, unless a single step has more.
+        max_batch_tokens: tokens of one iteration, save that the first step of each kind goes whatever its length.
         max_queued_steps: a further step is refused.
     """
 
     def __init__(self, max_batch_tokens: int, max_queued_steps: int) -> None:
         self._max_batch_tokens = max_batch_tokens
         self._max_queued_steps = max_queued_steps
-        self._queue: deque[QueuedStep[Item]] = deque()
-        self._left_behind: QueuedStep[Item] | None = None
+        # In order of arrival.
+        self._queue: list[_Entry[Item]] = []
+        self._accounts: defaultdict[tuple[Span, bool], _Account] = defaultdict(_Account)
+        # Runs of blocks that steps wait for; the next one in turn is first.
+        self._turns: deque[Span] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -47,38 +105,56 @@ class Scheduler(Generic[Item]):
         """Raises QueueFull."""
         if len(self._queue) >= self._max_queued_steps:
             raise QueueFull("a block server has too many queued steps")
-        self._queue.append(step)
+        self._queue.append(_Entry(step))
+        if step.blocks not in self._turns:
+            self._turns.append(step.blocks)
 
     def next_batch(self) -> list[QueuedStep[Item]]:
         """Takes the steps of the next iteration out of the queue: one run of blocks, each session at most once."""
         if not self._queue:
             return []
-        eligible = self._heads()
-        first = next((step for step in eligible if step.is_decode), eligible[0])
-        if eligible[0] is self._left_behind:
-            first = eligible[0]
-        batch: list[QueuedStep[Item]] = []
-        num_tokens = 0
-        has_prefill = False
-        for step in sorted(eligible, key=lambda step: not step.is_decode):
-            fits = not batch or num_tokens + step.num_tokens <= self._max_batch_tokens
-            # Decode steps must not keep prefill out for ever: one chunk comes along whatever the budget says.
-            owed = not step.is_decode and not has_prefill
-            if step.blocks == first.blocks and (fits or owed):
-                batch.append(step)
-                num_tokens += step.num_tokens
-                has_prefill |= not step.is_decode
-        taken = {id(step) for step in batch}
-        self._queue = deque(step for step in self._queue if id(step) not in taken)
-        self._left_behind = self._queue[0] if self._queue else None
-        return batch
+        heads = self._heads()
+        # The oldest step of all is a head, so some run has one.
+        blocks = next(blocks for blocks in self._turns if any(entry.step.blocks == blocks for entry in heads))
+        batch: list[_Entry[Item]] = []
+        for is_decode in _DECODE_FIRST:
+            waiting = [entry for entry in heads if (entry.step.blocks, entry.step.is_decode) == (blocks, is_decode)]
+            num_tokens = sum(entry.step.num_tokens for entry in batch)
+            batch += _first_due(waiting, self._accounts[blocks, is_decode], self._max_batch_tokens - num_tokens)
+        self._remove(batch, blocks)
+        return [entry.step for entry in batch]
 
-    def _heads(self) -> list[QueuedStep[Item]]:
+    def _remove(self, batch: Iterable[_Entry[Item]], blocks: Span) -> None:
+        taken = set(map(id, batch))
+        self._queue = [entry for entry in self._queue if id(entry) not in taken]
+        self._turns.remove(blocks)
+        if any(entry.step.blocks == blocks for entry in self._queue):
+            self._turns.append(blocks)
+        else:
+            for is_decode in _DECODE_FIRST:
+                del self._accounts[blocks, is_decode]
+
+    def _heads(self) -> list[_Entry[Item]]:
         """Steps that have no earlier step of the same session before them."""
         seen: set[bytes] = set()
         heads = []
-        for step in self._queue:
-            if seen.isdisjoint(step.session_ids):
-                heads.append(step)
-            seen |= step.session_ids
+        for entry in self._queue:
+            if seen.isdisjoint(entry.step.session_ids):
+                heads.append(entry)
+            seen |= entry.step.session_ids
         return heads
+
+
+def _first_due(waiting: Sequence[_Entry[Item]], account: _Account, max_tokens: int) -> list[_Entry[Item]]:
+    """Those with the lowest stamps, as far as the tokens go; the first one in any case."""
+    taken: list[_Entry[Item]] = []
+    num_tokens = 0
+    # Sorting keeps the order of arrival among equals.
+    for entry in sorted(waiting, key=lambda entry: entry.due(account)):
+        num_tokens += entry.step.num_tokens
+        # One that does not fit is not overtaken by others of its kind: it is the first the next time.
+        if taken and num_tokens > max_tokens:
+            break
+        taken.append(entry)
+        account.serve(entry.due(account))
+    return taken

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
@@ -236,7 +237,10 @@ class BlockServicer:
         from_payload(frame.payload, step.dtype, num_tokens, step.hidden_size)
         is_decode = all(map(_is_decode, step.rows))
         session_ids = frozenset(row.session_id for row in step.rows)
-        return QueuedStep(session_ids, num_tokens, is_decode, blocks, StepWork(step, frame.payload, peer))
+        tenant_tokens: Counter[str] = Counter()
+        for row in step.rows:
+            tenant_tokens[self._sessions.tenant_of(row.session_id)] += row.num_tokens
+        return QueuedStep(session_ids, tenant_tokens, is_decode, blocks, StepWork(step, frame.payload, peer))
 
     def _check_addressed(self, step: pb.Step, peer: Peer) -> Span:
         blocks = self._blocks(step.blocks)

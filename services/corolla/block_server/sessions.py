@@ -93,6 +93,11 @@ class SessionTable(Generic[AnyCache]):
         """Pages that a new session could have: the free ones and those of idle sessions."""
         return self.pool.num_free + sum(held.num_pages for held in self if held.is_idle)
 
+    def tenant_of(self, session_id: bytes) -> str:
+        """Whose the session is; empty where it is not held."""
+        held = self._sessions.get(session_id)
+        return "" if held is None else held.request.tenant
+
     def open(self, request: OpenRequest, now_s: float) -> HopSession[AnyCache]:
         """Opens a session, or reopens it with a higher epoch.
 
