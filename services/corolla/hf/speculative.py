@@ -16,6 +16,7 @@ from corolla.client.generation.speculation import MAX_DRAFT_TOKENS
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.families import MODEL_CLASSES, PREFIX
 from corolla.hf.modeling import DistributedModelForCausalLM
+from corolla.hf.vocabulary import require_same_vocabulary
 from corolla.models.checkpoint import context_length_of
 
 SUFFIX: Final = "ForSpeculativeGeneration"
@@ -235,7 +236,7 @@ class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCau
 
     Args:
         config: of the whole model, as read from its checkpoint.
-        small_model: a causal language model of `transformers` with the same tokenizer.
+        small_model: a causal language model of `transformers` with the same tokenizer; another is refused.
         options: of `from_config`, the router's address among them; not together with `edges` and `blocks`.
     """
 
@@ -263,13 +264,19 @@ class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCau
 
         Raises:
             CheckpointError: as there.
+            ValueError: `small_model` has another vocabulary.
         """
         model = super().from_pretrained(name_or_path, **options)
         model.guess_by(small_model)
         return model
 
     def guess_by(self, small_model: PreTrainedModel) -> None:
-        """Lets another model guess from now on."""
+        """Lets another model guess from now on.
+
+        Raises:
+            ValueError: it has another vocabulary.
+        """
+        require_same_vocabulary(self.config, small_model.config)
         # Within a frozen value, so that it is no part of this module and its weights are not this model's.
         self.draft_model = DraftModel(small_model, context_length_of(small_model.config), int(self.config.vocab_size))
 

@@ -101,3 +101,12 @@ def test_it_is_made_from_a_configuration_and_a_small_model(trio: Trio) -> None:
     assert sum(each.numel() for each in model.parameters()) < sum(each.numel() for each in trio.unsplit.parameters())
     torch.manual_seed(3)
     assert model.generate(PROMPT, max_new_tokens=12, do_sample=True, temperature=0.7).shape == expected.shape
+
+
+def test_a_small_model_of_another_vocabulary_is_refused(trio: Trio) -> None:
+    config = AutoConfig.from_pretrained(trio.folder)
+    config.vocab_size += 1
+    small_model = AutoModelForCausalLM.from_config(config)
+    small_model.config.name_or_path = ""
+    with pytest.raises(ValueError, match="same tokenizer"):
+        trio.with_drafts_by(small_model)
