@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import Family
+from corolla.models.linear import replace_linears, tune
 from corolla.models.span_model import build, cut_class, keep_layers, model_class_of
 from corolla.models.weights import open_tensors
 
@@ -59,6 +60,10 @@ class Edges:
         """The model that embeds and the one that projects; they share tied weights."""
         return self._embedding_model, self._head_model
 
+    def tune_head(self) -> None:
+        """Measures, for each small number of rows, how this machine multiplies them by the head's weights fastest."""
+        tune(replace_linears(self._head_model))
+
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The input of block 0.
@@ -97,7 +102,7 @@ class Edges:
         """
         rows = hidden.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         output = self._head_model(inputs_embeds=rows, use_cache=False)
-        return cast(Tensor, output.logits)[0].float()
+        return cast(Tensor, output.logits)[0].float().contiguous()
 
     def _first_input(self, position_ids: Tensor, **tokens: Tensor) -> Tensor:
         positions = position_ids.to(self.device).unsqueeze(0)

@@ -71,6 +71,7 @@ class ClientService:
         self._tasks.start(placement.run(), "placement watch")
         tokenizer = await asyncio.to_thread(TextTokenizer.load, checkpoint.folder)
         edges = await asyncio.to_thread(load_edges, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
+        await asyncio.to_thread(edges.tune_head)
         plane = self._plane = DataPlane(fingerprint)
         limits = ChainLimits(settings.prefill_chunk_tokens, settings.step_timeout_s, round(settings.lease_s * 1000))
         opener = self._opener = ChainOpener(

@@ -13,11 +13,11 @@ from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from corolla.chassis.errors import InternalError, InvalidRequest, NonFiniteOutput
 from corolla.client.generation.penalties import TokenPenalties
+from corolla.client.generation.top_p import QuickTopP
 
 MAX_LOGPROBS = 20
 
@@ -236,7 +236,7 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
     if params.top_k != 0:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
+        warpers.append(QuickTopP(params.top_p))
     if params.min_p > 0:
         warpers.append(MinPLogitsWarper(params.min_p))
     return warpers
