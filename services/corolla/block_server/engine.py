@@ -90,8 +90,9 @@ class Engine:
         try:
             for row in step.rows:
                 self._sessions.for_step(
-                    row.session_id, row.epoch, step.client_id, row.position, row.num_tokens, blocks, time.monotonic()
-                )
+                    row.session_id, row.epoch, step.client_id, row.position, row.num_tokens, blocks, time.monotonic(),
+                    computes=False,
+                )  # fmt: skip
                 parts.append(self._outputs.read(row.session_id, row.position, row.position + row.num_tokens))
         except CorollaError as error:
             self._fault(work, error, list(step.rows))

@@ -14,9 +14,27 @@ class BlockServerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.sessions = Gauge("corolla_hop_sessions", "Sessions held by this server.", registry=registry)
-        self.pages = Gauge("corolla_kv_pages", "KV pages by state (used, free).", ["state"], registry=registry)
-        self.usage = Gauge("corolla_kv_cache_usage_ratio", "Used share of the KV pages, 0 to 1.", registry=registry)
-        self.cache_bytes = Gauge("corolla_kv_cache_bytes", "Bytes of keys and values held.", registry=registry)
+        self.pages = Gauge(
+            "corolla_kv_pages",
+            "KV pages by state: used by sessions, reserved for them, cached (they hold beginnings of texts that no "
+            "session uses now; available to sessions), free.",
+            ["state"],
+            registry=registry,
+        )
+        self.usage = Gauge(
+            "corolla_kv_cache_usage_ratio",
+            "Share of the KV pages that sessions use or have reserved, 0 to 1.",
+            registry=registry,
+        )
+        self.cache_bytes = Gauge("corolla_kv_cache_bytes", "Bytes of the KV pages in use.", registry=registry)
+        self._num_asked_told = self._num_found_told = 0
+        self.prefix_queries = Counter(
+            "corolla_prefix_cache_queries", "Tokens that opened sessions looked for in the prefix cache.",
+            registry=registry,
+        )  # fmt: skip
+        self.prefix_hits = Counter(
+            "corolla_prefix_cache_hits", "Tokens of them that the prefix cache held.", registry=registry
+        )
         self.waiting = Gauge("corolla_num_steps_waiting", "Steps queued for the next iterations.", registry=registry)
         self.step_seconds = Histogram(
             "corolla_hop_step_seconds",
@@ -51,14 +69,25 @@ class BlockServerMetrics:
         self._num_evicted_told = 0
         self.evicted = Counter("corolla_hop_sessions_evicted", "Idle sessions freed for others.", registry=registry)
 
-    def observe_sessions(self, sessions: SessionTable[Any], outputs: OutputStore, num_steps_waiting: int) -> None:
+    def observe_sessions(
+        self, sessions: SessionTable[Any], outputs: OutputStore, page_bytes: int, num_steps_waiting: int
+    ) -> None:
         """Refreshes the gauges."""
         pool = sessions.pool
         self.sessions.set(len(sessions))
-        self.pages.labels("free").set(pool.num_free)
-        self.pages.labels("used").set(pool.num_pages - pool.num_free)
-        self.usage.set(1 - pool.num_free / pool.num_pages)
-        self.cache_bytes.set(sum(session.cache.nbytes for session in sessions))
+        states = {
+            "used": pool.num_used,
+            "reserved": pool.num_reserved,
+            "cached": pool.num_cached,
+            "free": pool.num_free,
+        }
+        for state, num_pages in states.items():
+            self.pages.labels(state).set(num_pages)
+        self.usage.set(1 - pool.num_available / pool.num_pages)
+        self.cache_bytes.set(pool.num_used * page_bytes)
+        self.prefix_queries.inc(pool.num_prefix_tokens_asked - self._num_asked_told)
+        self.prefix_hits.inc(pool.num_prefix_tokens_found - self._num_found_told)
+        self._num_asked_told, self._num_found_told = pool.num_prefix_tokens_asked, pool.num_prefix_tokens_found
         self.waiting.set(num_steps_waiting)
         self.evicted.inc(sessions.num_evicted - self._num_evicted_told)
         self._num_evicted_told = sessions.num_evicted

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import Cache
 
 from corolla.block_server.kv.attention import RAGGED, PackedRow, RaggedBatch
-from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import NonFiniteOutput
+from corolla.models.families import attention_windows
 from corolla.models.span_model import SpanModel
 from corolla.wire.span import Span
 
@@ -59,14 +60,16 @@ class Runner:
 
     Args:
         model: the span; the runner decides on its attention function from now on.
-        page_tokens: tokens of a cache page.
+        num_pages: of the KV cache; on a CPU those that nobody uses take no memory.
+        page_tokens: tokens of a page.
+        max_step_tokens: new tokens of one row, at most.
     """
 
-    def __init__(self, model: SpanModel, *, page_tokens: int = 32) -> None:
-        if page_tokens < 1:
-            raise ValueError("a page holds at least one token")
+    def __init__(
+        self, model: SpanModel, *, num_pages: int = 1024, page_tokens: int = 32, max_step_tokens: int = 512
+    ) -> None:
         self.model = model
-        self.page_tokens = page_tokens
+        self.store = KVStore(num_pages, page_tokens, page_windows(model), max_step_tokens=max_step_tokens)
         if model.packs_rows:
             model.set_attention(RAGGED)
 
@@ -75,7 +78,7 @@ class Runner:
         return self.model.span
 
     def new_cache(self) -> SessionCache:
-        return SessionCache(len(self.model.span), self.page_tokens)
+        return self.store.new_cache()
 
     def run(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         """As `run_each`, for callers to whom one bad row spoils the batch.
@@ -108,6 +111,7 @@ class Runner:
         self._check(rows, hidden, blocks)
         for row in rows:
             row.cache.truncate(row.position)
+            row.cache.prepare(row.position, row.num_tokens)
         hidden = hidden.to(device=self.model.device, dtype=self.model.dtype)
         if any(row.takes_prompts for row in rows):
             output = self._run_with_prompts(rows, hidden, blocks)
@@ -117,6 +121,7 @@ class Runner:
         for row, sound in zip(rows, finite, strict=True):
             if sound:
                 row.cache.commit(row.position + row.num_tokens)
+                row.cache.blocks = blocks
         return BatchOutput(output, finite)
 
     def _run_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
@@ -144,7 +149,8 @@ class Runner:
             positions.extend(range(row.position, row.position + row.num_tokens))
             packed.append(PackedRow(row.cache, row.position, start, len(positions)))
         position_ids = torch.tensor([positions], device=hidden.device)
-        return self.model.forward(hidden.unsqueeze(0), position_ids, blocks=blocks, ragged=RaggedBatch(packed))[0]
+        ragged = RaggedBatch(self.store, packed)
+        return self.model.forward(hidden.unsqueeze(0), position_ids, blocks=blocks, ragged=ragged)[0]
 
     def _run_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         outputs: list[Tensor] = []
@@ -164,6 +170,8 @@ class Runner:
         if len({id(row.cache) for row in rows}) != len(rows):
             raise ValueError("two rows of a batch have the same cache")
         for row in rows:
+            if row.position and row.cache.blocks not in (None, blocks):
+                raise ValueError(f"a session of blocks {row.cache.blocks} keeps its blocks, and cannot run {blocks}")
             if row.num_tokens < 1 or not 0 <= row.position <= row.cache.num_tokens:
                 held = row.cache.num_tokens
                 raise ValueError(f"{row.num_tokens} tokens at position {row.position} do not follow {held} cached ones")
@@ -176,6 +184,14 @@ class Runner:
         return tuple(bool(torch.isfinite(part).all()) for part in parts)
 
 
+def page_windows(model: SpanModel) -> tuple[int | None, ...]:
+    """For each layer, how many tokens its pages must keep for the next one; None for all.
+
+    Attention that is not ours sees the whole past and masks it.
+    """
+    return attention_windows(model.config) if model.packs_rows else (None,) * len(model.span)
+
+
 class _RowCache(Cache):
     """One row's cache as the library's own attention code sees it."""
 
@@ -183,11 +199,21 @@ class _RowCache(Cache):
         super().__init__(layers=[])
         self._cache = cache
         self._position = position
+        self._slots: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self._cache.write(layer_idx, self._position, key_states[0], value_states[0])
+        end = self._position + key_states.shape[2]
+        store, layer = self._cache.store, layer_idx
+        all_keys, all_values = store.layer_like(layer, key_states, value_states)
+        slots = self._slots
+        if slots is None:
+            numbers = self._cache.slots(self._position, key_states.shape[2], store.group_of(layer))
+            slots = self._slots = torch.tensor(list(numbers), device=key_states.device)
+        all_keys.index_copy_(0, slots, key_states[0].transpose(0, 1))
+        all_values.index_copy_(0, slots, value_states[0].transpose(0, 1))
+        keys, values = self._cache.gather(layer, end)
         return keys.unsqueeze(0), values.unsqueeze(0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

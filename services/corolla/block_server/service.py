@@ -8,14 +8,13 @@ import time
 import torch
 
 from corolla.block_server.engine import Engine, StepWork
-from corolla.block_server.kv.pages import PagePool
-from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.kv.store import KVStore, LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
-from corolla.block_server.runner import Runner
+from corolla.block_server.runner import Runner, page_windows
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer, Identity
 from corolla.block_server.sessions import SessionTable
@@ -104,8 +103,12 @@ class BlockServer:
         model = await asyncio.to_thread(
             load_span, checkpoint, span, dtype=dtype, device=settings.device, quantization=settings.quantization
         )
-        runner = Runner(model, page_tokens=settings.page_tokens)
-        pool = PagePool(self._num_pages(speed.cache_bytes_per_token * len(span)), settings.page_tokens)
+        num_places = LayerGroups.of(page_windows(model)).num_places
+        runner = Runner(
+            model, num_pages=self._num_pages(speed.cache_bytes_per_token * num_places),
+            page_tokens=settings.page_tokens, max_step_tokens=settings.max_tokens_per_frame,
+        )  # fmt: skip
+        pool = runner.store.pool
         self._sessions = SessionTable(pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
         outputs = OutputStore(settings.kept_outputs_mib << 20)
         self._sessions.on_forget = outputs.forget
@@ -118,7 +121,7 @@ class BlockServer:
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
             max_tokens_per_frame=settings.max_tokens_per_frame,
         )  # fmt: skip
-        servicer = BlockServicer(identity, engine, self._scheduler, self._sessions, outputs, self._peers)
+        servicer = BlockServicer(identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store)
         self._rpc.add(
             _SERVICE,
             service_handler(
@@ -130,7 +133,7 @@ class BlockServer:
             ),
         )
         self._tasks.start(engine.run(), "engine")
-        self._tasks.start(self._keep_house(self._sessions, outputs, engine), "housekeeping")
+        self._tasks.start(self._keep_house(self._sessions, outputs, runner.store, engine), "housekeeping")
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.hurry()
@@ -177,7 +180,9 @@ class BlockServer:
             decode_step_seconds=self._engine.decode_step_seconds,
         )
 
-    async def _keep_house(self, sessions: SessionTable[SessionCache], outputs: OutputStore, engine: Engine) -> None:
+    async def _keep_house(
+        self, sessions: SessionTable[SessionCache], outputs: OutputStore, store: KVStore, engine: Engine
+    ) -> None:
         """Ends leases and refreshes the gauges."""
 
         def expire() -> None:
@@ -185,5 +190,5 @@ class BlockServer:
 
         while True:
             engine.between_iterations(expire)
-            self._metrics.observe_sessions(sessions, outputs, len(self._scheduler))
+            self._metrics.observe_sessions(sessions, outputs, store.page_bytes, len(self._scheduler))
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)

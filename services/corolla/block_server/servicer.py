@@ -11,7 +11,7 @@ import psutil
 from grpc import aio
 
 from corolla.block_server.engine import Engine, StepWork
-from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
 from corolla.block_server.prompts import BlockPrompts
@@ -55,6 +55,7 @@ class BlockServicer:
         sessions: SessionTable[SessionCache],
         outputs: OutputStore,
         peers: PeerTable,
+        store: KVStore,
     ) -> None:
         self._identity = identity
         self._engine = engine
@@ -62,6 +63,7 @@ class BlockServicer:
         self._sessions = sessions
         self._outputs = outputs
         self._peers = peers
+        self._store = store
         self._frame_handlers: dict[type, Callable[[Frame, Peer], None]] = {
             pb.Open: self._open,
             pb.Step: self._step,
@@ -109,9 +111,9 @@ class BlockServicer:
             dtype=identity.dtype_name,
             num_sessions=len(self._sessions),
             num_pages=pool.num_pages,
-            num_free_pages=pool.num_free,
+            num_free_pages=pool.num_available,
             page_tokens=pool.page_tokens,
-            kv_cache_bytes=sum(session.cache.nbytes for session in self._sessions),
+            kv_cache_bytes=pool.num_used * self._store.page_bytes,
             resident_memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
             num_queued_steps=len(self._scheduler),
         )

@@ -2,32 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, TypeVar
 
 from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.kv.prefixes import ExpectedText
+from corolla.block_server.kv.tables import SessionPages
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
 
-
-class Cache(Protocol):
-    """A session's keys and values, as far as bookkeeping needs to know them."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def reserve(self, max_tokens: int) -> None: ...
-
-    def truncate(self, num_tokens: int) -> None: ...
-
-    def shrink(self) -> None: ...
-
-    def clear(self) -> None: ...
-
-    def fork(self) -> Self: ...
-
-
-AnyCache = TypeVar("AnyCache", bound=Cache)
+AnyCache = TypeVar("AnyCache", bound=SessionPages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +32,7 @@ class OpenRequest:
     transient: bool
     keep_outputs: bool = False
     prompts: BlockPrompts | None = None
+    text: ExpectedText | None = None
 
 
 @dataclass(slots=True)
@@ -56,15 +41,19 @@ class HopSession(Generic[AnyCache]):
 
     request: OpenRequest
     cache: AnyCache
-    num_pages: int
     lease_deadline_s: float
     is_idle: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it was promised."""
+        return self.cache.num_pages
 
 
 class SessionTable(Generic[AnyCache]):
     """All sessions of the hop.
 
-    Invariant: the pages that sessions reserved and the pool's free ones add up to the pool.
+    Invariant: the pages that sessions were promised and the pool's available ones add up to the pool.
 
     Args:
         max_prompt_bytes: of the trained prompts of all sessions together.
@@ -90,8 +79,8 @@ class SessionTable(Generic[AnyCache]):
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that a new session could have: the free ones and those of idle sessions."""
-        return self.pool.num_free + sum(held.num_pages for held in self if held.is_idle)
+        """Pages that a new session could have: what the pool has, and those of idle sessions."""
+        return self.pool.num_available + sum(held.num_pages for held in self if held.is_idle)
 
     def tenant_of(self, session_id: bytes) -> str:
         """Whose the session is; empty where it is not held."""
@@ -116,28 +105,36 @@ class SessionTable(Generic[AnyCache]):
                 raise StaleEpoch("the session was opened with this epoch or a later one")
         if request.prompts is not None:
             self._check_prompts(request.prompts, except_of=request.session_id)
-        num_pages = self.pool.pages_for(request.max_tokens)
-        self._make_room(num_pages - (held.num_pages if held else 0), keep=request.session_id)
+        cache = self._new_cache() if held is None else held.cache
+        self._make_room(cache.worst_case(request.max_tokens) - cache.num_pages, keep=request.session_id)
         if held is None:
-            held = HopSession(request, self._new_cache(), 0, 0.0)
+            held = HopSession(request, cache, 0.0)
             self._sessions[request.session_id] = held
         elif not request.resume or not _agree(held.request, request):
-            held.cache.clear()
+            cache.clear()
             self.on_forget(request.session_id)
-        elif held.cache.num_tokens > request.max_tokens:
-            held.cache.truncate(request.max_tokens)
-        self._resize(held, num_pages)
-        # An earlier turn may have reserved more.
-        held.cache.shrink()
-        held.cache.reserve(request.max_tokens)
+        elif cache.num_tokens > request.max_tokens:
+            cache.truncate(cache.nearest_position(request.max_tokens))
+        cache.open(request.max_tokens, request.text)
         held.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
         held.is_idle = False
         self._touch(held, now_s)
         return held
 
-    def for_step(self, session_id: bytes, epoch: int, client_id: bytes, position: int, num_tokens: int,
-                 blocks: Span, now_s: float, forked: AnyCache | None = None) -> HopSession[AnyCache]:  # fmt: skip
-        """The session of a step, checked. `forked`, if given, becomes its cache.
+    def for_step(
+        self,
+        session_id: bytes,
+        epoch: int,
+        client_id: bytes,
+        position: int,
+        num_tokens: int,
+        blocks: Span,
+        now_s: float,
+        forked: AnyCache | None = None,
+        *,
+        computes: bool = True,
+    ) -> HopSession[AnyCache]:
+        """The session of a step, checked. `forked`, if given, becomes its cache. What computes looks at earlier tokens.
 
         Raises:
             HopSessionLost, StaleEpoch, PositionGap, OutOfPages: the step must not be computed.
@@ -153,12 +150,15 @@ class SessionTable(Generic[AnyCache]):
         cache = held.cache if forked is None else forked
         if position > cache.num_tokens:
             raise PositionGap("the hop holds fewer tokens than the step assumes", cache.num_tokens)
-        if self.pool.pages_for(position + num_tokens) > held.num_pages:
+        if computes and not cache.can_continue_from(position):
+            raise PositionGap(
+                "the hop has given back tokens that this step would see", cache.nearest_position(position)
+            )
+        if self.pool.pages_for(position + num_tokens) > self.pool.pages_for(held.request.max_tokens):
             raise OutOfPages("the step goes beyond the pages reserved for its session")
         if forked is not None:
-            held.cache.clear()
-            held.cache = forked
-            forked.reserve(held.request.max_tokens)
+            forked.truncate(position)
+            held.cache.adopt(forked)
         self._touch(held, now_s)
         return held
 
@@ -182,9 +182,8 @@ class SessionTable(Generic[AnyCache]):
         if held is None or held.request.epoch != epoch:
             return
         if position < held.cache.num_tokens:
-            held.cache.truncate(position)
-        held.cache.shrink()
-        self._resize(held, self.pool.pages_for(held.cache.num_tokens))
+            held.cache.truncate(held.cache.nearest_position(position))
+        held.cache.reserve(held.cache.num_tokens)
         held.is_idle = idle
 
     def close(self, session_id: bytes, epoch: int) -> None:
@@ -214,20 +213,13 @@ class SessionTable(Generic[AnyCache]):
 
     def _make_room(self, num_pages: int, keep: bytes) -> None:
         idle = [held for held in self if held.is_idle and held.request.session_id != keep]
-        if num_pages > self.pool.num_free + sum(held.num_pages for held in idle):
-            self.pool.take(num_pages)  # says what is missing; evicting would not have helped
+        if num_pages > self.pool.num_available + sum(held.num_pages for held in idle):
+            self.pool.promise(num_pages)  # says what is missing; evicting would not have helped
         for held in idle:
-            if num_pages <= self.pool.num_free:
+            if num_pages <= self.pool.num_available:
                 return
             self._free(held)
             self.num_evicted += 1
-
-    def _resize(self, held: HopSession[AnyCache], num_pages: int) -> None:
-        if num_pages > held.num_pages:
-            self.pool.take(num_pages - held.num_pages)
-        else:
-            self.pool.give(held.num_pages - num_pages)
-        held.num_pages = num_pages
 
     def _touch(self, held: HopSession[AnyCache], now_s: float) -> None:
         held.lease_deadline_s = now_s + held.request.lease_s
@@ -235,7 +227,6 @@ class SessionTable(Generic[AnyCache]):
 
     def _free(self, held: HopSession[AnyCache]) -> None:
         del self._sessions[held.request.session_id]
-        self._resize(held, 0)
         held.cache.clear()
         self.on_forget(held.request.session_id)
 

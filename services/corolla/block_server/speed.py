@@ -29,7 +29,7 @@ def measure_speed(checkpoint: Checkpoint, dtype: torch.dtype, device: str, quant
     """Times the model's first block with one token and with a short prompt; the best of a few runs each."""
     block = Span(0, 1)
     model = load_span(checkpoint, block, dtype=dtype, device=device, quantization=quantization)
-    runner = Runner(model, page_tokens=2 * _PREFILL_TOKENS)
+    runner = Runner(model, num_pages=1, page_tokens=2 * _PREFILL_TOKENS)
     cache = runner.new_cache()
     cache.reserve(_PREFILL_TOKENS + 1)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.kv.tables import GroupRule, SessionPages
 from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.sessions import HopSession, OpenRequest, SessionTable
 from corolla.chassis.errors import CorollaError, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
@@ -20,32 +21,6 @@ BLOCKS = (Span(0, 2), Span(0, 3))
 CLIENTS = (b"c" * 16, b"d" * 16)
 
 
-class CountedCache:
-    """A cache as far as bookkeeping knows it: how many tokens it holds."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.num_reserved_tokens = 0
-
-    def reserve(self, max_tokens: int) -> None:
-        self.num_reserved_tokens = max(self.num_reserved_tokens, max_tokens)
-
-    def truncate(self, num_tokens: int) -> None:
-        assert 0 <= num_tokens <= self.num_tokens
-        self.num_tokens = num_tokens
-
-    def shrink(self) -> None:
-        self.num_reserved_tokens = self.num_tokens
-
-    def clear(self) -> None:
-        self.num_tokens = 0
-
-    def fork(self) -> "CountedCache":
-        twin = CountedCache()
-        twin.num_tokens = self.num_tokens
-        return twin
-
-
 def a_request(session_id: bytes = b"s", **changes: Any) -> OpenRequest:
     request = OpenRequest(
         session_id=session_id, epoch=1, tenant="t", client_id=CLIENTS[0], resume=True, max_tokens=8,
@@ -54,19 +29,21 @@ def a_request(session_id: bytes = b"s", **changes: Any) -> OpenRequest:
     return replace(request, **changes)
 
 
-def a_table() -> SessionTable[CountedCache]:
-    return SessionTable(PagePool(NUM_PAGES, PAGE_TOKENS), CountedCache)
+def a_table(**limits: int) -> SessionTable[SessionPages]:
+    pool = PagePool(NUM_PAGES, PAGE_TOKENS)
+    return SessionTable(pool, lambda: SessionPages(pool, [GroupRule()]), **limits)
 
 
-def step(table: SessionTable[CountedCache], request: OpenRequest, position: int, num_tokens: int, now_s: float = 0.0,
-         **changes: Any) -> HopSession[CountedCache]:  # fmt: skip
+def step(table: SessionTable[SessionPages], request: OpenRequest, position: int, num_tokens: int, now_s: float = 0.0,
+         **changes: Any) -> HopSession[SessionPages]:  # fmt: skip
     """A step as the engine makes it: checked, then computed."""
     given = {"epoch": request.epoch, "client_id": request.client_id, "blocks": request.blocks, **changes}
     held = table.for_step(
         request.session_id, given["epoch"], given["client_id"], position, num_tokens, given["blocks"], now_s
     )
     held.cache.truncate(position)
-    held.cache.num_tokens = position + num_tokens
+    held.cache.make_writable(position, num_tokens)
+    held.cache.commit(position + num_tokens)
     return held
 
 
@@ -84,7 +61,7 @@ class Hop(RuleBasedStateMachine):
     def name(self, number: int) -> bytes:
         return bytes([number])
 
-    def held(self, session_id: bytes) -> HopSession[CountedCache] | None:
+    def held(self, session_id: bytes) -> HopSession[SessionPages] | None:
         return next((held for held in self.table if held.request.session_id == session_id), None)
 
     def snapshot(self) -> list[tuple[OpenRequest, int, int, float, bool]]:
@@ -112,7 +89,7 @@ class Hop(RuleBasedStateMachine):
         num_idle_pages = sum(
             each.num_pages for each in self.table if each.is_idle and each.request.session_id != session_id
         )
-        room = self.table.pool.num_free + num_idle_pages + (held.num_pages if held else 0)
+        room = self.table.pool.num_available + num_idle_pages + (held.num_pages if held else 0)
         tokens_before = held.cache.num_tokens if held else 0
         blocks_before = held.request.blocks if held else None
         epoch_before, idle_before = (held.request.epoch, held.is_idle) if held else (0, False)
@@ -214,15 +191,14 @@ class Hop(RuleBasedStateMachine):
     @invariant()
     def pages_add_up(self) -> None:
         pool = self.table.pool
-        assert sum(held.num_pages for held in self.table) + pool.num_free == NUM_PAGES
+        assert sum(held.num_pages for held in self.table) + pool.num_available == NUM_PAGES
         for held in self.table:
             assert held.num_pages >= pool.pages_for(held.cache.num_tokens)
-            # Memory is never reserved beyond the pages that are counted.
-            assert pool.pages_for(held.cache.num_reserved_tokens) <= held.num_pages
+            assert sum(table.num_pages for table in held.cache.tables) <= held.num_pages
 
     def teardown(self) -> None:
         self.table.expire(self.now_s + 1000)
-        assert self.table.pool.num_free == NUM_PAGES
+        assert self.table.pool.num_available == NUM_PAGES
 
 
 TestHop = Hop.TestCase
@@ -284,7 +260,7 @@ def some_prompts(num_tokens: int = 2) -> BlockPrompts:
 
 
 def test_prompts_are_copied_and_go_with_their_session() -> None:
-    table = SessionTable(PagePool(NUM_PAGES, PAGE_TOKENS), CountedCache, max_prompt_bytes=2 * some_prompts().nbytes)
+    table = a_table(max_prompt_bytes=2 * some_prompts().nbytes)
     given = some_prompts()
     held = table.open(a_request(prompts=given), 0.0)
     assert held.request.prompts is not None
@@ -306,14 +282,16 @@ def test_prompts_are_copied_and_go_with_their_session() -> None:
 def test_what_was_computed_under_prompts_is_not_taken_for_what_was_not(
     had: BlockPrompts | None, has: BlockPrompts | None
 ) -> None:
-    table = SessionTable(PagePool(NUM_PAGES, PAGE_TOKENS), CountedCache, max_prompt_bytes=1 << 10)
+    table = a_table(max_prompt_bytes=1 << 10)
     request = a_request(prompts=had)
     table.open(request, 0.0)
     step(table, request, 0, 5)
     is_kept = (had is None) == (has is None)
     table.open(a_request(b"t", prompts=has), 0.0)
     if is_kept:
-        assert table.fork(b"s", b"t", CLIENTS[0], BLOCKS[0]).num_tokens == 5
+        twin = table.fork(b"s", b"t", CLIENTS[0], BLOCKS[0])
+        assert twin.num_tokens == 5
+        twin.clear()
     else:
         with pytest.raises(HopSessionLost, match="prompts"):
             table.fork(b"s", b"t", CLIENTS[0], BLOCKS[0])

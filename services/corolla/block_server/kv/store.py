@@ -1,127 +1,177 @@
-"""Where one session's keys and values lie on one server."""
+"""The keys and values themselves: for each layer two tensors over all pages, and what one session has of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(slots=True)
-class _LayerStore:
-    keys: Tensor
-    values: Tensor
-    num_owners: int = 1
+from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.kv.tables import GroupRule, SessionPages
+from corolla.wire.span import Span
 
 
-class SessionCache:
-    """Keys and values of one session: for each layer that it runs, two tensors `[heads, capacity, head_dim]`.
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """Which layers of a span share page tables.
 
-    Memory is taken at a layer's first token, in whole pages, for as many tokens as were reserved. `num_tokens` counts
-    what all layers hold; tokens beyond it (of a step that failed half way) are overwritten by the next step.
+    Layers with the same window need the same tokens. So that pages of all groups have one size and come from one pool,
+    kinds of layers are cut into groups of as many layers as the rarest kind has; a page holds its tokens for the
+    layers of one group. That is how vLLM's hybrid KV cache manager divides its memory.
 
-    Args:
-        num_layers: layers of the server's span; a session that runs only some of them takes memory for those.
-        page_tokens: tokens of a page.
+    Attributes:
+        windows: of the groups; None where a token sees all before it.
+        places: of each layer: its group, and its place within the group.
+        num_places: layers of the largest group.
     """
 
-    def __init__(self, num_layers: int, page_tokens: int) -> None:
-        self.page_tokens = page_tokens
-        self._num_reserved_tokens = 0
-        self._num_tokens = 0
-        self._layers: list[_LayerStore | None] = [None] * num_layers
+    windows: tuple[int | None, ...]
+    places: tuple[tuple[int, int], ...]
+    num_places: int
+
+    @classmethod
+    def of(cls, windows: Sequence[int | None]) -> "LayerGroups":
+        """Args: windows of the span's layers, in order."""
+        layers_by_window: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(windows):
+            layers_by_window.setdefault(window, []).append(layer)
+        num_places = min(map(len, layers_by_window.values()))
+        group_windows: list[int | None] = []
+        places = [(0, 0)] * len(windows)
+        for window, layers in layers_by_window.items():
+            for start in range(0, len(layers), num_places):
+                for place, layer in enumerate(layers[start : start + num_places]):
+                    places[layer] = (len(group_windows), place)
+                group_windows.append(window)
+        return cls(tuple(group_windows), tuple(places), num_places)
+
+
+class KVStore:
+    """Keys and values of all sessions of a server.
+
+    The tensors of a layer are `[num_pages * page_tokens, key heads, head_dim]`, slot by slot, as the paged caches of
+    flash attention have them; the slots of a token are the same in all layers of its group. They are made at a
+    layer's first use, or all of them by `allocate`. On a CPU memory that nobody touched costs nothing.
+
+    Args:
+        num_pages: of the server.
+        page_tokens: tokens of a page.
+        windows: for each layer of the span, how many tokens a token sees, itself included; None for all.
+        max_step_tokens: new tokens of one step of one session, at most.
+    """
+
+    def __init__(
+        self, num_pages: int, page_tokens: int, windows: Sequence[int | None], *, max_step_tokens: int = 512
+    ) -> None:
+        self.pool = PagePool(num_pages, page_tokens)
+        self.groups = LayerGroups.of(windows)
+        self.rules = tuple(GroupRule(window, max_step_tokens) for window in self.groups.windows)
+        self._tensors: list[tuple[Tensor, Tensor] | None] = [None] * self.groups.num_places
 
     @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
+    def num_layers(self) -> int:
+        return len(self.groups.places)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in the tensors that were made."""
+        made = (tensors for tensors in self._tensors if tensors is not None)
+        return sum(keys.nbytes + values.nbytes for keys, values in made) // self.pool.num_pages
+
+    def group_of(self, layer: int) -> int:
+        """Which of a session's page tables a layer uses."""
+        return self.groups.places[layer][0]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, `[num_slots, key heads, head_dim]` each; head sizes may differ.
+
+        Raises:
+            ValueError: the layer was never used.
+        """
+        tensors = self._tensors[self.groups.places[layer][1]]
+        if tensors is None:
+            raise ValueError(f"layer {layer} holds nothing yet")
+        return tensors
+
+    def layer_like(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """As `layer`; makes the tensors if there are none.
+
+        Args:
+            layer: index within the span.
+            keys: `[..., key heads, T, head_dim]`, of which shape, dtype and device are taken; values likewise.
+        """
+        place = self.groups.places[layer][1]
+        if self._tensors[place] is None:
+            self._tensors[place] = (self._made(keys), self._made(values))
+        return self.layer(layer)
+
+    def allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Takes the memory of all layers now, where it must not be found missing later.
+
+        Args: as those of `layer_like`.
+        """
+        for layer in range(self.num_layers):
+            self.layer_like(layer, keys, values)
+
+    def new_cache(self) -> "SessionCache":
+        return SessionCache(self)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole pages, from and to, in all layers."""
+        page_tokens = self.pool.page_tokens
+        for tensors in self._tensors:
+            for tensor in tensors or ():
+                pages = tensor.view(self.pool.num_pages, page_tokens, *tensor.shape[1:])
+                for source, target in copies:
+                    pages[target].copy_(pages[source])
+
+    def _made(self, like: Tensor) -> Tensor:
+        heads, head_size = like.shape[-3], like.shape[-1]
+        num_slots = self.pool.num_pages * self.pool.page_tokens
+        return torch.empty(num_slots, heads, head_size, dtype=like.dtype, device=like.device)
+
+
+class SessionCache(SessionPages):
+    """What one session has of a store.
+
+    Attributes:
+        blocks: the run of blocks whose keys and values it holds; None before the first step.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        super().__init__(store.pool, store.rules)
+        self.store = store
+        self.blocks: Span | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken, used or not."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers if layer is not None)
+        """Bytes of the pages that it holds; shared ones count, too."""
+        return sum(table.num_pages for table in self.tables) * self.store.page_bytes
 
-    def reserve(self, max_tokens: int) -> None:
-        """Says how many tokens the session may come to hold, so that later growth copies nothing."""
-        self._num_reserved_tokens = max(self._num_reserved_tokens, max_tokens)
-
-    def truncate(self, num_tokens: int) -> None:
-        """Forgets all tokens from position `num_tokens` on.
+    def prepare(self, position: int, num_tokens: int) -> None:
+        """Before a step is computed: its pages are there, and may be written.
 
         Raises:
-            ValueError: the cache does not hold that many.
+            OutOfPages: the step goes beyond what was reserved, and there is no more.
         """
-        if not 0 <= num_tokens <= self._num_tokens:
-            raise ValueError(f"cannot truncate a cache of {self._num_tokens} tokens to {num_tokens}")
-        self._num_tokens = num_tokens
+        if copies := self.make_writable(position, num_tokens):
+            self.store.copy_pages(copies)
 
-    def shrink(self) -> None:
-        """Gives back the memory beyond the pages of the tokens held, and the reservation with it."""
-        self._num_reserved_tokens = held = self._num_tokens
-        if not held:
-            self.clear()
-            return
-        for index, store in enumerate(self._layers):
-            if store is not None and store.keys.shape[1] >= held + self.page_tokens:
-                store.num_owners -= 1
-                self._layers[index] = self._grown(store, held, held, store.keys, store.values)
+    def gather(self, layer: int, end: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions `[start, end)`, `[key heads, end - start, head_dim]` each.
 
-    def clear(self) -> None:
-        """Gives all memory back; the reservation stands."""
-        self._num_tokens = 0
-        for store in self._layers:
-            if store is not None:
-                store.num_owners -= 1
-        self._layers = [None] * len(self._layers)
+        A copy, laid out as the library lays its own caches out: where the numbers lie decides how products round.
+        """
+        extents = self.extents(end, start, self.store.group_of(layer))
+        keys, values = (_gathered(tensor, extents) for tensor in self.store.layer(layer))
+        return keys, values
 
-    def fork(self) -> "SessionCache":
-        """A cache with the same tokens. Both share memory until one of them writes; that one copies what it held."""
-        twin = SessionCache(len(self._layers), self.page_tokens)
-        twin._num_tokens = self._num_tokens
-        for index, store in enumerate(self._layers):
-            if store is not None:
-                store.num_owners += 1
-                twin._layers[index] = store
+    def _empty(self) -> "SessionCache":
+        twin = SessionCache(self.store)
+        twin.blocks = self.blocks
         return twin
 
-    def write(self, layer: int, position: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores a layer's new tokens at `position`.
 
-        Args:
-            layer: index within the server's span.
-            position: of the first new token; at most `num_tokens`.
-            keys: `[heads, T, head_dim]`; values likewise, with a head size of their own.
-
-        Returns:
-            Keys and values of all tokens up to the last new one: views, valid until the next write.
-
-        Raises:
-            ValueError: the layer did not run the tokens before.
-        """
-        end = position + keys.shape[1]
-        store = self._layers[layer]
-        if store is None and position:
-            raise ValueError(f"layer {layer} holds nothing of the {position} tokens before; a session keeps its blocks")
-        if store is None or store.keys.shape[1] < end or store.num_owners > 1:
-            grown = self._grown(store, position, end, keys, values)
-            if store is not None:
-                store.num_owners -= 1
-            store = self._layers[layer] = grown
-        # `narrow` costs a third of slicing, which counts at one token and every layer.
-        store.keys.narrow(1, position, end - position).copy_(keys)
-        store.values.narrow(1, position, end - position).copy_(values)
-        return store.keys.narrow(1, 0, end), store.values.narrow(1, 0, end)
-
-    def commit(self, num_tokens: int) -> None:
-        """Makes the tokens that every layer wrote since the last commit count."""
-        self._num_tokens = num_tokens
-
-    def _grown(self, store: _LayerStore | None, held: int, end: int, keys: Tensor, values: Tensor) -> _LayerStore:
-        num_pages = -(-max(end, self._num_reserved_tokens) // self.page_tokens)
-        capacity = num_pages * self.page_tokens
-        grown = _LayerStore(
-            keys=torch.empty(keys.shape[0], capacity, keys.shape[2], dtype=keys.dtype, device=keys.device),
-            values=torch.empty(values.shape[0], capacity, values.shape[2], dtype=values.dtype, device=values.device),
-        )
-        if store is not None:
-            grown.keys[:, :held] = store.keys[:, :held]
-            grown.values[:, :held] = store.values[:, :held]
-        return grown
+def _gathered(tensor: Tensor, extents: Sequence[tuple[int, int]]) -> Tensor:
+    parts = [tensor.narrow(0, start, count) for start, count in extents]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1).contiguous()

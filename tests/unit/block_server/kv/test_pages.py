@@ -1,9 +1,197 @@
+"""Pages against a model of what they hold: each session reads just what it wrote, and every page is accounted for."""
+
+import hashlib
+from dataclasses import dataclass, field
+
 import pytest
-from hypothesis import given
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.kv.prefixes import ExpectedText
+from corolla.block_server.kv.tables import GroupRule, SessionPages
 from corolla.chassis.errors import OutOfPages
+
+PAGE_TOKENS, NUM_PAGES, MAX_STEP = 3, 14, 4
+Token = tuple[str, int]
+
+RULES = st.sampled_from(
+    [
+        (GroupRule(None, MAX_STEP),),
+        (GroupRule(5, MAX_STEP),),
+        (GroupRule(None, MAX_STEP), GroupRule(5, MAX_STEP)),
+        (GroupRule(2, MAX_STEP), GroupRule(5, MAX_STEP), GroupRule(None, MAX_STEP)),
+    ]
+)
+# Few texts and tenants, so that they meet.
+LONG = [[(name, index) for index in range(15)] for name in "ab"]
+TEXTS = (*LONG, LONG[0][:7])
+
+
+def hashes_of(text: list[Token]) -> tuple[bytes, ...]:
+    digests, before = [], b""
+    for end in range(PAGE_TOKENS, len(text) + 1, PAGE_TOKENS):
+        before = hashlib.sha256(before + repr(text[end - PAGE_TOKENS : end]).encode()).digest()[:16]
+        digests.append(before)
+    return tuple(digests)
+
+
+@dataclass
+class Held:
+    """A session, and what it must read."""
+
+    pages: SessionPages
+    tokens: list[Token] = field(default_factory=list)
+    text: list[Token] = field(default_factory=list)
+    max_tokens: int = 0
+
+
+class Pages(RuleBasedStateMachine):
+    """Opens, writes, rolls back, forks, shares, parks and closes in any order."""
+
+    @initialize(rules=RULES)
+    def begin(self, rules: tuple[GroupRule, ...]) -> None:
+        self.group_rules = rules
+        self.pool = PagePool(NUM_PAGES, PAGE_TOKENS)
+        self.held: list[Held] = []
+        self.contents: dict[int, Token] = {}
+
+    def some(self, data: st.DataObject) -> Held:
+        return data.draw(st.sampled_from(self.held))
+
+    @rule(max_tokens=st.integers(1, 20), text=st.sampled_from([None, *TEXTS]), tenant=st.sampled_from("tu"))
+    def open(self, max_tokens: int, text: list[Token] | None, tenant: str) -> None:
+        session = Held(SessionPages(self.pool, self.group_rules), max_tokens=max_tokens)
+        needed, available = session.pages.worst_case(max_tokens), self.pool.num_available
+        before = self.numbers()
+        expected = text and ExpectedText(tenant.encode(), hashes_of(text), len(text))
+        try:
+            session.pages.open(max_tokens, expected or None)
+        except OutOfPages:
+            assert needed > available
+            assert self.numbers() == before
+            return
+        assert needed <= available
+        assert session.pages.num_tokens % PAGE_TOKENS == 0
+        assert session.pages.num_tokens < len(text or []) or not session.pages.num_tokens
+        if text is not None:
+            session.text = [(tenant + name, index) for name, index in text]
+            session.tokens = session.text[: session.pages.num_tokens]
+        self.held.append(session)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), num_tokens=st.integers(1, MAX_STEP), is_sound=st.booleans())
+    def step(self, data: st.DataObject, num_tokens: int, is_sound: bool) -> None:
+        """As a client does: the text first, and then whatever comes; sometimes a step back before."""
+        session = self.some(data)
+        oldest = max(0, len(session.tokens) - MAX_STEP)
+        position = data.draw(st.integers(oldest, len(session.tokens)))
+        num_tokens = min(num_tokens, session.max_tokens - position)
+        if num_tokens < 1:
+            return
+        pages = session.pages
+        if not pages.can_continue_from(position):
+            # Only for what came from the prefix cache is the window so short.
+            assert pages.min_position > position
+            position = 0
+            num_tokens = min(num_tokens, session.max_tokens)
+        pages.truncate(position)
+        del session.tokens[position:]
+        copies = pages.make_writable(position, num_tokens)
+        for source, target in copies:
+            for offset in range(PAGE_TOKENS):
+                self.contents.pop(target * PAGE_TOKENS + offset, None)
+                if source * PAGE_TOKENS + offset in self.contents:
+                    self.contents[target * PAGE_TOKENS + offset] = self.contents[source * PAGE_TOKENS + offset]
+        follows_text = session.tokens == session.text[:position]
+        new = session.text[position : position + num_tokens] if follows_text else []
+        new += [data.draw(st.tuples(st.sampled_from("xy"), st.just(position)))] * (num_tokens - len(new))
+        for group in range(len(self.group_rules)):
+            for slot, token in zip(pages.slots(position, num_tokens, group), new, strict=True):
+                self.contents[slot] = token
+        if is_sound:
+            pages.commit(position + num_tokens)
+            session.tokens += new
+            if session.tokens[: len(session.text)] != session.text[: len(session.tokens)]:
+                session.text = []
+        note(f"{len(self.held)} sessions, {self.numbers()}")
+
+    @precondition(lambda self: len(self.held) > 1)
+    @rule(data=st.data())
+    def swap(self, data: st.DataObject) -> None:
+        """Beams change places: all sources are read before any row changes."""
+        targets = data.draw(st.lists(st.sampled_from(range(len(self.held))), min_size=1, max_size=3, unique=True))
+        sources = [data.draw(st.sampled_from(range(len(self.held)))) for _ in targets]
+        twins = [(self.held[source].pages.fork(), list(self.held[source].tokens)) for source in sources]
+        texts = [list(self.held[source].text) for source in sources]
+        for target, (twin, tokens), text in zip(targets, twins, texts, strict=True):
+            session = self.held[target]
+            position = twin.nearest_position(min(len(tokens), session.max_tokens))
+            twin.truncate(position)
+            session.pages.adopt(twin)
+            session.tokens, session.text = tokens[:position], text if len(tokens) == position else []
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        session = self.some(data)
+        session.pages.reserve(session.pages.num_tokens)
+        session.max_tokens = session.pages.num_tokens
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        session = self.some(data)
+        self.held.remove(session)
+        session.pages.clear()
+        assert session.pages.num_pages == 0
+
+    @invariant()
+    def sessions_read_what_they_wrote(self) -> None:
+        for session in getattr(self, "held", []):
+            assert session.pages.num_tokens == len(session.tokens)
+            for group, each in enumerate(self.group_rules):
+                start = 0 if each.window is None else max(0, len(session.tokens) - each.window + 1)
+                extents = session.pages.extents(len(session.tokens), start, group)
+                read = [self.contents[slot] for first, count in extents for slot in range(first, first + count)]
+                assert read == session.tokens[start:]
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        pool = self.pool
+        assert pool.num_used + pool.num_reserved + pool.num_cached + pool.num_free == NUM_PAGES
+        assert min(pool.num_used, pool.num_reserved, pool.num_cached, pool.num_free) >= 0
+        assert pool.num_used == len(
+            {page for each in self.held for table in each.pages.tables for page in pages_of(table)}
+        )
+        assert NUM_PAGES - pool.num_available == sum(each.pages.num_pages for each in self.held)
+        for each in self.held:
+            for table in each.pages.tables:
+                assert table.num_pages <= table.num_promised
+
+    def numbers(self) -> tuple[int, ...]:
+        pool = self.pool
+        return pool.num_used, pool.num_reserved, pool.num_available
+
+    def teardown(self) -> None:
+        for session in getattr(self, "held", []):
+            session.pages.clear()
+        if hasattr(self, "pool"):
+            assert self.pool.num_available == NUM_PAGES
+            everything = SessionPages(self.pool, [GroupRule()])
+            everything.open(NUM_PAGES * PAGE_TOKENS)
+            assert everything.extents(NUM_PAGES * PAGE_TOKENS) == ((0, NUM_PAGES * PAGE_TOKENS),)
+
+
+def pages_of(table: object) -> list[int]:
+    return list(table._pages)  # type: ignore[attr-defined]
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @given(st.integers(1, 1000), st.integers(1, 64), st.integers(0, 10_000))
@@ -14,35 +202,18 @@ def test_pages_hold_the_tokens_with_less_than_a_page_to_spare(
     assert needed * page_tokens >= num_tokens > (needed - 1) * page_tokens
 
 
-@given(st.lists(st.integers(0, 12), max_size=40))
-def test_what_is_taken_is_gone_until_it_comes_back(wishes: list[int]) -> None:
-    pool = PagePool(20, 4)
-    taken: list[int] = []
-    for wish in wishes:
-        if wish <= 20 - sum(taken):
-            pool.take(wish)
-            taken.append(wish)
-        else:
-            with pytest.raises(OutOfPages) as caught:
-                pool.take(wish)
-            assert caught.value.metadata == {"pages_needed": str(wish), "pages_free": str(20 - sum(taken))}
-            if taken:
-                pool.give(taken.pop(0))
-        assert pool.num_free == 20 - sum(taken)
-    for pages in taken:
-        pool.give(pages)
-    assert pool.num_free == 20
-
-
-def test_more_cannot_come_back_than_was_taken() -> None:
-    pool = PagePool(4, 1)
-    pool.take(2)
-    with pytest.raises(ValueError, match="more pages"):
-        pool.give(3)
-    assert pool.num_free == 2
-
-
 @pytest.mark.parametrize("num_pages, page_tokens", [(0, 1), (1, 0), (-1, 4)])
 def test_a_pool_has_pages(num_pages: int, page_tokens: int) -> None:
     with pytest.raises(ValueError, match="at least one"):
         PagePool(num_pages, page_tokens)
+
+
+def test_nothing_comes_back_that_nobody_held() -> None:
+    pool = PagePool(4, 1)
+    pool.promise(2)
+    pages = pool.take(2)
+    pool.drop(pages)
+    with pytest.raises(ValueError, match="nobody held"):
+        pool.drop(pages)
+    with pytest.raises(ValueError, match="cannot be shared"):
+        pool.share(pages)

@@ -1,70 +1,102 @@
+"""Keys and values on pages: what a session reads is what it wrote, wherever that lies."""
+
 import pytest
 import torch
+from torch import Tensor
 
-from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.kv.store import KVStore, LayerGroups, SessionCache
 
-PAGE_TOKENS, NUM_LAYERS, HEADS, HEAD_SIZE = 4, 2, 3, 5
-BYTES_PER_PAGE = NUM_LAYERS * 2 * PAGE_TOKENS * HEADS * HEAD_SIZE * 4
+NUM_PAGES, PAGE_TOKENS, NUM_LAYERS, HEADS, HEAD_SIZE = 12, 4, 2, 3, 5
+PAGE_BYTES = NUM_LAYERS * 2 * PAGE_TOKENS * HEADS * HEAD_SIZE * 4
 
 
-def written(cache: SessionCache, position: int, num_tokens: int) -> torch.Tensor:
+@pytest.fixture
+def store() -> KVStore:
+    return KVStore(NUM_PAGES, PAGE_TOKENS, (None,) * NUM_LAYERS)
+
+
+def written(cache: SessionCache, position: int, num_tokens: int) -> Tensor:
+    """Writes random keys, and minus them as values, into all layers; gives the keys."""
     keys = torch.randn(HEADS, num_tokens, HEAD_SIZE)
+    cache.truncate(position)
+    cache.prepare(position, num_tokens)
+    slots = torch.tensor(list(cache.slots(position, num_tokens)))
     for layer in range(NUM_LAYERS):
-        cache.write(layer, position, keys, -keys)
+        held = cache.store.layer_like(layer, keys, -keys)
+        for tensor, new in zip(held, (keys, -keys), strict=True):
+            tensor.index_copy_(0, slots, new.transpose(0, 1))
     cache.commit(position + num_tokens)
     return keys
 
 
-def test_memory_is_taken_in_pages_for_what_was_reserved() -> None:
-    cache = SessionCache(NUM_LAYERS, PAGE_TOKENS)
-    cache.reserve(9)
+def assert_holds(cache: SessionCache, keys: Tensor) -> None:
+    for layer in range(NUM_LAYERS):
+        held_keys, held_values = cache.gather(layer, cache.num_tokens)
+        assert torch.equal(held_keys, keys)
+        assert torch.equal(held_values, -keys)
+
+
+def test_memory_is_counted_in_pages(store: KVStore) -> None:
+    cache = store.new_cache()
     assert cache.nbytes == 0
-    written(cache, 0, 2)
-    assert cache.nbytes == 3 * BYTES_PER_PAGE
+    written(cache, 0, 9)
+    assert cache.nbytes == 3 * PAGE_BYTES == 3 * store.page_bytes
+    cache.clear()
+    assert (cache.nbytes, cache.num_tokens) == (0, 0)
 
 
-def test_a_parked_cache_keeps_its_tokens_and_no_more_pages_than_they_need() -> None:
-    cache = SessionCache(NUM_LAYERS, PAGE_TOKENS)
-    cache.reserve(40)
-    keys = written(cache, 0, 6)
-    cache.truncate(5)
-    cache.shrink()
-    assert cache.nbytes == 2 * BYTES_PER_PAGE
-    cache.reserve(12)
-    more = torch.randn(HEADS, 2, HEAD_SIZE)
-    held_keys, held_values = cache.write(1, 5, more, -more)
-    assert torch.equal(held_keys, torch.cat([keys[:, :5], more], dim=1))
-    assert torch.equal(held_values, -held_keys)
+def test_a_session_reads_what_it_wrote_over_several_runs_of_pages(store: KVStore) -> None:
+    one, two = store.new_cache(), store.new_cache()
+    ones, twos = [], []
+    for position in range(0, 20, 5):
+        ones.append(written(one, position, 5))
+        twos.append(written(two, position, 5))
+    assert len(one.extents(20)) > 1
+    assert sum(count for _, count in one.extents(20)) == 20
+    assert_holds(one, torch.cat(ones, dim=1))
+    assert_holds(two, torch.cat(twos, dim=1))
 
 
-def test_a_parked_cache_without_tokens_holds_no_memory() -> None:
-    cache = SessionCache(NUM_LAYERS, PAGE_TOKENS)
-    cache.reserve(40)
-    written(cache, 0, 6)
-    cache.truncate(0)
-    cache.shrink()
-    assert cache.nbytes == 0
-    written(cache, 0, 1)
-    assert cache.nbytes == BYTES_PER_PAGE, "the reservation went with the memory"
+def test_what_was_reserved_is_one_run(store: KVStore) -> None:
+    one, two = store.new_cache(), store.new_cache()
+    one.open(22)
+    two.open(22)
+    for position in range(22):
+        written(one, position, 1)
+        written(two, position, 1)
+    assert len(one.extents(22)) == len(two.extents(22)) == 1
+    assert one.slots(3, 10) == range(one.slots(3, 1)[0], one.slots(3, 1)[0] + 10)
 
 
-def test_a_fork_is_not_harmed_when_its_original_shrinks() -> None:
-    cache = SessionCache(NUM_LAYERS, PAGE_TOKENS)
-    cache.reserve(40)
-    keys = written(cache, 0, 6)
-    twin = cache.fork()
-    cache.truncate(1)
-    cache.shrink()
-    written(cache, 1, 3)
-    more = torch.randn(HEADS, 1, HEAD_SIZE)
-    held, _ = twin.write(0, 6, more, more)
-    assert torch.equal(held, torch.cat([keys, more], dim=1))
+def test_a_fork_shares_until_one_of_them_writes(store: KVStore) -> None:
+    one, two = store.new_cache(), store.new_cache()
+    keys = written(one, 0, 10)
+    two.open(12)
+    twin = one.fork()
+    two.adopt(twin)
+    assert_holds(two, keys)
+    assert store.pool.num_used == 3
+    more = written(two, 10, 2)
+    assert_holds(one, keys)
+    assert_holds(two, torch.cat([keys, more], dim=1))
+    assert store.pool.num_used == 4, "only the page that was written to is there twice"
+    other = written(one, 6, 2)
+    assert_holds(one, torch.cat([keys[:, :6], other], dim=1))
+    assert_holds(two, torch.cat([keys, more], dim=1))
 
 
-def test_a_cache_cannot_forget_what_it_never_held() -> None:
-    cache = SessionCache(NUM_LAYERS, PAGE_TOKENS)
-    written(cache, 0, 3)
-    with pytest.raises(ValueError, match="cannot truncate"):
-        cache.truncate(4)
+def test_a_layer_that_never_ran_holds_nothing(store: KVStore) -> None:
     with pytest.raises(ValueError, match="holds nothing"):
-        SessionCache(NUM_LAYERS, PAGE_TOKENS).write(0, 2, torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
+        store.layer(1)
+    like = torch.zeros(HEADS, 1, HEAD_SIZE)
+    store.allocate(like, like)
+    assert store.page_bytes == PAGE_BYTES
+    assert store.layer(1)[0].shape == (NUM_PAGES * PAGE_TOKENS, HEADS, HEAD_SIZE)
+
+
+def test_layers_of_one_kind_share_tables_and_groups_have_one_size() -> None:
+    assert LayerGroups.of([None] * 3) == LayerGroups((None,), ((0, 0), (0, 1), (0, 2)), 3)
+    mixed = LayerGroups.of([8, 8, None, 8, 8, None, 8])
+    assert mixed.windows == (8, 8, 8, None)
+    assert mixed.places == ((0, 0), (0, 1), (3, 0), (1, 0), (1, 1), (3, 1), (2, 0))
+    assert mixed.num_places == 2

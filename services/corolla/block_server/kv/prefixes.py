@@ -1,0 +1,116 @@
+"""Which pages hold which beginnings of texts. Pure: it remembers, the pool owns the pages."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from corolla.wire.span import Span
+
+HASH_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixKey:
+    """What one whole page holds, given all the pages before it.
+
+    Attributes:
+        salt: digest of tenant and run of blocks; other tenants' pages, and those of other blocks, are never found.
+        block_hash: chained hash of the page's tokens.
+        group: of layers, which have pages of their own.
+    """
+
+    salt: bytes
+    block_hash: bytes
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedText:
+    """What a session says it will hold.
+
+    Attributes:
+        salt: `salt_of` its tenant and blocks.
+        hashes: chained, one for each whole page of the text.
+        num_tokens: of the text; the last one is always left to be processed.
+    """
+
+    salt: bytes
+    hashes: tuple[bytes, ...]
+    num_tokens: int
+
+
+def salt_of(tenant: str, blocks: Span) -> bytes:
+    """Keeps tenants and runs of blocks apart. A server has one fingerprint, so weights need no salt."""
+    text = f"{blocks.start}:{blocks.end}:{tenant}".encode()
+    return hashlib.blake2b(text, digest_size=HASH_BYTES).digest()
+
+
+class PrefixPages:
+    """Pages by what they hold, and those of them that no session uses, least recently used first.
+
+    Invariant: a page has at most one key and a key one page; what is evictable has a key.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[PrefixKey, int] = {}
+        self._keys: dict[int, PrefixKey] = {}
+        self._evictable: dict[int, None] = {}
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._keys
+
+    def find(self, key: PrefixKey) -> int | None:
+        return self._pages.get(key)
+
+    def add(self, key: PrefixKey, page: int) -> None:
+        """Remembers what a page in use holds, unless another page holds the same, or it has a key already."""
+        if key not in self._pages and page not in self._keys:
+            self._pages[key] = page
+            self._keys[page] = key
+
+    def forget(self, page: int) -> None:
+        """The page is about to hold something else."""
+        key = self._keys.pop(page, None)
+        if key is not None:
+            del self._pages[key]
+            self._evictable.pop(page, None)
+
+    def rest(self, page: int) -> None:
+        """No session uses the page any more."""
+        self._evictable[page] = None
+
+    def wake(self, page: int) -> None:
+        """A session uses the page again."""
+        self._evictable.pop(page, None)
+
+    def evict(self) -> int:
+        """Forgets the least recently used page and returns it."""
+        page = next(iter(self._evictable))
+        self.forget(page)
+        return page
+
+
+def longest_match(is_cached: Sequence[Sequence[bool]], num_needed: Sequence[int | None]) -> int:
+    """How many first pages of a text can be reused.
+
+    Args:
+        is_cached: for each group of layers, whether each of the text's whole pages is there.
+        num_needed: for each group, how many pages right before the next token it looks at; None for all.
+    """
+    num_pages = min(map(len, is_cached), default=0)
+    best = 0
+    in_a_row = [0] * len(is_cached)
+    for count in range(1, num_pages + 1):
+        for group, cached in enumerate(is_cached):
+            in_a_row[group] = in_a_row[group] + 1 if cached[count - 1] else 0
+        if all(
+            row >= (count if needed is None else min(count, needed))
+            for row, needed in zip(in_a_row, num_needed, strict=True)
+        ):
+            best = count
+    return best

@@ -1,0 +1,79 @@
+"""Free page ids as maximal runs, so that whole runs can be handed out. Pure."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+
+class FreeRuns:
+    """A set of the ids `[0, num_ids)`, all of them in it at first.
+
+    Invariant: runs are maximal, so two of them never touch; `_by_size` lists each once, smallest first.
+    """
+
+    def __init__(self, num_ids: int) -> None:
+        self._ends: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
+        self._num_ids = 0
+        self._insert(0, num_ids)
+
+    def __len__(self) -> int:
+        """How many ids there are."""
+        return self._num_ids
+
+    def take(self, num_ids: int, after: int | None = None) -> list[int]:
+        """Removes ids, in as few runs as there can be: best fit, else the largest runs.
+
+        Args:
+            num_ids: at most as many as there are.
+            after: what follows this id is taken first, since it makes no new run for whoever holds that id.
+        """
+        if num_ids > self._num_ids:
+            raise ValueError(f"cannot take {num_ids} of {self._num_ids} free ids")
+        taken: list[int] = []
+        if after is not None and num_ids and after + 1 in self._ends:
+            taken += self._cut(after + 1, num_ids)
+        while len(taken) < num_ids:
+            missing = num_ids - len(taken)
+            best = bisect_left(self._by_size, (missing, 0))
+            start = self._by_size[min(best, len(self._by_size) - 1)][1]
+            taken += self._cut(start, missing)
+        return taken
+
+    def give(self, ids: Sequence[int]) -> None:
+        """Adds ids that are not in the set."""
+        index = 0
+        while index < len(ids):
+            end = index + 1
+            while end < len(ids) and ids[end] == ids[end - 1] + 1:
+                end += 1
+            self._insert(ids[index], ids[end - 1] + 1)
+            index = end
+
+    def _cut(self, start: int, num_ids: int) -> range:
+        end = self._ends[start]
+        self._remove(start, end)
+        cut = min(end, start + num_ids)
+        if cut < end:
+            self._add(cut, end)
+        return range(start, cut)
+
+    def _insert(self, start: int, end: int) -> None:
+        if (before := self._starts.get(start)) is not None:
+            self._remove(before, start)
+            start = before
+        if (behind := self._ends.get(end)) is not None:
+            self._remove(end, behind)
+            end = behind
+        self._add(start, end)
+
+    def _add(self, start: int, end: int) -> None:
+        self._ends[start] = end
+        self._starts[end] = start
+        insort(self._by_size, (end - start, start))
+        self._num_ids += end - start
+
+    def _remove(self, start: int, end: int) -> None:
+        del self._ends[start], self._starts[end]
+        del self._by_size[bisect_left(self._by_size, (end - start, start))]
+        self._num_ids -= end - start
