@@ -59,6 +59,10 @@ class Connection:
                 connection = cls._shared[key] = cls(router, model, fingerprint, num_blocks)
             return connection
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Connection":
+        """A model that is copied, as for a frozen reference, steps through the same servers."""
+        return self
+
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Runs a coroutine in the connection's thread and waits for it; an interrupt cancels it.
 

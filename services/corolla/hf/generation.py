@@ -16,7 +16,7 @@ from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import RemotePastKeyValues
 from corolla.hf.continuation import Continuation, continuation_of
 from corolla.hf.drafts import DraftsWithinLength
-from corolla.hf.refusals import refuse_in_session, refuse_unsupported
+from corolla.hf.refusals import refuse_alone, refuse_in_session, refuse_unsupported
 from corolla.hf.session import InferenceSession, active_session
 from corolla.hf.streamers import NewTextStreamer
 
@@ -66,7 +66,7 @@ class RemoteGenerationMixin(GenerationMixin):
         of the session, `max_new_tokens` only what is new.
 
         Args:
-            inputs: int64 `[B, T]`, padded on the left if at all.
+            inputs: int64 `[B, T]`, padded on the left if at all; None goes on, in a session that has text.
             session: goes on after the call.
             args: as transformers' own `generate` takes them; `kwargs` likewise.
 
@@ -75,12 +75,18 @@ class RemoteGenerationMixin(GenerationMixin):
             CorollaError: the chain failed.
         """
         bound = _SIGNATURE.bind_partial(self, inputs, *args)
-        call: dict[str, Any] = {name: value for name, value in bound.arguments.items() if name != "self"} | kwargs
+        call: dict[str, Any] = {name: value for name, value in bound.arguments.items() if name != "self"}
+        if twice := call.keys() & kwargs.keys():
+            raise TypeError(f"generate() got multiple values for {', '.join(sorted(twice))}")
+        call |= kwargs
         config = self._resolved_config(call)
         refuse_unsupported(call, config)
         session = session or self.active_session
         if session is None:
+            refuse_alone(call)
             return self._generate(call)
+        if not isinstance(session, InferenceSession):
+            raise ValueError("`session` must be what `inference_session()` of this model returned.")
         if session.blocks.connection is not self.blocks.run.connection or session.blocks.span != self.blocks.run.span:
             raise ValueError("The session runs through other blocks than this model's.")
         refuse_in_session(call, config, has_text=session.output_ids is not None)

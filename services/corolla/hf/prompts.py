@@ -1,11 +1,23 @@
-"""Trained prompts as a caller gives them, checked and as they travel."""
+"""Trained prompts as a caller gives them, checked, and as they travel."""
 
+import torch
 from torch import Tensor
 
 from corolla.hf.places import RemoteBlockRun
 
 
-def prompts_by_sequence(block_prompts: Tensor, blocks: RemoteBlockRun) -> list[Tensor]:
+def require_prompts(prompts: object, blocks: RemoteBlockRun) -> None:
+    """Checks embeddings that stand before a text: `[P, H]`.
+
+    Raises:
+        ValueError: another shape, or numbers that are not finite.
+    """
+    if not isinstance(prompts, Tensor) or prompts.dim() != 2 or prompts.shape[1] != blocks.hidden_size:
+        raise ValueError(f"`prompts` must be a tensor of the shape [tokens, {blocks.hidden_size}].")
+    _require_finite("prompts", prompts, blocks.dtype)
+
+
+def prompts_by_sequence(block_prompts: object, blocks: RemoteBlockRun) -> list[Tensor]:
     """For each sequence `[blocks, P, H]`, contiguous on the CPU in the dtype of the blocks; one stands for all.
 
     Args:
@@ -15,16 +27,24 @@ def prompts_by_sequence(block_prompts: Tensor, blocks: RemoteBlockRun) -> list[T
         ValueError: another shape, or numbers that are not finite.
     """
     num_blocks, width = len(blocks.span), blocks.hidden_size
+    expected = (
+        f"must be a tensor of the shape [{num_blocks}, tokens, {width}] or [{num_blocks}, batch, tokens, {width}]"
+    )
+    if not isinstance(block_prompts, Tensor):
+        raise ValueError(f"`block_prompts` {expected}.")
     shape = tuple(block_prompts.shape)
     if len(shape) not in (3, 4) or 0 in shape or shape[0] != num_blocks or shape[-1] != width:
-        raise ValueError(
-            f"`block_prompts` must have the shape [{num_blocks}, tokens, {width}] or [{num_blocks}, batch, tokens, "
-            f"{width}], not {list(shape)}."
-        )
+        raise ValueError(f"`block_prompts` {expected}, not {list(shape)}.")
     if shape[-2] > blocks.context_length:
         raise ValueError(f"`block_prompts` are for more positions than the model's {blocks.context_length}.")
-    values = block_prompts.detach().to(device="cpu", dtype=blocks.dtype)
-    if not values.isfinite().all():
-        raise ValueError(f"`block_prompts` must be finite in {blocks.dtype}.")
+    values = _require_finite("block_prompts", block_prompts, blocks.dtype)
     by_sequence = values[:, None] if values.dim() == 3 else values
-    return [part.contiguous().clone() for part in by_sequence.movedim(1, 0)]
+    return [part.clone(memory_format=torch.contiguous_format) for part in by_sequence.unbind(1)]
+
+
+def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values on the CPU in the dtype that the blocks compute in."""
+    converted = values.detach().to(device="cpu", dtype=dtype)
+    if not converted.isfinite().all():
+        raise ValueError(f"`{name}` must be finite in {dtype}.")
+    return converted

@@ -53,6 +53,20 @@ def refuse_unsupported(arguments: Mapping[str, Any], config: GenerationConfig) -
             raise ValueError(sentence)
 
 
+def refuse_alone(arguments: Mapping[str, Any]) -> None:
+    """Checks what only a session, or a cache, knows how to go on with.
+
+    Raises:
+        ValueError: with the argument's name and the reason.
+    """
+    mask = arguments.get("attention_mask")
+    given = [arguments[name] for name in ("inputs", "input_ids", "inputs_embeds") if arguments.get(name) is not None]
+    if arguments.get("past_key_values") is None and mask is not None and len(given) == 1:
+        shape = list(given[0].shape[:2])
+        if list(mask.shape) != shape:
+            raise ValueError(f"`attention_mask` must have the shape {shape} of the tokens, not {list(mask.shape)}.")
+
+
 def refuse_in_session(arguments: Mapping[str, Any], config: GenerationConfig, *, has_text: bool) -> None:
     """Checks what a session that goes on after the call cannot do.
 

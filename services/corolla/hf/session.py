@@ -1,5 +1,6 @@
 """An inference session: sequences that one chain of block servers keeps, stepped through by hand or by `generate`."""
 
+import operator
 import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -12,7 +13,7 @@ from torch import Tensor
 from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.client.chain.rows import RowStep
 from corolla.hf.places import HopPlaces, RemoteBlockRun
-from corolla.hf.prompts import prompts_by_sequence
+from corolla.hf.prompts import prompts_by_sequence, require_prompts
 from corolla.hf.rows import UNKNOWN_TOKEN, HeldRows
 
 _FIRST_CAPACITY: Final = 256
@@ -53,12 +54,12 @@ class InferenceSession:
         prompts: Tensor | None = None,
         block_prompts: Tensor | None = None,
     ) -> None:
-        if max_length is not None and not 0 < max_length <= blocks.context_length:
+        if max_length is not None and not 0 < operator.index(max_length) <= blocks.context_length:
             raise ValueError(
                 f"`max_length` must lie between 1 and the model's {blocks.context_length} positions, not {max_length}."
             )
-        if prompts is not None and (prompts.dim() != 2 or prompts.shape[1] != blocks.hidden_size):
-            raise ValueError(f"`prompts` must have the shape [tokens, {blocks.hidden_size}].")
+        if prompts is not None:
+            require_prompts(prompts, blocks)
         by_sequence = None if block_prompts is None else prompts_by_sequence(block_prompts, blocks)
         self.blocks = blocks
         self.max_length = max_length
@@ -116,7 +117,7 @@ class InferenceSession:
 
     @position.setter
     def position(self, position: int) -> None:
-        if not 0 <= position <= self.position:
+        if not 0 <= operator.index(position) <= self.position:
             raise ValueError(f"`position` can be set back, to between 0 and {self.position}, not to {position}.")
         if self._held is None or position == self.position:
             return

@@ -223,6 +223,11 @@ def test_a_shape_that_does_not_fit_is_refused(llama: ModelPair, shape: tuple[int
         llama.remote.inference_session(block_prompts=torch.zeros(shape))
 
 
+def test_what_is_no_tensor_is_refused(llama: ModelPair) -> None:
+    with pytest.raises(ValueError, match="`block_prompts` must be a tensor"):
+        llama.remote.inference_session(block_prompts=[[[0.0] * 64]])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_refused(llama: ModelPair, value: float) -> None:
     with pytest.raises(ValueError, match="finite"):

@@ -1,5 +1,6 @@
 """Every way of decoding and every option that goes through a cache, on one small model."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria
@@ -61,6 +64,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "end tokens": {"eos_token_id": list(range(30)), "pad_token_id": 0},
     "guidance": {"guidance_scale": 1.5},
     "watermark": {"watermarking_config": WatermarkingConfig(bias=3.0), "do_sample": True},
+    "watermark by choice": {
+        "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3, 4]),
+        "do_sample": True,
+    },
+    "typical": {"do_sample": True, "typical_p": 0.9, "renormalize_logits": True},
+    "biases": {"sequence_bias": {(10,): 4.0}, "exponential_decay_length_penalty": (2, 1.5)},
+    "some tokens allowed": {"num_beams": 2, "prefix_allowed_tokens_fn": lambda row, text: list(range(50))},
     "without cache": {"use_cache": False},
     "prefill in chunks": {"prefill_chunk_size": 4},
     "bad words": {"bad_words_ids": [[token] for token in range(100, 200)]},
@@ -171,6 +181,20 @@ def test_defaults_come_from_the_checkpoint(llama: ModelPair) -> None:
     llama.assert_equal(PROMPT)
 
 
+def test_arguments_may_be_given_by_place_or_by_name(llama: ModelPair) -> None:
+    config, processors = GenerationConfig(max_new_tokens=6, num_beams=2), LogitsProcessorList([Forbid()])
+    expected = llama.assert_equal(PROMPT, config, processors)
+    named: dict[str, Any] = {"generation_config": config, "logits_processor": processors}
+    for given in ({"inputs": PROMPT}, {"input_ids": PROMPT}):
+        assert llama.assert_equal(**given, **named).tolist() == expected.tolist()
+    with pytest.raises(TypeError, match="multiple values for generation_config"):
+        llama.remote.generate(PROMPT, config, generation_config=config)
+    with pytest.raises(TypeError, match="positional"):
+        llama.remote.generate(*[None] * 20)
+    with pytest.raises(ValueError, match="`session`"):
+        llama.remote.generate(PROMPT, max_new_tokens=1, session=config)  # type: ignore[arg-type]
+
+
 # --- one pass -----------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +273,14 @@ def test_the_model_is_one_of_transformers(llama: ModelPair) -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
     with pytest.raises(ValueError, match="block servers"):
         model.save_pretrained("anywhere")
+
+
+def test_a_copied_model_steps_through_the_same_servers(llama: ModelPair) -> None:
+    twin: Any = copy.deepcopy(llama.remote)
+    twin.get_input_embeddings().weight.zero_()
+    assert twin.blocks.run.connection is llama.remote.blocks.run.connection
+    llama.assert_equal(PROMPT, max_new_tokens=3)
+    assert twin.generate(PROMPT, max_new_tokens=3).shape == (1, 24)
 
 
 def test_classes_are_for_their_families(llama: ModelPair) -> None:

@@ -298,6 +298,22 @@ def test_a_length_that_the_model_does_not_have_is_refused(llama: ModelPair, max_
         llama.remote.inference_session(max_length=max_length)
 
 
+@pytest.mark.parametrize("value", [2.0, "9"])
+def test_a_length_or_position_that_is_no_whole_number_is_refused(llama: ModelPair, value: Any) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        llama.remote.inference_session(max_length=value)
+    with llama.remote.inference_session() as session, pytest.raises(TypeError, match="integer"):
+        session.position = value
+
+
+@pytest.mark.parametrize(
+    "prompts", [torch.zeros(4, 63), torch.zeros(1, 4, 64), torch.full((4, 64), torch.nan), [[0.0] * 64]], ids=str
+)
+def test_trained_prompts_that_do_not_fit_are_refused(llama: ModelPair, prompts: Any) -> None:
+    with pytest.raises(ValueError, match="`prompts`"):
+        llama.remote.inference_session(prompts=prompts)
+
+
 def test_a_session_without_a_length_grows(llama: ModelPair) -> None:
     text = draw_prompts(1, 250)
     with llama.remote.inference_session():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from corolla.hf.refusals import refuse_in_session, refuse_unsupported
+from corolla.hf.refusals import refuse_alone, refuse_in_session, refuse_unsupported
 
 OPTIONS: dict[str, Any] = {
     "cache_implementation": "static",
@@ -58,6 +58,16 @@ def test_an_argument_is_refused_by_name(name: str) -> None:
 def test_a_mask_for_each_query_is_refused() -> None:
     with pytest.raises(ValueError, match="`attention_mask`"):
         refuse_unsupported({"attention_mask": torch.ones(1, 1, 3, 3)}, config_with())
+
+
+@pytest.mark.parametrize("name", ["inputs", "input_ids", "inputs_embeds"])
+def test_a_mask_of_another_size_is_refused(name: str) -> None:
+    given = torch.zeros(2, 5, *([8] if name == "inputs_embeds" else []))
+    for shape in ((2, 4), (2, 6), (1, 5)):
+        with pytest.raises(ValueError, match=r"`attention_mask` must have the shape \[2, 5\]"):
+            refuse_alone({name: given, "attention_mask": torch.ones(shape)})
+    refuse_alone({name: given, "attention_mask": torch.ones(2, 5)})
+    refuse_alone({name: given, "attention_mask": torch.ones(2, 9), "past_key_values": object()})
 
 
 def test_what_is_asked_for_in_vain_is_no_refusal() -> None:
