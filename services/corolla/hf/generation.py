@@ -4,6 +4,8 @@ transformers decides every token; this module only says which cache it holds and
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -54,6 +56,15 @@ class RemoteGenerationMixin(GenerationMixin):
     def active_session(self) -> InferenceSession | None:
         """The session of this model that the running code has entered, if any."""
         return active_session(self.blocks.run)
+
+    @contextmanager
+    def use_session(self, session: InferenceSession) -> Iterator[InferenceSession]:
+        """Within, `generate` takes this session; afterwards it is still open."""
+        session.activate()
+        try:
+            yield session
+        finally:
+            session.deactivate()
 
     def generate(
         self, inputs: Tensor | None = None, *args: Any, session: InferenceSession | None = None, **kwargs: Any

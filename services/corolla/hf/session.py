@@ -77,15 +77,23 @@ class InferenceSession:
         return f"{type(self).__name__}(blocks={self.blocks.span}, batch_size={self.batch_size}, {state})"
 
     def __enter__(self) -> Self:
-        self._require_open()
-        _active.set((*_active.get(), self))
+        self.activate()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _active.set(tuple(session for session in _active.get() if session is not self))
+        self.deactivate()
         self.close()
+
+    def activate(self) -> None:
+        """Makes it the session that `generate` of its model takes."""
+        self._require_open()
+        _active.set((*_active.get(), self))
+
+    def deactivate(self) -> None:
+        """The one before is taken again; this one stays open."""
+        _active.set(tuple(session for session in _active.get() if session is not self))
 
     @property
     def num_blocks(self) -> int:

@@ -1,7 +1,7 @@
 """Serves stacks to a test process: blocking code must share no event loop with what it calls.
 
-Each line on standard input names a checkpoint folder and its spans as JSON, each line on standard output the address of
-the router of a stack that serves it. The end of the input ends them all.
+Each line on standard input names a checkpoint folder and its spans as JSON, each line on standard output the addresses
+of a stack that serves it. The end of the input ends them all.
 """
 
 import asyncio
@@ -25,7 +25,12 @@ async def serve() -> None:
         while line := await asyncio.to_thread(sys.stdin.readline):
             stacks.append(AsyncExitStack())
             swarm = await start(stacks[-1], json.loads(line))
-            sys.stdout.write(f"{swarm.router_address} {' '.join(server.address for server in swarm.servers)}\n")
+            addresses = {
+                "router": swarm.router_address,
+                "servers": [server.address for server in swarm.servers],
+                "clients": [swarm.address_of(number) for number in range(len(swarm.clients))],
+            }
+            sys.stdout.write(json.dumps(addresses) + "\n")
             sys.stdout.flush()
     finally:
         await asyncio.gather(*(stack.aclose() for stack in stacks))
@@ -34,7 +39,7 @@ async def serve() -> None:
 async def start(stack: AsyncExitStack, request: dict[str, Any]) -> Swarm:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     server = {"kv_cache_mib": request["kv_cache_mib"]}
-    swarm = Swarm(folder, Path(request["model"]), request["spans"], num_clients=0, server=server)
+    swarm = Swarm(folder, Path(request["model"]), request["spans"], num_clients=request["num_clients"], server=server)
     await stack.enter_async_context(swarm)
     async with open_channel(swarm.router_address) as channel:
         await until(partial(knows_a_chain, router_pb2_grpc.RouterServiceStub(channel)), timeout_s=10)

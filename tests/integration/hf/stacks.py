@@ -21,7 +21,8 @@ class Stack:
     """A running stack."""
 
     router: str
-    servers: tuple[str, ...]
+    servers: list[str]
+    clients: list[str]
 
     def statuses(self) -> list[blocks_pb2.BlockServerStatus]:
         """What each block server holds."""
@@ -54,11 +55,10 @@ class Stacks:
     ) -> None:
         self._process.communicate(timeout=30)
 
-    def start(self, model: Path, spans: Sequence[str], *, kv_cache_mib: int = 16) -> Stack:
+    def start(self, model: Path, spans: Sequence[str], *, kv_cache_mib: int = 16, num_clients: int = 0) -> Stack:
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the process has no pipes")
-        request = {"model": str(model), "spans": list(spans), "kv_cache_mib": kv_cache_mib}
+        request = {"model": str(model), "spans": list(spans), "kv_cache_mib": kv_cache_mib, "num_clients": num_clients}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        router, *servers = self._process.stdout.readline().split()
-        return Stack(router, tuple(servers))
+        return Stack(**json.loads(self._process.stdout.readline()))

@@ -58,6 +58,18 @@ def test_the_inner_session_is_the_one_until_it_is_left(llama: ModelPair) -> None
         assert llama.remote.active_session is outer
 
 
+def test_a_session_that_is_used_for_a_while_stays_open(llama: ModelPair) -> None:
+    session = llama.remote.inference_session()
+    with llama.remote.use_session(session) as used:
+        assert used is session is llama.remote.active_session
+        parts = [llama.remote.generate(PROMPT, max_new_tokens=3)]
+    assert llama.remote.active_session is None
+    with llama.remote.use_session(session):
+        parts.append(llama.remote.generate(max_new_tokens=4))
+    assert torch.cat(parts, dim=1).tolist() == answer_of(llama, PROMPT, 7).tolist()
+    session.close()
+
+
 def test_another_models_session_is_not_entered_for_this_one(llama: ModelPair) -> None:
     router = llama.stack.router
     other = AutoDistributedModelForCausalLM.from_pretrained(str(llama.remote.config.name_or_path), router=router)
