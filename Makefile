@@ -147,8 +147,8 @@ golden: setup ## Recomputes the reference tokens from the unsplit model (minutes
 	@$(PY) -m tests.golden
 
 .PHONY: bench
-bench: setup ## Measures decoding against local transformers on this machine.
-	@$(PY) -m benchmarks.decode $(ARGS)
+bench: setup ## Measures everything beside local transformers (about 40 minutes; ARGS=names chooses).
+	@$(PY) -m benchmarks $(ARGS)
 
 .PHONY: clean
 clean: ## Removes .venv, caches and build output.

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.decode import Spread
 from benchmarks.distant_chain import DistantChain
+from benchmarks.figures import Spread
 from corolla import Client
 from corolla.chassis.errors import HopUnavailable, NoChain
 from corolla.models.checkpoint import Checkpoint

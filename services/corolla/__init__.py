@@ -3,6 +3,7 @@
 `from corolla import Client` is the Python client; `AsyncClient` is its asyncio twin, `errors` the exceptions of both.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["AsyncClient", "Client", "__version__", "errors"]
+
+# transformers imports torchao where that is installed, which warns of its kernels for devices that are not there.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 # Loaded at first use, so that services and `corolla --help` do not wait for them.
 _PLACES = {

@@ -4,7 +4,6 @@ Only weights are quantised; hidden states, the KV cache and what travels between
 keeps its class and gets another kind of tensor as its weight, so the family's own code runs as before.
 """
 
-import logging
 from typing import Any, Final
 
 import torch
@@ -75,9 +74,6 @@ def _config_of(quantization: str, dtype: torch.dtype, device: torch.device) -> A
 
 
 def _torchao() -> Any:
-    # Their warnings on import are about kernels for other devices, and about each other.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import torchao.quantization
     except ImportError as error:

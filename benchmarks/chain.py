@@ -1,0 +1,129 @@
+"""A running stack as benchmarks see it: answers with their timings, processor time, memory."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import psutil
+
+from benchmarks.timing import Timing
+from corolla.local.options import StackOptions
+from corolla.local.stack import Stack
+from corolla.sdk.async_client import AsyncClient
+from corolla.v1 import blocks_pb2, blocks_pb2_grpc
+
+
+class Chain:
+    """Router, block servers and client service as processes on this machine.
+
+    Args:
+        folder: the checkpoint's.
+        num_servers: hops, with even parts of the model.
+        num_threads: torch threads of each process.
+        environment: settings of all processes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        num_servers: int = 2,
+        *,
+        num_threads: int = 1,
+        dtype: str = "float32",
+        quantization: str = "none",
+        blocks: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._exits = ExitStack()
+        logs = Path(self._exits.enter_context(tempfile.TemporaryDirectory()))
+        self._stack = Stack(
+            StackOptions(
+                model=str(folder), num_servers=num_servers, blocks=blocks, dtype=dtype, quantization=quantization,
+                num_threads=num_threads, log_folder=logs, environment=environment or {},
+            )
+        )  # fmt: skip
+        self._loop = asyncio.new_event_loop()
+        self._client: AsyncClient | None = None
+
+    def __enter__(self) -> Self:
+        self._exits.callback(self._loop.close)
+        self._exits.enter_context(self._stack)
+        self._client = self._loop.run_until_complete(self._connect())
+        self._exits.callback(lambda: self._loop.run_until_complete(self.client.close()))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._exits.close()
+
+    @property
+    def client(self) -> AsyncClient:
+        if self._client is None:
+            raise RuntimeError("the chain has not been started")
+        return self._client
+
+    def run(self, work: Any) -> Any:
+        """Waits for a coroutine that uses `client`."""
+        return self._loop.run_until_complete(work)
+
+    def answer(self, prompt_ids: Sequence[int], num_tokens: int) -> Timing:
+        timing: Timing = self.run(self.timed(prompt_ids, num_tokens))
+        return timing
+
+    def answers(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Timing]:
+        """All at once."""
+
+        async def ask() -> list[Timing]:
+            return list(await asyncio.gather(*(self.timed(prompt, num_tokens) for prompt in prompts)))
+
+        timings: list[Timing] = self.run(ask())
+        return timings
+
+    async def timed(
+        self, prompt_ids: Sequence[int], num_tokens: int, *, started_s: float | None = None, **options: Any
+    ) -> Timing:
+        """One answer of exactly so many tokens.
+
+        Args:
+            started_s: from when on it counts; None counts from now.
+        """
+        started_s = time.perf_counter() if started_s is None else started_s
+        stamps: list[float] = []
+        stream = self.client.stream(list(prompt_ids), max_tokens=num_tokens, ignore_eos=True, **options)
+        async for chunk in stream:
+            stamps += [time.perf_counter()] * len(chunk.token_ids)
+        return Timing(started_s, tuple(stamps))
+
+    def cpu_s(self) -> float:
+        """Processor time of all processes so far."""
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes().values())
+
+    def resident_bytes(self) -> dict[str, int]:
+        """By process: memory of its own; what the stack's processes share was there before any work."""
+        return {name: process.memory_full_info().uss for name, process in self._processes().items()}
+
+    def spans(self) -> dict[str, str]:
+        """The blocks of each block server, by its process."""
+        return {process.name: process.blocks for process in self._stack.servers}
+
+    def server_statuses(self) -> list[blocks_pb2.BlockServerStatus]:
+        statuses = []
+        for process in self._stack.servers:
+            with grpc.insecure_channel(process.address) as channel:
+                stub = blocks_pb2_grpc.BlockServiceStub(channel)
+                statuses.append(stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest()))
+        return statuses
+
+    def _processes(self) -> dict[str, psutil.Process]:
+        pids = {process.name: self._stack.pid(process.name) for process in self._stack.processes}
+        return {name: psutil.Process(pid) for name, pid in pids.items() if pid is not None}
+
+    async def _connect(self) -> AsyncClient:
+        return AsyncClient(self._stack.client_address)

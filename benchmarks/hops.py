@@ -1,0 +1,58 @@
+"""What one more hop costs a token, with a model that does next to nothing.
+
+    python -m benchmarks.hops --rounds 9
+
+Four tiny blocks whose hidden states are as long as the demo model's are held by one to four servers. All chains run
+side by side and take turns; in each round a line is laid through the times per token: its slope is a hop's cost.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.chain import Chain
+from benchmarks.command import interleaved, random_ids, run
+from benchmarks.figures import Figure, at_most, figure
+from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
+
+_PROMPT_TOKENS = 8
+_SHAPE = {
+    "hidden_size": 576,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--most-hops", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of one answer")
+
+
+def measure(options: argparse.Namespace) -> Iterator[Figure]:
+    hops = range(1, options.most_hops + 1)
+    prompt = random_ids(_PROMPT_TOKENS, VOCAB_SIZE, seed=0)
+
+    def microseconds(chain: Chain) -> float:
+        return 1e6 / chain.answer(prompt, options.tokens).tokens_per_s
+
+    with ExitStack() as exits:
+        folder = Path(exits.enter_context(tempfile.TemporaryDirectory())) / "nothing"
+        make_tiny_checkpoint("llama", folder, num_blocks=options.most_hops, config_changes=_SHAPE)
+        chains = {f"{count}": exits.enter_context(Chain(folder, count)) for count in hops}
+        times_us = interleaved({name: partial(microseconds, chain) for name, chain in chains.items()}, options.rounds)
+    for name, rounds in times_us.items():
+        yield figure(f"a token of nothing, {name} hops", "us", rounds)
+    slopes = [float(np.polyfit(hops, each, 1)[0]) for each in zip(*times_us.values(), strict=True)]
+    yield figure("one more hop, a token of nothing", "us", slopes, at_most(250))
+
+
+if __name__ == "__main__":
+    run(__doc__, add_options, measure)
