@@ -34,7 +34,7 @@ class Target:
         return value <= self.bound if self.is_most else value >= self.bound
 
     def __str__(self) -> str:
-        return f"{'at most' if self.is_most else 'at least'} {self.bound:g}"
+        return f"{'at most' if self.is_most else 'at least'} {self.bound:.4g}"
 
 
 def at_least(bound: float) -> Target:

@@ -62,6 +62,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         unloaded_p99_s: float | None = None
         for rate in options.rates:
             arrivals_per_s = rate * capacity / options.tokens
+            own_bytes = sum(chain.resident_bytes().values())
             progress(f"load {rate:g}: {arrivals_per_s:.2f} requests/s for {options.seconds:g} s")
             outcome: Outcome = chain.run(_offer(chain, checkpoint.vocab_size, arrivals_per_s, options))
             progress("")
@@ -72,6 +73,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
             if gaps_s:
                 unloaded_p99_s = unloaded_p99_s or percentile(gaps_s, 99)
             yield from _figures(f"load {rate:g}", outcome, options, target)
+            grown = sum(chain.resident_bytes().values()) - own_bytes
+            yield figure(f"load {rate:g}, memory that all processes grew by", "MiB", [grown / (1 << 20)])
 
 
 async def _offer(chain: Chain, vocab_size: int, arrivals_per_s: float, options: argparse.Namespace) -> Outcome:

@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     hops = f"{options.servers} hops"
     counts = [str(count) for count in options.streams]
     for count in counts:
-        yield figure(f"{count} streams, {hops}", "tokens/s", speeds[count])
+        yield figure(f"{count} stream{'' if count == '1' else 's'}, {hops}", "tokens/s", speeds[count])
     for threads in options.threads:
         yield figure(f"batch of {_LOCAL_BATCH}, local transformers, {threads} threads", "tokens/s",
                      speeds[f"local/{threads}"])  # fmt: skip

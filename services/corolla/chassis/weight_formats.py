@@ -13,5 +13,8 @@ def full_dtype_name(name: str) -> str:
 
 
 def weight_format(dtype: str, quantization: str) -> str:
-    """Both in one word, for people."""
-    return dtype if quantization == "none" else f"{quantization}/{dtype}"
+    """Both in one word, for people: `float32`, or `int4/bf16`."""
+    if quantization == "none":
+        return dtype
+    short = {full: abbreviation for abbreviation, full in DTYPE_ABBREVIATIONS.items()}
+    return f"{quantization}/{short.get(dtype, dtype)}"

@@ -300,3 +300,12 @@ def test_servers_of_another_dtype_are_no_chain(llama: ModelPair) -> None:
         model.generate(PROMPT, max_new_tokens=1)
     with pytest.raises(ValueError, match="dtype"):
         AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, dtype="float64")
+
+
+def test_servers_of_another_quantisation_are_no_chain(llama: ModelPair) -> None:
+    folder, router = str(llama.remote.config.name_or_path), llama.stack.router
+    model = AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, dtype="fp32", quantization="int8")
+    with pytest.raises(NoChain):
+        model.generate(PROMPT, max_new_tokens=1)
+    with pytest.raises(ValueError, match="quantization"):
+        AutoDistributedModelForCausalLM.from_pretrained(folder, router=router, quantization="int3")
