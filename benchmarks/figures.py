@@ -1,6 +1,7 @@
 """What benchmarks find: figures with their spread over the rounds, and what they were to reach."""
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -79,7 +80,7 @@ def ratio(name: str, above: Sequence[float], below: Sequence[float], target: Tar
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that at least so many percent of all are no larger than."""
     ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * percent // 100).__int__() - 1)]
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def as_json(figures: Sequence[Figure]) -> str:
