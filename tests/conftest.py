@@ -1,11 +1,11 @@
-"""Process environment of all tests and of the servers that they start; OpenMP and MKL read it once, when torch is imported."""
+"""Process environment of all tests and their servers; OpenMP and MKL read it once, when torch is imported."""
 
 import os
 
 # Idle OpenMP threads that spin slow every neighbour process several times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Otherwise MKL rounds by where in memory the operands happen to lie, and equality bit for bit would be a matter of luck.
+# Otherwise MKL rounds by where in memory operands happen to lie, and equality bit for bit would be a matter of luck.
 os.environ.setdefault("MKL_CBWR", "AUTO")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test may fetch anything.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from corolla.block_server.kv.attention import RAGGED, PackedRow, RaggedBatch
+from corolla.block_server.kv.attention import RAGGED, AttentionBackend, AttentionBatch, PackedRow
+from corolla.block_server.kv.backends import choose_backend
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import NonFiniteOutput
@@ -63,12 +64,26 @@ class Runner:
         num_pages: of the KV cache; on a CPU those that nobody uses take no memory.
         page_tokens: tokens of a page.
         max_step_tokens: new tokens of one row, at most.
+        attention: see `choose_backend`.
+        is_lean: whether to look for a faster way than the family's own code; the numbers stay the same up to rounding.
+        tuning_budget_s: how long multiplication may be measured.
     """
 
     def __init__(
-        self, model: SpanModel, *, num_pages: int = 1024, page_tokens: int = 32, max_step_tokens: int = 512
+        self,
+        model: SpanModel,
+        *,
+        num_pages: int = 1024,
+        page_tokens: int = 32,
+        max_step_tokens: int = 512,
+        attention: str = "auto",
+        is_lean: bool = True,
+        tuning_budget_s: float = 2.0,
     ) -> None:
         self.model = model
+        self.backend: AttentionBackend = choose_backend(attention, model.device, model.dtype, page_tokens)
+        if is_lean:
+            model.make_lean(tuning_budget_s)
         self.store = KVStore(num_pages, page_tokens, page_windows(model), max_step_tokens=max_step_tokens)
         if model.packs_rows:
             model.set_attention(RAGGED)
@@ -79,6 +94,13 @@ class Runner:
 
     def new_cache(self) -> SessionCache:
         return self.store.new_cache()
+
+    def warm_up(self) -> None:
+        """Computes one token, so that all memory for keys and values is taken now and not found missing later."""
+        cache = self.new_cache()
+        cache.reserve(1)
+        self.run([RowWork(cache, 0, 1)], torch.zeros(1, self.model.hidden_size), self.span)
+        cache.clear()
 
     def run(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         """As `run_each`, for callers to whom one bad row spoils the batch.
@@ -148,9 +170,11 @@ class Runner:
             start = len(positions)
             positions.extend(range(row.position, row.position + row.num_tokens))
             packed.append(PackedRow(row.cache, row.position, start, len(positions)))
-        position_ids = torch.tensor([positions], device=hidden.device)
-        ragged = RaggedBatch(self.store, packed)
-        return self.model.forward(hidden.unsqueeze(0), position_ids, blocks=blocks, ragged=ragged)[0]
+        position_ids = torch.tensor(positions, device=hidden.device)
+        batch = AttentionBatch(self.store, packed, self.backend)
+        if self.model.lean is not None:
+            return self.model.lean.forward(hidden, position_ids, self.model.layer_indices(blocks), batch.attend)
+        return self.model.forward(hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, batch=batch)[0]
 
     def _run_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         outputs: list[Tensor] = []
@@ -206,13 +230,14 @@ class _RowCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         end = self._position + key_states.shape[2]
         store, layer = self._cache.store, layer_idx
-        all_keys, all_values = store.layer_like(layer, key_states, value_states)
+        key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        keys, values = store.layer_like(layer, key, value)
         slots = self._slots
         if slots is None:
             numbers = self._cache.slots(self._position, key_states.shape[2], store.group_of(layer))
             slots = self._slots = torch.tensor(list(numbers), device=key_states.device)
-        all_keys.index_copy_(0, slots, key_states[0].transpose(0, 1))
-        all_values.index_copy_(0, slots, value_states[0].transpose(0, 1))
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
         keys, values = self._cache.gather(layer, end)
         return keys.unsqueeze(0), values.unsqueeze(0)
 

@@ -28,7 +28,7 @@ from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.weight_formats import weight_format
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.span_model import load_span
+from corolla.models.span_model import SpanModel, load_span
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.tensors import DTYPES, tensor_type
 
@@ -103,11 +103,7 @@ class BlockServer:
         model = await asyncio.to_thread(
             load_span, checkpoint, span, dtype=dtype, device=settings.device, quantization=settings.quantization
         )
-        num_places = LayerGroups.of(page_windows(model)).num_places
-        runner = Runner(
-            model, num_pages=self._num_pages(speed.cache_bytes_per_token * num_places),
-            page_tokens=settings.page_tokens, max_step_tokens=settings.max_tokens_per_frame,
-        )  # fmt: skip
+        runner = await asyncio.to_thread(self._make_runner, model, speed.cache_bytes_per_token)
         pool = runner.store.pool
         self._sessions = SessionTable(pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
         outputs = OutputStore(settings.kept_outputs_mib << 20)
@@ -157,6 +153,20 @@ class BlockServer:
         if self._registration is not None:
             await self._registration.close()
         self._metrics_endpoint.close()
+
+    def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> Runner:
+        settings = self.settings
+        num_places = LayerGroups.of(page_windows(model)).num_places
+        runner = Runner(
+            model,
+            num_pages=self._num_pages(cache_bytes_per_token * num_places),
+            page_tokens=settings.page_tokens,
+            max_step_tokens=settings.max_tokens_per_frame,
+            attention=settings.attention,
+            is_lean=settings.lean_blocks,
+        )
+        runner.warm_up()
+        return runner
 
     def _num_pages(self, cache_bytes_per_token: int) -> int:
         bytes_per_page = cache_bytes_per_token * self.settings.page_tokens

@@ -1,6 +1,7 @@
 """Settings of a block server, from `COROLLA_*` variables."""
 
 import socket
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -26,6 +27,12 @@ class BlockServerSettings(ServiceSettings):
         "none", description="How linear layers keep their weights: `none` (as `dtype`), `int8` or `int4`."
     )
     device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
+    attention: Literal["auto", "flash", "paged", "sdpa"] = Field(
+        "auto", description="Attention kernel; `auto` takes the fastest one that is right on this device."
+    )
+    lean_blocks: bool = Field(
+        True, description="Run blocks of the usual shape with fused projections; off, with the family's own code."
+    )
     threads: int = Field(1, ge=1, le=1024, description="Torch threads of this process.")
     kv_cache_mib: int = Field(1024, ge=1, description="Memory for keys and values in MiB.")
     kept_outputs_mib: int = Field(

@@ -15,6 +15,8 @@ from transformers.utils import logging as transformers_logging
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import Family, packs_rows
+from corolla.models.lean import LeanSpan, fits
+from corolla.models.linear import replace_linears, tune
 from corolla.models.loading import LOADING
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.models.weights import open_tensors
@@ -36,12 +38,14 @@ class SpanModel:
         config: the model's configuration, cut to the span.
         family: the row of the table of families.
         packs_rows: whether rows of different sessions may be packed into one call.
+        lean: a faster way to run the same blocks, once `make_lean` found one.
     """
 
     def __init__(self, base: PreTrainedModel, span: Span, family: Family) -> None:
         self.span = span
         self.family = family
         self.packs_rows = packs_rows(family, base.config)
+        self.lean: LeanSpan | None = None
         self._base = base
         self._views: dict[Span, PreTrainedModel] = {span: base}
 
@@ -76,6 +80,17 @@ class SpanModel:
         if not self.span.covers(blocks):
             raise ValueError(f"blocks {blocks} are not in the span {self.span}")
         return range(blocks.start - self.span.start, blocks.end - self.span.start)
+
+    def make_lean(self, tuning_budget_s: float = 2.0) -> None:
+        """Prepares the fastest way to run the blocks on this machine; `forward` uses the same weights as before.
+
+        Args:
+            tuning_budget_s: how long multiplication may be measured.
+        """
+        layers = list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
+        if self.family.is_lean and self.packs_rows and all(map(fits, layers)):
+            self.lean = LeanSpan(layers, self._base.get_submodule("rotary_emb"), self.config)
+        tune(replace_linears(self._base) if self.lean is None else self.lean.linears, budget_s=tuning_budget_s)
 
     def set_attention(self, implementation: str) -> None:
         """Names the attention function, a key of the library's AttentionInterface, that all layers use from now on."""

@@ -14,8 +14,8 @@ from corolla.models.linear import MAX_TUNED_ROWS, TunedLinear, is_plain, multipl
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("by_columns", [True, False])
 def test_both_orders_give_the_product(num_rows: int, bias: bool, by_columns: bool) -> None:
-    plain = nn.Linear(24, 40, bias=bias).requires_grad_(False)
-    tuned = TunedLinear(plain.weight, plain.bias)
+    plain = nn.Linear(24, 40, bias=bias)
+    tuned = TunedLinear(nn.Parameter(plain.weight), plain.bias)
     tuned.by_columns = (by_columns,) * (MAX_TUNED_ROWS + 1)
     rows = torch.randn(num_rows, 24)
     torch.testing.assert_close(tuned(rows), plain(rows), rtol=0, atol=1e-5)

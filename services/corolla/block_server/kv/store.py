@@ -51,7 +51,7 @@ class KVStore:
 
     The tensors of a layer are `[num_pages * page_tokens, key heads, head_dim]`, slot by slot, as the paged caches of
     flash attention have them; the slots of a token are the same in all layers of its group. They are made at a
-    layer's first use, or all of them by `allocate`. On a CPU memory that nobody touched costs nothing.
+    layer's first use. On a CPU memory that nobody touched costs nothing.
 
     Args:
         num_pages: of the server.
@@ -98,20 +98,12 @@ class KVStore:
 
         Args:
             layer: index within the span.
-            keys: `[..., key heads, T, head_dim]`, of which shape, dtype and device are taken; values likewise.
+            keys: `[..., key heads, head_dim]`, of which shape, dtype and device are taken; values likewise.
         """
         place = self.groups.places[layer][1]
         if self._tensors[place] is None:
             self._tensors[place] = (self._made(keys), self._made(values))
         return self.layer(layer)
-
-    def allocate(self, keys: Tensor, values: Tensor) -> None:
-        """Takes the memory of all layers now, where it must not be found missing later.
-
-        Args: as those of `layer_like`.
-        """
-        for layer in range(self.num_layers):
-            self.layer_like(layer, keys, values)
 
     def new_cache(self) -> "SessionCache":
         return SessionCache(self)
@@ -126,7 +118,7 @@ class KVStore:
                     pages[target].copy_(pages[source])
 
     def _made(self, like: Tensor) -> Tensor:
-        heads, head_size = like.shape[-3], like.shape[-1]
+        heads, head_size = like.shape[-2:]
         num_slots = self.pool.num_pages * self.pool.page_tokens
         return torch.empty(num_slots, heads, head_size, dtype=like.dtype, device=like.device)
 

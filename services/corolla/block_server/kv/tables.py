@@ -61,6 +61,11 @@ class PageTable:
         return len(self._pages)
 
     @property
+    def pages(self) -> Sequence[int]:
+        """Ids of the pages that it holds, in the order of their tokens."""
+        return self._pages
+
+    @property
     def first_token(self) -> int:
         """Position of the first token that is held."""
         return self._first * self._pool.page_tokens

@@ -16,17 +16,17 @@ def store() -> KVStore:
 
 
 def written(cache: SessionCache, position: int, num_tokens: int) -> Tensor:
-    """Writes random keys, and minus them as values, into all layers; gives the keys."""
-    keys = torch.randn(HEADS, num_tokens, HEAD_SIZE)
+    """Writes random keys, and minus them as values, into all layers; gives the keys, head by head."""
+    keys = torch.randn(num_tokens, HEADS, HEAD_SIZE)
     cache.truncate(position)
     cache.prepare(position, num_tokens)
     slots = torch.tensor(list(cache.slots(position, num_tokens)))
     for layer in range(NUM_LAYERS):
         held = cache.store.layer_like(layer, keys, -keys)
         for tensor, new in zip(held, (keys, -keys), strict=True):
-            tensor.index_copy_(0, slots, new.transpose(0, 1))
+            tensor.index_copy_(0, slots, new)
     cache.commit(position + num_tokens)
-    return keys
+    return keys.transpose(0, 1)
 
 
 def assert_holds(cache: SessionCache, keys: Tensor) -> None:
@@ -88,8 +88,9 @@ def test_a_fork_shares_until_one_of_them_writes(store: KVStore) -> None:
 def test_a_layer_that_never_ran_holds_nothing(store: KVStore) -> None:
     with pytest.raises(ValueError, match="holds nothing"):
         store.layer(1)
-    like = torch.zeros(HEADS, 1, HEAD_SIZE)
-    store.allocate(like, like)
+    like = torch.zeros(1, HEADS, HEAD_SIZE)
+    for layer in range(NUM_LAYERS):
+        store.layer_like(layer, like, like)
     assert store.page_bytes == PAGE_BYTES
     assert store.layer(1)[0].shape == (NUM_PAGES * PAGE_TOKENS, HEADS, HEAD_SIZE)
 

@@ -1,0 +1,100 @@
+"""Attention kernels: how some queries attend to one run of keys, and how the parts of several runs become one.
+
+A session's keys may lie in several runs of slots. Each part's softmax is computed by itself, together with the
+logarithm of its sum; from these the whole follows exactly (Rabe and Staats 2021, "Self-attention does not need O(n^2)
+memory"; the same step splits long contexts in Flash-Decoding). So nothing is gathered.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Part = tuple[Tensor, Tensor]
+"""Output `[1, H, Q, head_dim]` and float32 log-sum-exp `[1, H, Q]` of some queries over some keys."""
+
+
+class Kernel(Protocol):
+    """Attention of all queries to one run of keys."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scaling: float,
+        bias: Tensor | None = None,
+        is_causal: bool = False,
+        softcap: float | None = None,
+    ) -> Part:
+        """Attends.
+
+        Args:
+            query: `[1, H, Q, head_dim]`.
+            keys: `[1, H, K, head_dim]`, strided as they lie; values likewise.
+            scaling: of the scores.
+            bias: `[Q, K]` of the query's dtype, added to the scores: 0 or minus infinity. A query that sees no key
+                gives a part without weight.
+            is_causal: query `i` sees keys `[0, i]`; Q equals K, and there is no bias.
+            softcap: bound of the scores, or None.
+        """
+        ...
+
+
+def flash_cpu(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    softcap: float | None = None,
+) -> Part:
+    """torch's flash attention for CPUs, which reads strided keys as they lie."""
+    if softcap is not None or keys.shape[-1] != values.shape[-1]:
+        return math(query, keys, values, scaling=scaling, bias=bias, is_causal=is_causal, softcap=softcap)
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, is_causal, attn_mask=None if bias is None else bias[None, None], scale=scaling
+    )
+    if bias is not None:
+        sees_nothing = (bias == -torch.inf).all(dim=-1)
+        output = output.masked_fill(sees_nothing[:, None], 0.0)
+        log_sum = log_sum.masked_fill(sees_nothing, -torch.inf)
+    return output, log_sum
+
+
+def math(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    softcap: float | None = None,
+) -> Part:
+    """The definition, on any device, with scores in float32: the reference, and for what fused kernels lack."""
+    scores = torch.matmul(query, keys.transpose(2, 3)).float() * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if is_causal:
+        num_queries = query.shape[2]
+        unseen = torch.ones(num_queries, num_queries, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    if bias is not None:
+        scores = scores + bias
+    log_sum = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - log_sum.unsqueeze(-1)).nan_to_num(0.0)
+    return torch.matmul(weights.to(values.dtype), values), log_sum
+
+
+def merge(parts: Sequence[Part]) -> Tensor:
+    """The attention over all keys of the parts together, `[1, H, Q, head_dim]`; each query sees a key of some part."""
+    if len(parts) == 1:
+        return parts[0][0]
+    weights = torch.stack([log_sum for _, log_sum in parts]).softmax(dim=0).unsqueeze(-1)
+    outputs = torch.stack([output for output, _ in parts])
+    return (outputs * weights.to(outputs.dtype)).sum(dim=0)

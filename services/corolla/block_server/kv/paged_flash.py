@@ -1,0 +1,100 @@
+"""Flash attention that reads pages through page tables, for all rows in one call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from corolla.block_server.kv.attention import AttentionBatch, PackedRow
+from corolla.block_server.kv.kernels import math
+from corolla.block_server.kv.run_attention import RunAttention
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """The rows of a batch as the kernel wants them, for one group of layers.
+
+    Attributes:
+        first_queries: int32 `[rows + 1]`, where each row's queries begin, and where the last one's end.
+        num_keys: int32 `[rows]`, from each row's first page on.
+        pages: int32 `[rows, longest]`, their ids.
+        max_queries: of a row.
+        max_keys: of a row.
+    """
+
+    first_queries: Tensor
+    num_keys: Tensor
+    pages: Tensor
+    max_queries: int
+    max_keys: int
+
+
+class PagedFlash:
+    """torch's variable-length flash attention with block tables; for half precision on CUDA.
+
+    It may not split a row's keys among blocks of threads: how it splits depends on the longest row of the batch, and so
+    would the rounding. A session's tokens must not depend on who else is served.
+    """
+
+    name = "paged"
+
+    def __init__(self) -> None:
+        self._capped = RunAttention("math", math)
+
+    def attend(
+        self,
+        batch: AttentionBatch,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """See `AttentionBatch.attend`."""
+        if softcap is not None:
+            return self._capped.attend(batch, layer, query, key, value, scaling=scaling, window=window, softcap=softcap)
+        keys, values = batch.write(layer, key, value)
+        group = batch.store.group_of(layer)
+        tables = batch.prepared.get(group)
+        if tables is None:
+            tables = batch.prepared[group] = _tables(batch.rows, group, query.device)
+        page_tokens = batch.store.pool.page_tokens
+        output: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only where more is asked for
+            query.contiguous(),
+            keys.view(-1, page_tokens, *keys.shape[1:]),
+            values.view(-1, page_tokens, *values.shape[1:]),
+            tables.first_queries,
+            None,
+            tables.max_queries,
+            tables.max_keys,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=True,
+            seqused_k=tables.num_keys,
+            block_table=tables.pages,
+            num_splits=1,
+        )
+        return output
+
+
+def _tables(rows: Sequence[PackedRow], group: int, device: torch.device) -> _Tables:
+    tables = [row.cache.tables[group] for row in rows]
+    num_keys = [row.position + row.num_tokens - table.first_token for row, table in zip(rows, tables, strict=True)]
+    longest = max(len(table.pages) for table in tables)
+    pages = [[*table.pages, *[0] * (longest - len(table.pages))] for table in tables]
+
+    def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return _Tables(
+        first_queries=integers([0, *(row.end for row in rows)]),
+        num_keys=integers(num_keys),
+        pages=integers(pages),
+        max_queries=max(row.num_tokens for row in rows),
+        max_keys=max(num_keys),
+    )

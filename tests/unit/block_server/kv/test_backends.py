@@ -1,0 +1,47 @@
+"""Each attention backend is right, by itself and as the choice at start sees it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from corolla.block_server.kv import backends
+from corolla.block_server.kv.attention import AttentionBatch
+from corolla.block_server.kv.backends import BACKENDS, choose_backend, largest_difference
+from corolla.block_server.kv.kernels import flash_cpu
+from corolla.block_server.kv.run_attention import RunAttention
+from corolla.chassis.errors import StartupError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["flash", "sdpa"])
+@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("page_tokens", [4, 32])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+def test_backends_equal_the_definition_in_float64(
+    name: str, window: int | None, page_tokens: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    assert largest_difference(BACKENDS[name](), CPU, dtype, page_tokens, window) <= tolerance
+
+
+def test_the_fastest_one_is_chosen_unless_another_is_named() -> None:
+    assert choose_backend("auto", CPU, torch.float32, 32).name == "flash"
+    assert choose_backend("sdpa", CPU, torch.float32, 32).name == "sdpa"
+
+
+def test_one_that_does_not_work_here_is_refused_by_name() -> None:
+    with pytest.raises(StartupError, match="COROLLA_ATTENTION=paged does not work on cpu"):
+        choose_backend("paged", CPU, torch.float32, 32)
+
+
+def test_one_with_wrong_results_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(RunAttention):
+        def attend(self, batch: AttentionBatch, *arguments: Any, **options: Any) -> torch.Tensor:
+            output: torch.Tensor = super().attend(batch, *arguments, **options)
+            return output + 1e-3
+
+    monkeypatch.setitem(backends.BACKENDS, "flash", lambda: Wrong("flash", flash_cpu))
+    assert choose_backend("auto", CPU, torch.float32, 32).name == "sdpa"
+    with pytest.raises(StartupError, match="differ by"):
+        choose_backend("flash", CPU, torch.float32, 32)
