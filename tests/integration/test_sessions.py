@@ -172,7 +172,7 @@ async def test_what_does_not_fit_is_refused_and_leaves_nothing(swarm: Swarm, cli
 
 
 async def test_too_many_at_a_time_are_refused_before_they_take_anything(swarm: Swarm) -> None:
-    service = await swarm.add_client(max_running_requests=1)
+    service = await swarm.add_client(max_running_requests=1, max_waiting_requests=0)
     async with AsyncClient(f"127.0.0.1:{service.port}") as busy, open_channel(busy.address) as channel:
         stream = busy.stream("the thin man", max_tokens=300, ignore_eos=True)
         await anext(stream)

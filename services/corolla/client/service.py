@@ -84,7 +84,7 @@ class ClientService:
             transcripts,
             tokenizer,
             ModelLimits(checkpoint.context_length, settings.default_max_tokens, _eos_token_ids(checkpoint)),
-            Admission(settings.max_running_requests, self._metrics),
+            Admission(settings.max_running_requests, settings.max_waiting_requests, self._metrics),
             await asyncio.to_thread(self._speculators, checkpoint, tokenizer),
         )
         facts = ModelFacts(

@@ -26,7 +26,10 @@ class ClientSettings(ServiceSettings):
         None, description="File with a line `tenant:key` for each caller; without it everybody is the tenant `public`."
     )
     max_request_bytes: int = Field(4 << 20, ge=1024, le=32 << 20, description="Larger requests are refused.")
-    max_running_requests: int = Field(256, ge=1, description="Requests served at a time; further ones are refused.")
+    max_running_requests: int = Field(256, ge=1, description="Requests served at a time; further ones wait.")
+    max_waiting_requests: int = Field(
+        256, ge=0, description="Requests that wait for their turn, shared fairly by tenants; further ones are refused."
+    )
     default_max_tokens: int = Field(256, ge=1, description="New tokens when the request does not say.")
     prefill_chunk_tokens: int = Field(256, ge=1, description="Tokens of one prefill step.")
     step_timeout_s: float = Field(60.0, gt=0, description="Seconds after which a step counts as lost.")

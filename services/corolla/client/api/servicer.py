@@ -105,6 +105,7 @@ class GenerationServicer:
         tenant = self._tenants.of(context)
         validation.check_model(request.model, self._facts.name)
         call = validation.prompt_call(request, self._facts.vocab_size)
+        self._answering.check_room(tenant)
         if not call.session_id:
             prompt_ids = await asyncio.to_thread(self._prompt_ids, call.prompt, True)
             answers = self._answering.complete(tenant, prompt_ids, call.options, call.num_completions, usage)
@@ -166,6 +167,7 @@ class GenerationServicer:
         tenant = self._tenants.of(context)
         validation.check_model(request.model, self._facts.name)
         call = validation.chat_call(request)
+        self._answering.check_room(tenant)
         if not call.session_id:
             check_roles(call.messages)
             prompt_ids = await asyncio.to_thread(self._chat.prompt_ids, call.messages)

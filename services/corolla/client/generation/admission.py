@@ -1,35 +1,55 @@
-"""How many answers run at a time, and how each is counted."""
+"""Which requests run, which wait, and how each is counted."""
 
+import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from corolla.chassis.errors import QueueFull
 from corolla.client.generation.stopping import FinishReason
 from corolla.client.generation.usage import Usage
+from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 
 
 class Admission:
-    """Refuses what is too much before it takes anything, and keeps the gauges true on every way out."""
+    """Refuses what is too much before it takes anything, and keeps the gauges true on every way out.
 
-    def __init__(self, max_running: int, metrics: ClientMetrics) -> None:
-        self._max_running = max_running
-        self._num_running = 0
+    Args:
+        max_running: requests at a time.
+        max_waiting: requests that wait for their turn; what they hold is their own message and its token ids.
+    """
+
+    def __init__(self, max_running: int, max_waiting: int, metrics: ClientMetrics) -> None:
+        self._line: WaitingLine[asyncio.Future[None]] = WaitingLine(max_running, max_waiting)
         self._metrics = metrics
 
-    @contextmanager
-    def request(self, usage: Usage) -> Iterator["RequestMeter"]:
-        """Holds a place for one request. Raises QueueFull."""
-        if self._num_running >= self._max_running:
-            raise QueueFull("the service has as many running requests as it takes")
-        self._num_running += 1
+    def check(self, tenant: str) -> None:
+        """Raises QueueFull where a request would be refused, so that no work is done for it."""
+        self._line.check(tenant)
+
+    @asynccontextmanager
+    async def request(self, tenant: str, usage: Usage) -> AsyncIterator["RequestMeter"]:
+        """Waits for a place and holds it. Raises QueueFull, at once or when others have more right to wait."""
+        ticket = asyncio.get_running_loop().create_future()
+        displaced = self._line.enter(tenant, ticket)
+        if displaced is not None and not displaced.done():
+            displaced.set_exception(QueueFull("the service has more requests than it takes; others had fewer"))
         meter = RequestMeter(self._metrics, usage)
         try:
+            self._admit()
+            await ticket
             yield meter
         finally:
-            self._num_running -= 1
+            self._line.leave(ticket)
+            self._admit()
             meter.close()
+
+    def _admit(self) -> None:
+        for ticket in self._line.admit():
+            # One whose caller left in this very moment gives its place back when its own turn on the loop comes.
+            if not ticket.done():
+                ticket.set_result(None)
 
 
 class RequestMeter:

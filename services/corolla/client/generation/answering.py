@@ -61,6 +61,10 @@ class Answering:
         self._admission = admission
         self._speculators = speculators
 
+    def check_room(self, tenant: str) -> None:
+        """Raises QueueFull where a request of this tenant would be refused."""
+        self._admission.check(tenant)
+
     async def complete(
         self, tenant: str, prompt_ids: Sequence[int], options: AnswerOptions, num_completions: int, usage: Usage
     ) -> AsyncGenerator[tuple[int, Delta], None]:
@@ -71,7 +75,7 @@ class Answering:
         """
         self._speculators.check(options.speculation)
         max_tokens = self._max_tokens(len(prompt_ids), options)
-        with self._admission.request(usage) as meter:
+        async with self._admission.request(tenant, usage) as meter:
             answers = [
                 self._complete_one(tenant, prompt_ids, _seeded(options, index), max_tokens, index, meter)
                 for index in range(num_completions)
@@ -91,42 +95,44 @@ class Answering:
     ) -> AsyncGenerator[Delta, None]:
         """Runs one turn of a session. If it does not finish, the session stays as it was before."""
         self._speculators.check(options.speculation)
-        with self._admission.request(usage) as meter:
-            async with self._transcripts.turn(session_id, tenant) as turn:
-                record = turn.record
-                earlier = common_pb2.Chain()
-                earlier.CopyFrom(record.chain)
-                num_kept_tokens, prompt_ids = await asyncio.to_thread(next_prompt, record)
-                max_tokens = self._max_tokens(len(prompt_ids), options)
-                identity = SessionIdentity(bytes.fromhex(session_id), record.epoch, tenant)
-                opening = OpenOptions(
-                    max_tokens=len(prompt_ids) + max_tokens,
-                    transient=False,
-                    lease_ms=self._transcripts.ttl_ms,
-                    recorded=earlier,
-                    record_id=session_id,
-                )
-                async with self._opener.open(identity, opening) as session:
-                    position = min(session.position, num_kept_tokens, record.position)
-                    try:
-                        session.position = position
-                        meter.prompt(len(prompt_ids), position, min(num_kept_tokens, record.position) - position)
-                        sampler = self._sampler(options, prompt_ids, record.sampler_state)
-                        answer = self._answer(prompt_ids, max_tokens, options)
-                        speculator = self._speculators.make(options.speculation, sampler, prompt_ids, meter.draft)
-                        deltas = self._deltas(session, sampler, answer, prompt_ids[position:], 0, meter, speculator)
-                        async with aclosing(deltas):
-                            async for delta in deltas:
-                                if delta.finish_reason is not None:
-                                    # Before the caller learns of the end: the next turn may follow at once.
-                                    remember(record, answer.text)
-                                    _write_back(record, session, prompt_ids, answer, sampler)
-                                    await turn.commit()
-                                    position = session.position
-                                yield delta
-                    finally:
-                        recorded = record.chain if turn.committed else earlier
-                        session.park(position, earlier=earlier, recorded=recorded)
+        async with (
+            self._admission.request(tenant, usage) as meter,
+            self._transcripts.turn(session_id, tenant) as turn,
+        ):
+            record = turn.record
+            earlier = common_pb2.Chain()
+            earlier.CopyFrom(record.chain)
+            num_kept_tokens, prompt_ids = await asyncio.to_thread(next_prompt, record)
+            max_tokens = self._max_tokens(len(prompt_ids), options)
+            identity = SessionIdentity(bytes.fromhex(session_id), record.epoch, tenant)
+            opening = OpenOptions(
+                max_tokens=len(prompt_ids) + max_tokens,
+                transient=False,
+                lease_ms=self._transcripts.ttl_ms,
+                recorded=earlier,
+                record_id=session_id,
+            )
+            async with self._opener.open(identity, opening) as session:
+                position = min(session.position, num_kept_tokens, record.position)
+                try:
+                    session.position = position
+                    meter.prompt(len(prompt_ids), position, min(num_kept_tokens, record.position) - position)
+                    sampler = self._sampler(options, prompt_ids, record.sampler_state)
+                    answer = self._answer(prompt_ids, max_tokens, options)
+                    speculator = self._speculators.make(options.speculation, sampler, prompt_ids, meter.draft)
+                    deltas = self._deltas(session, sampler, answer, prompt_ids[position:], 0, meter, speculator)
+                    async with aclosing(deltas):
+                        async for delta in deltas:
+                            if delta.finish_reason is not None:
+                                # Before the caller learns of the end: the next turn may follow at once.
+                                remember(record, answer.text)
+                                _write_back(record, session, prompt_ids, answer, sampler)
+                                await turn.commit()
+                                position = session.position
+                            yield delta
+                finally:
+                    recorded = record.chain if turn.committed else earlier
+                    session.park(position, earlier=earlier, recorded=recorded)
 
     async def _complete_one(
         self,
