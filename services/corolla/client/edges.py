@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cut_model import build, cut_class, keep_layers, model_class_of
 from corolla.models.families import Family
 from corolla.models.linear import replace_linears, tune
-from corolla.models.span_model import build, cut_class, keep_layers, model_class_of
 from corolla.models.weights import open_tensors
 
 

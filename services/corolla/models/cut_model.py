@@ -1,0 +1,114 @@
+"""A family's own model with only some of its layers: cut before any weight is read, then filled exactly."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from corolla.chassis.errors import CheckpointError
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.families import Family
+from corolla.models.loading import LOADING
+
+# Lists of the configuration with one entry for each layer that a base model's forward indexes by position.
+PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
+
+
+def model_class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that an `AutoModel...` of transformers would build for a configuration."""
+    return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
+
+
+def cut_class(model_class: type[PreTrainedModel], cut: Callable[[Any], None]) -> type[PreTrainedModel]:
+    """A subclass that is `cut` right after it was built, before any weight is read.
+
+    It keeps the name and module of the family's class, by which transformers finds the renames of stored tensors.
+    """
+
+    def build_and_cut(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, config, *args, **kwargs)
+        cut(self)
+
+    members = {
+        "__init__": build_and_cut,
+        "__module__": model_class.__module__,
+        "__qualname__": model_class.__qualname__,
+    }
+    return cast(type[PreTrainedModel], type(model_class.__name__, (model_class,), members))
+
+
+def build(
+    checkpoint: Checkpoint,
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    tensors: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    attention: str,
+) -> PreTrainedModel:
+    """Builds a model on the meta device and fills it.
+
+    Raises:
+        CheckpointError: the tensors do not fill the model exactly.
+    """
+    if attention == "sdpa" and not model_class._supports_sdpa:
+        attention = "eager"
+    try:
+        with LOADING, _no_progress_bar():
+            model, report = cast(Any, model_class).from_pretrained(
+                None,
+                config=config,
+                state_dict=dict(tensors),
+                dtype=dtype,
+                attn_implementation=attention,
+                output_loading_info=True,
+            )
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The weights of {checkpoint.name} do not fit its config.json; fetch the checkpoint again."
+        ) from error
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; fetch the checkpoint again."
+        )
+    return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+
+def keep_layers_of_config(config: PretrainedConfig, indices: range) -> None:
+    """Cuts the configuration, in place, to the layers `indices` of those that it describes."""
+    for name in PER_LAYER_LISTS:
+        entries = getattr(config, name, None)
+        if entries is not None:
+            setattr(config, name, [entries[index] for index in indices])
+    config.num_hidden_layers = len(indices)
+
+
+def keep_layers(base: PreTrainedModel, family: Family, indices: range) -> None:
+    """Cuts a base model, in place, to the layers `indices`, and renumbers them from 0."""
+    layers = cast(nn.ModuleList, base.get_submodule(family.layers))
+    kept = nn.ModuleList(layers[index] for index in indices)
+    for module in kept.modules():
+        for name in LAYER_INDEX_NAMES:
+            index = getattr(module, name, None)
+            if isinstance(index, int):
+                setattr(module, name, index - indices.start)
+    setattr(base, family.layers, kept)
+    keep_layers_of_config(base.config, indices)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    bars = cast(Any, transformers_logging)
+    enabled = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            bars.enable_progress_bar()
