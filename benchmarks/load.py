@@ -45,13 +45,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32, help="tokens of one answer")
     parser.add_argument("--running", type=int, default=16, help="requests that the client service runs at a time")
+    parser.add_argument("--waiting", type=int, default=16, help="requests that wait at a time; more are refused")
     parser.add_argument("--first-token-s", type=float, default=2.0, help="service level: time to the first token")
     parser.add_argument("--stall-s", type=float, default=0.5, help="service level: longest time between tokens")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.open(options.model)
-    environment = {"COROLLA_MAX_RUNNING_REQUESTS": str(options.running)}
+    environment = {
+        "COROLLA_MAX_RUNNING_REQUESTS": str(options.running),
+        "COROLLA_MAX_WAITING_REQUESTS": str(options.waiting),
+    }
     prompts = [random_ids(options.prompt_tokens, checkpoint.vocab_size, seed) for seed in range(_CLOSED_STREAMS)]
     with Chain(checkpoint.folder, options.servers, environment=environment) as chain:
         speed(chain, prompts, options.tokens)
