@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -48,14 +49,17 @@ class Chain:
                 num_threads=num_threads, log_folder=logs, environment=environment or {},
             )
         )  # fmt: skip
+        # In a thread of its own: pings must be answered while this process computes, or the connection is given up.
         self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="client", daemon=True)
         self._client: AsyncClient | None = None
 
     def __enter__(self) -> Self:
-        self._exits.callback(self._loop.close)
+        self._thread.start()
+        self._exits.callback(self._end_loop)
         self._exits.enter_context(self._stack)
-        self._client = self._loop.run_until_complete(self._connect())
-        self._exits.callback(lambda: self._loop.run_until_complete(self.client.close()))
+        self._client = self.run(self._connect())
+        self._exits.callback(lambda: self.run(self.client.close()))
         return self
 
     def __exit__(
@@ -71,7 +75,7 @@ class Chain:
 
     def run(self, work: Any) -> Any:
         """Waits for a coroutine that uses `client`."""
-        return self._loop.run_until_complete(work)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def answer(self, prompt_ids: Sequence[int], num_tokens: int) -> Timing:
         timing: Timing = self.run(self.timed(prompt_ids, num_tokens))
@@ -124,6 +128,11 @@ class Chain:
     def _processes(self) -> dict[str, psutil.Process]:
         pids = {process.name: self._stack.pid(process.name) for process in self._stack.processes}
         return {name: psutil.Process(pid) for name, pid in pids.items() if pid is not None}
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     async def _connect(self) -> AsyncClient:
         return AsyncClient(self._stack.client_address)
