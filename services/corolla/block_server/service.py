@@ -116,6 +116,7 @@ class BlockServer:
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
             max_tokens_per_frame=settings.max_tokens_per_frame,
+            prefix_page_tokens=settings.page_tokens if settings.prefix_cache else 0,
         )  # fmt: skip
         servicer = BlockServicer(identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store)
         self._rpc.add(

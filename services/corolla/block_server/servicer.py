@@ -11,6 +11,7 @@ import psutil
 from grpc import aio
 
 from corolla.block_server.engine import Engine, StepWork
+from corolla.block_server.kv.prefixes import HASH_BYTES, ExpectedText, salt_of
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
@@ -42,6 +43,7 @@ class Identity:
     dtype: pb.TensorType.ValueType
     hidden_size: int
     max_tokens_per_frame: int
+    prefix_page_tokens: int
 
 
 class BlockServicer:
@@ -112,6 +114,7 @@ class BlockServicer:
             num_sessions=len(self._sessions),
             num_pages=pool.num_pages,
             num_free_pages=pool.num_available,
+            num_cached_pages=pool.num_cached,
             page_tokens=pool.page_tokens,
             kv_cache_bytes=pool.num_used * self._store.page_bytes,
             resident_memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
@@ -132,6 +135,7 @@ class BlockServicer:
                 span=common_pb2.BlockSpan(start=identity.span.start, end=identity.span.end),
                 dtype=identity.dtype,
                 max_tokens_per_frame=identity.max_tokens_per_frame,
+                page_tokens=identity.prefix_page_tokens,
             )
         )
         return peer
@@ -169,6 +173,7 @@ class BlockServicer:
                     session_id=control.session_id,
                     epoch=control.epoch,
                     num_cached_tokens=session.cache.num_tokens,
+                    min_position=session.cache.min_position,
                     kept_start=kept_start,
                     kept_end=kept_end,
                 )
@@ -194,7 +199,22 @@ class BlockServicer:
             transient=control.transient,
             keep_outputs=control.keep_outputs,
             prompts=self._prompts(control, payload, len(blocks)),
+            text=self._text(control, blocks),
         )
+
+    def _text(self, control: pb.Open, blocks: Span) -> ExpectedText | None:
+        if not control.HasField("text"):
+            return None
+        if control.HasField("block_prompts"):
+            raise MalformedMessage("text", "what trained prompts make of a text is no other session's")
+        page_tokens, hashes = self._identity.prefix_page_tokens, control.text.page_hashes
+        num_pages, rest = divmod(len(hashes), HASH_BYTES)
+        if rest or num_pages * page_tokens > min(control.text.num_tokens, control.max_tokens):
+            raise MalformedMessage("text", f"has {HASH_BYTES} bytes for each whole page, and no more pages than tokens")
+        if not page_tokens:
+            return None
+        parts = tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
+        return ExpectedText(salt_of(control.tenant, blocks), parts, control.text.num_tokens)
 
     def _prompts(self, control: pb.Open, payload: Buffer, num_blocks: int) -> BlockPrompts | None:
         if control.HasField("block_prompts"):

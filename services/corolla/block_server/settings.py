@@ -44,6 +44,9 @@ class BlockServerSettings(ServiceSettings):
         description="Memory for the trained prompts that sessions bring for its blocks, in MiB; 0 takes none.",
     )
     page_tokens: int = Field(32, ge=1, le=4096, description="Tokens of one KV page.")
+    prefix_cache: bool = Field(
+        True, description="Whether sessions of one tenant whose texts begin alike share the KV pages of that beginning."
+    )
     max_batch_tokens: int = Field(256, ge=1, description="Tokens of one iteration; longer prompts come in chunks.")
     max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")
     max_queued_steps: int = Field(1024, ge=1, description="Steps that may wait; further ones are refused.")

@@ -158,9 +158,12 @@ class Welcome(_message.Message):
     SPAN_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_PER_FRAME_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     dtype: Global___TensorType.ValueType
     max_tokens_per_frame: _builtins.int
+    page_tokens: _builtins.int
+    """Tokens of one KV page; 0 where pages of other sessions are not reused."""
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
     def __init__(
@@ -170,10 +173,11 @@ class Welcome(_message.Message):
         span: _common_pb2.BlockSpan | None = ...,
         dtype: Global___TensorType.ValueType = ...,
         max_tokens_per_frame: _builtins.int = ...,
+        page_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "max_tokens_per_frame", b"max_tokens_per_frame", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -194,6 +198,7 @@ class Open(_message.Message):
     TRANSIENT_FIELD_NUMBER: _builtins.int
     BLOCK_PROMPTS_FIELD_NUMBER: _builtins.int
     KEEP_OUTPUTS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Answers carry the same number."""
     session_id: _builtins.bytes
@@ -220,6 +225,12 @@ class Open(_message.Message):
     def block_prompts(self) -> Global___BlockPrompts:
         """What the payload is. Without it the session has no trained prompts, also if it had some in an earlier epoch."""
 
+    @_builtins.property
+    def text(self) -> Global___ExpectedText:
+        """What the session is going to hold. Not together with prompts. If it holds nothing yet, it begins with the pages that
+        other sessions of the tenant computed for the same beginning; and what it computes will be found by others.
+        """
+
     def __init__(
         self,
         *,
@@ -234,14 +245,41 @@ class Open(_message.Message):
         transient: _builtins.bool = ...,
         block_prompts: Global___BlockPrompts | None = ...,
         keep_outputs: _builtins.bool = ...,
+        text: Global___ExpectedText | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "epoch", b"epoch", "keep_outputs", b"keep_outputs", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "session_id", b"session_id", "tenant", b"tenant", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "epoch", b"epoch", "keep_outputs", b"keep_outputs", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
+
+@_typing.final
+class ExpectedText(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    PAGE_HASHES_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """The last one is always left to be processed."""
+    page_hashes: _builtins.bytes
+    """16 bytes for each whole page of the text: the BLAKE2b digest of the one before and of the page's token ids, 4 bytes
+    little-endian each.
+    """
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        page_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "page_hashes", b"page_hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectedText: _TypeAlias = ExpectedText  # noqa: Y015
 
 @_typing.final
 class BlockPrompts(_message.Message):
@@ -280,12 +318,17 @@ class Opened(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_POSITION_FIELD_NUMBER: _builtins.int
     KEPT_START_FIELD_NUMBER: _builtins.int
     KEPT_END_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     num_cached_tokens: _builtins.int
+    min_position: _builtins.int
+    """A step may begin at any position from here to num_cached_tokens, or at 0. In between, layers with a sliding window
+    have given back tokens that it would see.
+    """
     kept_start: _builtins.int
     """The session's outputs that are kept here: those of the tokens [kept_start, kept_end)."""
     kept_end: _builtins.int
@@ -296,12 +339,13 @@ class Opened(_message.Message):
         session_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
+        min_position: _builtins.int = ...,
         kept_start: _builtins.int = ...,
         kept_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kept_end", b"kept_end", "kept_start", b"kept_start", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kept_end", b"kept_end", "kept_start", b"kept_start", "min_position", b"min_position", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -614,6 +658,7 @@ class BlockServerStatus(_message.Message):
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     RESIDENT_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_PAGES_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     model: _builtins.str
     fingerprint: _builtins.str
@@ -625,6 +670,8 @@ class BlockServerStatus(_message.Message):
     kv_cache_bytes: _builtins.int
     resident_memory_bytes: _builtins.int
     num_queued_steps: _builtins.int
+    num_cached_pages: _builtins.int
+    """Of the free pages those that hold beginnings of texts, to be reused."""
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
     def __init__(
@@ -642,10 +689,11 @@ class BlockServerStatus(_message.Message):
         kv_cache_bytes: _builtins.int = ...,
         resident_memory_bytes: _builtins.int = ...,
         num_queued_steps: _builtins.int = ...,
+        num_cached_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "kv_cache_bytes", b"kv_cache_bytes", "model", b"model", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "page_tokens", b"page_tokens", "resident_memory_bytes", b"resident_memory_bytes", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "kv_cache_bytes", b"kv_cache_bytes", "model", b"model", "num_cached_pages", b"num_cached_pages", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "page_tokens", b"page_tokens", "resident_memory_bytes", b"resident_memory_bytes", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

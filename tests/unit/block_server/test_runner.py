@@ -39,7 +39,11 @@ class Chain:
             self.unsplit = library.from_pretrained(folder, dtype=torch.float32).eval()
 
     def open(self) -> list[SessionCache]:
-        return [runner.new_cache() for runner in self.runners]
+        caches = [runner.new_cache() for runner in self.runners]
+        for cache in caches:
+            # Pages in one run: then sums are made in the same order as over contiguous keys.
+            cache.open(64)
+        return caches
 
     def step(self, work: Sequence[tuple[list[SessionCache], int, Sequence[int]]]) -> list[Tensor]:
         """Runs (caches, position, new tokens) rows as one batch; gives each row's logits."""

@@ -21,6 +21,7 @@ from corolla.chassis.errors import (
 )
 from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.placement import PlacementWatch
+from corolla.client.chain.prefixes import page_hashes
 from corolla.client.chain.session import SessionIdentity
 from corolla.client.chain.streams import DataPlane
 from corolla.v1 import blocks_pb2 as pb
@@ -56,6 +57,9 @@ class OpenOptions:
         record_id: the id under which the router knows the session, if it does.
         chain: just this one, without asking the router.
         blocks: of the planned chain only these.
+        texts: of each session all tokens that it is going to hold, as far as they are known; hops may hold their
+            beginnings already. The last token is left to be processed. None where the sessions are given other things.
+        max_position: what hops hold beyond is not the session's text any more.
         prompts: trained embeddings for each session, `[blocks, P, H]` in the dtype of the weights; None without.
     """
 
@@ -66,6 +70,8 @@ class OpenOptions:
     record_id: str = ""
     chain: common_pb2.Chain | None = None
     blocks: Span | None = None
+    texts: Sequence[Sequence[int]] | None = None
+    max_position: int | None = None
     prompts: Sequence[torch.Tensor] | None = None
 
     def resumes(self, hop: common_pb2.Hop) -> bool:
@@ -78,7 +84,7 @@ class Reservation:
     """Places that were given.
 
     Attributes:
-        num_cached_tokens: that every hop still holds of every session.
+        num_cached_tokens: that every hop holds of every session, and can go on from.
         max_step_tokens: that every hop takes in one step.
     """
 
@@ -123,7 +129,7 @@ class Reservations:
             if not failures:
                 return Reservation(
                     chain,
-                    num_cached_tokens=min(answer.num_cached_tokens for answer, _ in opened),
+                    num_cached_tokens=_common_position([answer for answer, _ in opened], options.max_position),
                     max_step_tokens=min(max_tokens for _, max_tokens in opened),
                 )
             self._undo(identities, options, chain)
@@ -162,6 +168,8 @@ class Reservations:
         async def open_one(number: int) -> tuple[pb.Opened, int]:
             async with turn:
                 request = self._frame(identities[number], options, hop)
+                if options.texts is not None and options.prompts is None:
+                    await self._describe_text(request, hop, options.texts[number])
                 return await self._plane.open(hop.address, request, _describe_prompts(request, number, options))
 
         return await asyncio.gather(*map(open_one, range(len(identities))), return_exceptions=True)
@@ -212,6 +220,12 @@ class Reservations:
             transient=options.transient,
         )
 
+    async def _describe_text(self, request: pb.Open, hop: common_pb2.Hop, token_ids: Sequence[int]) -> None:
+        page_tokens = (await self._plane.connect(hop.address)).page_tokens
+        if page_tokens:
+            request.text.num_tokens = len(token_ids)
+            request.text.page_hashes = page_hashes(token_ids, page_tokens)
+
     def _undo(self, identities: Sequence[SessionIdentity], options: OpenOptions, chain: common_pb2.Chain) -> None:
         """What an open that failed in part has taken is given back; what hops held before, they keep."""
         for hop in chain.hops:
@@ -238,6 +252,14 @@ def _describe_prompts(request: pb.Open, number: int, options: OpenOptions) -> Bu
         pb.BlockPrompts(num_tokens=part.shape[1], dtype=tensor_type(part.dtype), hidden_size=part.shape[2])
     )
     return to_payload(part)
+
+
+def _common_position(answers: Sequence[pb.Opened], max_position: int | None) -> int:
+    """The highest position that all hops can go on from: 0, where a sliding window has moved beyond the others' end."""
+    position = min(answer.num_cached_tokens for answer in answers)
+    if max_position is not None:
+        position = min(position, max_position)
+    return position if position >= max(answer.min_position for answer in answers) else 0
 
 
 def _cut(chain: common_pb2.Chain, blocks: Span | None) -> common_pb2.Chain:

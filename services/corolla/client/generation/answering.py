@@ -111,12 +111,14 @@ class Answering:
                 lease_ms=self._transcripts.ttl_ms,
                 recorded=earlier,
                 record_id=session_id,
+                texts=[prompt_ids],
+                max_position=min(num_kept_tokens, record.position) if earlier.hops else None,
             )
             async with self._opener.open(identity, opening) as session:
-                position = min(session.position, num_kept_tokens, record.position)
+                position = session.position
                 try:
-                    session.position = position
-                    meter.prompt(len(prompt_ids), position, min(num_kept_tokens, record.position) - position)
+                    num_lost_tokens = max(0, min(num_kept_tokens, record.position) - position)
+                    meter.prompt(len(prompt_ids), position, num_lost_tokens)
                     sampler = self._sampler(options, prompt_ids, record.sampler_state)
                     answer = self._answer(prompt_ids, max_tokens, options)
                     speculator = self._speculators.make(options.speculation, sampler, prompt_ids, meter.draft)
@@ -144,15 +146,16 @@ class Answering:
         meter: RequestMeter,
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         identity = SessionIdentity(secrets.token_bytes(16), 1, tenant)
-        opening = OpenOptions(max_tokens=len(prompt_ids) + max_tokens, transient=True)
+        opening = OpenOptions(max_tokens=len(prompt_ids) + max_tokens, transient=True, texts=[prompt_ids])
         async with self._opener.open(identity, opening) as session:
             try:
                 if index == 0:
-                    meter.prompt(len(prompt_ids), 0, 0)
+                    meter.prompt(len(prompt_ids), session.position, 0)
                 sampler = self._sampler(options, prompt_ids, b"")
                 answer = self._answer(prompt_ids, max_tokens, options)
                 speculator = self._speculators.make(options.speculation, sampler, prompt_ids, meter.draft)
-                deltas = self._deltas(session, sampler, answer, prompt_ids, index, meter, speculator)
+                new_ids = prompt_ids[session.position :]
+                deltas = self._deltas(session, sampler, answer, new_ids, index, meter, speculator)
                 async with aclosing(deltas):
                     async for delta in deltas:
                         yield index, delta

@@ -1,0 +1,168 @@
+"""Requests whose texts begin alike: the hops compute the beginning once, and nobody's tokens change."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from corolla.chassis.errors import OutOfPages
+from corolla.sdk.async_client import AsyncClient
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.metrics import sample
+from tests.integration.swarm import Swarm
+from tests.reference import Unsplit
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PAGE_TOKENS = 32
+NUM_NEW = 24
+GREEDY: dict[str, Any] = {"max_tokens": NUM_NEW, "ignore_eos": True}
+ALICE, BOB = "alices-key", "bobs-key"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A swarm, and the unsplit model that says what it must answer."""
+
+    swarm: Swarm
+    unsplit: Unsplit
+
+    def truth(self, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
+        return self.unsplit.generate(prompt, num_new, ignore_eos=True).token_ids
+
+    async def tokens_computed(self) -> list[float]:
+        return [await sample(server.metrics_port, "corolla_hop_tokens_total") for server in self.swarm.servers]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["llama", "gemma3_text"])
+async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """All layers see everything in one family; in the other most see the last 12 tokens only."""
+    folder: Path = tmp_path_factory.mktemp("prefixes")
+    changes = {"max_position_embeddings": 1024}
+    model = make_tiny_checkpoint(request.param, folder / request.param, config_changes=changes)
+    keys = folder / "keys.txt"
+    keys.write_text(f"alice:{ALICE}\nbob:{BOB}\n")
+    async with Swarm(
+        folder, model, ["0:2", "2:5"], server={"page_tokens": PAGE_TOKENS, "kv_cache_mib": 4},
+        client={"api_keys_file": keys}, api_key=ALICE,
+    ) as swarm:  # fmt: skip
+        yield Stack(swarm, Unsplit(model))
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
+    async with stack.swarm.connect() as client:
+        yield client
+    await stack.swarm.until_empty()
+
+
+def some_tokens(num_tokens: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(4, 256), k=num_tokens)
+
+
+async def test_the_second_request_with_a_long_prefix_computes_what_is_new(stack: Stack, client: AsyncClient) -> None:
+    prefix = some_tokens(512, seed=1)
+    for number, tail in enumerate((some_tokens(20, seed=2), some_tokens(9, seed=3), [])):
+        prompt = prefix + tail
+        num_cached = 0 if number == 0 else 512 if tail else 512 - PAGE_TOKENS
+        before = await stack.tokens_computed()
+        answer = await client.generate(prompt, **GREEDY)
+        after = await stack.tokens_computed()
+        assert answer.token_ids == tuple(stack.truth(prompt))
+        assert answer.usage.cached_tokens == num_cached
+        num_computed = len(prompt) - num_cached + NUM_NEW - 1
+        assert [new - old for new, old in zip(after, before, strict=True)] == [num_computed] * 2
+
+
+async def test_what_was_asked_and_found_is_counted(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(3 * PAGE_TOKENS + 5, seed=4)
+
+    async def counted(name: str) -> float:
+        await asyncio.sleep(1.2)  # gauges and counters are refreshed once a second
+        return await sample(stack.swarm.servers[0].metrics_port, f"corolla_prefix_cache_{name}_total")
+
+    queries, hits = await counted("queries"), await counted("hits")
+    await client.generate(prompt, **GREEDY)
+    await client.generate(prompt, **GREEDY)
+    assert await counted("queries") - queries == 6 * PAGE_TOKENS
+    assert await counted("hits") - hits == 3 * PAGE_TOKENS
+
+
+async def test_tenants_share_nothing(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(200, seed=5)
+    await client.generate(prompt, **GREEDY)
+    assert (await client.generate(prompt, **GREEDY)).usage.cached_tokens == 6 * PAGE_TOKENS
+    async with AsyncClient(stack.swarm.address, api_key=BOB) as bob:
+        assert (await bob.generate(prompt, **GREEDY)).usage.cached_tokens == 0
+        assert (await bob.generate(prompt, **GREEDY)).usage.cached_tokens == 6 * PAGE_TOKENS
+
+
+async def test_equal_prompts_at_the_same_time(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(150, seed=6)
+    answers = await asyncio.gather(*(client.generate(prompt, **GREEDY) for _ in range(5)))
+    again = await client.generate(prompt, n=3, **GREEDY)
+    truth = tuple(stack.truth(prompt))
+    assert [answer.token_ids for answer in answers] == [truth] * 5
+    assert [each.token_ids for each in again.completions] == [truth] * 3
+    assert again.usage.cached_tokens == 4 * PAGE_TOKENS
+
+
+async def test_beginnings_in_use_outlive_the_pressure_of_others(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(300, seed=7)
+    await client.generate(prompt, **GREEDY)
+    stream = client.stream(prompt, max_tokens=300, ignore_eos=True)
+    async with stream:
+        chunks = aiter(stream)
+        first = await anext(chunks)
+        token_ids = list(first.token_ids)
+        for round_number in range(3):
+            others = [some_tokens(600, seed=100 * round_number + number) for number in range(6)]
+            answers = await asyncio.gather(
+                *(client.generate(other, max_tokens=8, ignore_eos=True) for other in others), return_exceptions=True
+            )
+            for other, answer in zip(others, answers, strict=True):
+                assert isinstance(answer, OutOfPages) or answer.token_ids == tuple(stack.truth(other, 8))  # type: ignore[union-attr]
+            assert any(not isinstance(answer, BaseException) for answer in answers)
+        async for chunk in chunks:
+            token_ids += chunk.token_ids
+    assert token_ids == stack.truth(prompt, 300)
+    assert (await client.generate(prompt, **GREEDY)).token_ids == tuple(stack.truth(prompt))
+
+
+async def test_a_prompt_that_was_given_up_leaves_only_what_is_true(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(700, seed=8)
+    for seconds in (0.0, 0.01, 0.03, 0.1):
+        call = asyncio.create_task(client.generate(prompt, **GREEDY))
+        await asyncio.sleep(seconds)
+        call.cancel()
+        with suppress(asyncio.CancelledError, grpc.RpcError):
+            await call
+    await stack.swarm.until_empty()
+    assert (await client.generate(prompt, **GREEDY)).token_ids == tuple(stack.truth(prompt))
+
+
+async def test_a_conversation_begins_with_what_another_computed(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(130, seed=9)
+    await client.generate(prompt, **GREEDY)
+    async with client.session() as session:
+        first = await session.generate(prompt, **GREEDY)
+        second = await session.generate(some_tokens(10, seed=10), **GREEDY)
+    assert first.usage.cached_tokens == 4 * PAGE_TOKENS
+    assert first.token_ids == tuple(stack.truth(prompt))
+    log = [*prompt, *first.token_ids, *some_tokens(10, seed=10)]
+    assert second.token_ids == tuple(stack.truth(log))
+
+
+async def test_pages_come_back_and_beginnings_stay(stack: Stack, client: AsyncClient) -> None:
+    await client.generate(some_tokens(200, seed=11), **GREEDY)
+    await stack.swarm.until_empty()
+    for status in await stack.swarm.statuses():
+        assert status.num_free_pages == status.num_pages
+        assert status.num_cached_pages >= 6
