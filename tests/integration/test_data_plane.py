@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from corolla.chassis.channels import open_channel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import decode, encode, join
+from corolla.wire.frames import Frame, decode, encode, join
 from corolla.wire.tensors import MAX_PROMPT_BYTES, to_payload
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
 from tests.integration.refusals import refusal_of
@@ -39,17 +39,27 @@ class Caller:
 
     def __init__(self, call: Any) -> None:
         self.call = call
-        self._frames: list[Message] = []
+        self._frames: list[Frame] = []
 
     async def send(self, *frames: Message | tuple[Message, bytes]) -> None:
         parts = [encode(*frame) if isinstance(frame, tuple) else encode(frame) for frame in frames]
         await self.call.write(join(parts))
 
-    async def answer(self) -> Any:
+    async def _fill(self) -> None:
         async with asyncio.timeout(5):
             while not self._frames:
-                self._frames += [frame.control for frame in decode(await self.call.read())]
-        return self._frames.pop(0)
+                self._frames += decode(await self.call.read())
+
+    async def answer(self) -> Any:
+        await self._fill()
+        return self._frames.pop(0).control
+
+    async def result(self) -> Frame:
+        """An answer with its payload, which must be a result."""
+        await self._fill()
+        frame = self._frames.pop(0)
+        assert isinstance(frame.control, pb.Result), frame.control
+        return frame
 
 
 @asynccontextmanager
@@ -151,6 +161,11 @@ BAD_OPENS: dict[str, pb.Open | tuple[pb.Open, bytes]] = {
     "no tokens": an_open(max_tokens=0),
     "no lease": an_open(lease_ms=0),
     "no blocks": an_open(blocks=common_pb2.BlockSpan()),
+    "half a page hash": an_open(text=pb.ExpectedText(num_tokens=40, page_hashes=bytes(8))),
+    "more pages than tokens": an_open(text=pb.ExpectedText(num_tokens=40, page_hashes=bytes(32))),
+    "a text with prompts": an_open(
+        text=pb.ExpectedText(num_tokens=40, page_hashes=bytes(16)), block_prompts=pb.BlockPrompts(num_tokens=1)
+    ),
     "prompts of no tokens": with_prompts(0),
     "prompts without a payload": with_prompts(payload=b""),
     "prompts cut short": with_prompts(payload=bytes(5 * 2 * HIDDEN_SIZE * 4 - 1)),
@@ -175,6 +190,41 @@ async def test_a_bad_open_is_told(name: str, swarm: Swarm) -> None:
         assert (await caller.answer()).reason == "OUT_OF_PAGES"
         await caller.send(with_prompts() if isinstance(BAD_OPENS[name], tuple) else an_open())
         assert (await caller.answer()).epoch == 1
+
+
+def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+async def test_going_back_into_a_shared_page_harms_nobody(swarm: Swarm) -> None:
+    text = pb.ExpectedText(num_tokens=70, page_hashes=b"a" * 16 + b"b" * 16)
+    states = torch.randn(70, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+
+    async with calling(swarm) as caller:
+
+        async def opened(session_id: bytes, **changes: Any) -> int:
+            await caller.send(an_open(**{"session_id": session_id, "text": text, "max_tokens": 128, **changes}))
+            return int((await caller.answer()).num_cached_tokens)
+
+        async def computed(session_id: bytes, position: int, tokens: torch.Tensor) -> torch.Tensor:
+            payload = bytes(to_payload(tokens.contiguous()))
+            await caller.send(a_step(len(tokens), position=position, session_id=session_id, payload=payload))
+            return torch.frombuffer(bytearray((await caller.result()).payload), dtype=torch.float32)
+
+        one, two, three, control = (bytes([number]) * 16 for number in range(4))
+        assert await opened(one) == 0
+        expected = await computed(one, 0, states)
+        assert await opened(two) == 64
+        assert_close(await computed(two, 64, states[64:]), expected)
+        other = -states[40:]
+        changed = await computed(two, 40, other)
+        assert await opened(control, text=None) == 0
+        await computed(control, 0, states[:40])
+        assert_close(await computed(control, 40, other), changed)
+        assert not torch.allclose(changed, expected, atol=1e-3)
+        assert await opened(three) == 64, "what was written over a copy is not found under the old text"
+        for session_id in (one, three):
+            assert_close(await computed(session_id, 64, states[64:]), expected)
 
 
 async def test_positions_are_absolute_and_going_back_truncates(swarm: Swarm) -> None:
