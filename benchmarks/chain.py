@@ -106,8 +106,9 @@ class Chain:
         return Timing(started_s, tuple(stamps))
 
     def cpu_s(self) -> float:
-        """Processor time of all processes so far."""
-        return sum(sum(process.cpu_times()[:2]) for process in self._processes().values())
+        """Processor time of all processes so far, to the microsecond: the usual counters tick in hundredths."""
+        # Linux's number for the processor clock of another process, as clock_getcpuclockid(3) makes it.
+        return sum(time.clock_gettime((~process.pid << 3) | 2) for process in self._processes().values())
 
     def resident_bytes(self) -> dict[str, int]:
         """By process: memory of its own; what the stack's processes share was there before any work."""

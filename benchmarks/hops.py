@@ -40,8 +40,13 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     hops = range(1, options.most_hops + 1)
     prompt = random_ids(_PROMPT_TOKENS, VOCAB_SIZE, seed=0)
 
+    cpu_us: dict[Chain, list[float]] = {}
+
     def microseconds(chain: Chain) -> float:
-        return 1e6 / chain.answer(prompt, options.tokens).tokens_per_s
+        before_s = chain.cpu_s()
+        timing = chain.answer(prompt, options.tokens)
+        cpu_us.setdefault(chain, []).append(1e6 * (chain.cpu_s() - before_s) / options.tokens)
+        return 1e6 / timing.tokens_per_s
 
     with ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory())) / "nothing"
@@ -50,8 +55,16 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         times_us = interleaved({name: partial(microseconds, chain) for name, chain in chains.items()}, options.rounds)
     for name, rounds in times_us.items():
         yield figure(f"a token of nothing, {name} hops", "us", rounds)
-    slopes = [float(np.polyfit(hops, each, 1)[0]) for each in zip(*times_us.values(), strict=True)]
-    yield figure("one more hop, a token of nothing", "us", slopes, at_most(250))
+    yield figure("one more hop, a token of nothing", "us", _slopes(list(times_us.values())), at_most(250))
+    # The first round warmed up.
+    yield figure("one more hop, a token of nothing, processor time", "us",
+                 _slopes([cpu_us[chain][1:] for chain in chains.values()]))  # fmt: skip
+
+
+def _slopes(rounds_by_hops: list[list[float]]) -> list[float]:
+    """Of a line through the times with 1, 2, ... hops, round by round."""
+    hops = range(1, len(rounds_by_hops) + 1)
+    return [float(np.polyfit(hops, each, 1)[0]) for each in zip(*rounds_by_hops, strict=True)]
 
 
 if __name__ == "__main__":
