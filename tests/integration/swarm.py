@@ -22,6 +22,7 @@ from corolla.v1 import blocks_pb2, blocks_pb2_grpc
 from tests.integration.waiting import until
 
 _HERE: dict[str, Any] = {"host": "127.0.0.1", "metrics_host": "127.0.0.1", "metrics_port": 0, "grace_s": 0.5}
+_ONE_THREAD: dict[str, Any] = {"threads": 1}
 
 
 class Swarm:
@@ -94,7 +95,7 @@ class Swarm:
         return AsyncClient(self.address_of(client), api_key=self._api_key)
 
     async def add_server(self, blocks: str, **settings_of_this: Any) -> BlockServer:
-        given = {"port": 0, "model": self._model, **_HERE, **self._server_settings, **settings_of_this}
+        given = {"port": 0, "model": self._model, **_HERE, **_ONE_THREAD, **self._server_settings, **settings_of_this}
         settings = BlockServerSettings(advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given)
         server = BlockServer(settings)
         await server.start()
@@ -102,7 +103,7 @@ class Swarm:
         return server
 
     async def add_client(self, **settings_of_this: Any) -> ClientService:
-        given = {"port": 0, "model": self._model, **_HERE, **self._client_settings, **settings_of_this}
+        given = {"port": 0, "model": self._model, **_HERE, **_ONE_THREAD, **self._client_settings, **settings_of_this}
         settings = ClientSettings(router=self.router_address, **given)
         client = ClientService(settings)
         await client.start()

@@ -5,8 +5,6 @@ import logging
 import secrets
 import time
 
-import torch
-
 from corolla.block_server.engine import Engine, StepWork
 from corolla.block_server.kv.store import KVStore, LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
@@ -43,7 +41,6 @@ class BlockServer:
 
     def __init__(self, settings: BlockServerSettings) -> None:
         self.settings = settings
-        torch.set_num_threads(settings.threads)
         self.server_id = secrets.token_hex(16)
         self._registry = new_registry()
         self._metrics = BlockServerMetrics(self._registry)
@@ -79,7 +76,9 @@ class BlockServer:
         capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
         if settings.span is not None:
             capacity = len(settings.span)
-        speed = await asyncio.to_thread(measure_speed, checkpoint, dtype, settings.device, settings.quantization)
+        speed = await asyncio.to_thread(
+            measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads
+        )
         description = router_pb2.ServerDescription(
             server_id=self.server_id,
             address=self.address,
@@ -98,7 +97,7 @@ class BlockServer:
         await self._rpc.start()
         span = await self._registration.register(settings.span)
         self._heartbeats = self._tasks.start(self._registration.keep(span), "heartbeats")
-        log.info("loading", extra={"model": checkpoint.name, "blocks": str(span)})
+        log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
 
         model = await asyncio.to_thread(
             load_span, checkpoint, span, dtype=dtype, device=settings.device, quantization=settings.quantization

@@ -33,7 +33,9 @@ class BlockServerSettings(ServiceSettings):
     lean_blocks: bool = Field(
         True, description="Run blocks of the usual shape with fused projections; off, with the family's own code."
     )
-    threads: int = Field(1, ge=1, le=1024, description="Torch threads of this process.")
+    threads: int = Field(
+        0, ge=0, le=1024, description="Torch threads of this process; 0 measures how many of its cores pay."
+    )
     kv_cache_mib: int = Field(1024, ge=1, description="Memory for keys and values in MiB.")
     kept_outputs_mib: int = Field(
         256, ge=0, description="Memory in MiB for outputs that rebuild a lost next hop; 0: they are computed again."

@@ -1,5 +1,6 @@
 """How fast this machine computes one block of the model, measured at start."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from corolla.block_server.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
+from corolla.models.threads import set_num_threads
 from corolla.wire.span import Span
 
 _PREFILL_TOKENS: Final = 64
@@ -20,15 +22,22 @@ _TUNING_BUDGET_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one block: tokens per second, and bytes that a token's keys and values take."""
+    """Of one block: tokens per second, and bytes that a token's keys and values take; with how many threads."""
 
     decode_tokens_per_second: float
     prefill_tokens_per_second: float
     cache_bytes_per_token: int
+    num_threads: int
 
 
-def measure_speed(checkpoint: Checkpoint, dtype: torch.dtype, device: str, quantization: str = "none") -> Speed:
-    """Times the model's first block with one token and with a short prompt; the best of a few runs each."""
+def measure_speed(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str, quantization: str = "none", num_threads: int = 1
+) -> Speed:
+    """Times the model's first block with one token and with a short prompt; the best of a few runs each.
+
+    Args:
+        num_threads: of this process, from now on; 0 takes those with which the block is fastest.
+    """
     block = Span(0, 1)
     model = load_span(checkpoint, block, dtype=dtype, device=device, quantization=quantization)
     runner = Runner(model, num_pages=1, page_tokens=2 * _PREFILL_TOKENS, tuning_budget_s=_TUNING_BUDGET_S)
@@ -39,9 +48,16 @@ def measure_speed(checkpoint: Checkpoint, dtype: torch.dtype, device: str, quant
         hidden = torch.zeros(num_tokens, checkpoint.hidden_size, dtype=dtype)
         return lambda: runner.run([RowWork(cache, position, num_tokens)], hidden, block)
 
-    prefill_s = _best_seconds(run(0, _PREFILL_TOKENS))
-    decode_s = _best_seconds(run(_PREFILL_TOKENS, 1))
-    return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, cache.nbytes // (2 * _PREFILL_TOKENS))
+    prefill, decode = run(0, _PREFILL_TOKENS), run(_PREFILL_TOKENS, 1)
+
+    def seconds() -> float:
+        # Both matter alike, and neither hides the other.
+        return math.sqrt(_best_seconds(prefill) * _best_seconds(decode))
+
+    num_threads = set_num_threads(num_threads, seconds)
+    prefill_s, decode_s = _best_seconds(prefill), _best_seconds(decode)
+    bytes_per_token = cache.nbytes // (2 * _PREFILL_TOKENS)
+    return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads)
 
 
 def _best_seconds(work: Callable[[], object]) -> float:

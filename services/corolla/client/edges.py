@@ -7,9 +7,11 @@ those of `transformers`, bit for bit.
 
 import copy
 import functools
+import math
 import re
+import time
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from corolla.models.cut_model import build, cut_class, keep_layers, model_class_
 from corolla.models.families import Family
 from corolla.models.linear import replace_linears, tune
 from corolla.models.weights import open_tensors
+
+_HEAD_REPETITIONS: Final = 5
 
 
 class Edges:
@@ -59,6 +63,10 @@ class Edges:
     def modules(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         """The model that embeds and the one that projects; they share tied weights."""
         return self._embedding_model, self._head_model
+
+    def seconds_of_head(self) -> float:
+        """How long the head takes for one row and for eight, by geometric mean: the best of a few times each."""
+        return math.sqrt(self._best_seconds(1) * self._best_seconds(8))
 
     def tune_head(self) -> None:
         """Measures, for each small number of rows, how this machine multiplies them by the head's weights fastest."""
@@ -103,6 +111,15 @@ class Edges:
         rows = hidden.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         output = self._head_model(inputs_embeds=rows, use_cache=False)
         return cast(Tensor, output.logits)[0].float().contiguous()
+
+    def _best_seconds(self, num_rows: int) -> float:
+        hidden = torch.zeros(num_rows, int(self.config.hidden_size))
+        durations = []
+        for _ in range(_HEAD_REPETITIONS):
+            started = time.perf_counter()
+            self.head(hidden)
+            durations.append(time.perf_counter() - started)
+        return min(durations)
 
     def _first_input(self, position_ids: Tensor, **tokens: Tensor) -> Tensor:
         positions = position_ids.to(self.device).unsqueeze(0)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 
-import torch
 from transformers import GenerationConfig
 
 from corolla.chassis.errors import CheckpointError, SettingsError
@@ -30,6 +29,7 @@ from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.threads import set_num_threads
 from corolla.v1 import generation_pb2
 from corolla.wire.tensors import DTYPES
 
@@ -41,7 +41,6 @@ class ClientService:
 
     def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
-        torch.set_num_threads(settings.threads)
         self._tenants = Tenants(settings.api_keys_file)
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
@@ -71,6 +70,7 @@ class ClientService:
         self._tasks.start(placement.run(), "placement watch")
         tokenizer = await asyncio.to_thread(TextTokenizer.load, checkpoint.folder)
         edges = await asyncio.to_thread(load_edges, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
+        await asyncio.to_thread(set_num_threads, settings.threads, edges.seconds_of_head)
         await asyncio.to_thread(edges.tune_head)
         plane = self._plane = DataPlane(fingerprint)
         limits = ChainLimits(settings.prefill_chunk_tokens, settings.step_timeout_s, round(settings.lease_s * 1000))

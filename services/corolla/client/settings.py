@@ -21,7 +21,9 @@ class ClientSettings(ServiceSettings):
         "none", description="How the block servers keep their weights; embedding and head are never quantised."
     )
     device: str = Field("cpu", description="Torch device of embedding and head.")
-    threads: int = Field(1, ge=1, le=1024, description="Torch threads of this process.")
+    threads: int = Field(
+        0, ge=0, le=1024, description="Torch threads of this process; 0 measures how many of its cores pay."
+    )
     api_keys_file: Path | None = Field(
         None, description="File with a line `tenant:key` for each caller; without it everybody is the tenant `public`."
     )

@@ -1,0 +1,59 @@
+"""How many threads a process computes with: measured, since more are often slower.
+
+Few rows of small matrices keep one core busy; a large model's keep many. Beside other busy processes every thread more
+is one more to wait for. So the number is doubled as long as that clearly pays.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+# What a doubling must gain: less is not worth a core that others could use.
+_MIN_GAIN: Final = 1.2
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def available_cores(quota_file: Path = _CPU_QUOTA) -> int:
+    """Cores that this process may use: those it may run on, or fewer where its control group has a smaller share."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = quota_file.read_text().split()
+        return max(1, min(num_cores, math.floor(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return num_cores  # no control group, or "max": no limit
+
+
+def choose_num_threads(seconds_with: Callable[[int], float], num_cores: int) -> int:
+    """The number of threads, a power of two, up to which each doubling clearly pays.
+
+    Args:
+        seconds_with: duration of the work with so many threads.
+        num_cores: no more threads than that.
+    """
+    chosen, seconds = 1, seconds_with(1)
+    while chosen * 2 <= num_cores:
+        doubled_s = seconds_with(chosen * 2)
+        if doubled_s * _MIN_GAIN > seconds:
+            break
+        chosen, seconds = chosen * 2, doubled_s
+    return chosen
+
+
+def set_num_threads(asked_for: int, seconds: Callable[[], float]) -> int:
+    """Sets torch's threads to what was asked for, or, if that is 0, to what is fastest. Returns the number.
+
+    Args:
+        seconds: does the work once and says how long it took.
+    """
+
+    def seconds_with(num_threads: int) -> float:
+        torch.set_num_threads(num_threads)
+        return seconds()
+
+    chosen = asked_for or choose_num_threads(seconds_with, available_cores())
+    torch.set_num_threads(chosen)
+    return chosen

@@ -1,0 +1,41 @@
+"""Threads are added as long as they pay, and never beyond what the process may use."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from corolla.models.threads import available_cores, choose_num_threads, set_num_threads
+
+
+@pytest.mark.parametrize(
+    "seconds, num_cores, chosen",
+    [
+        pytest.param({1: 1.0, 2: 2.0, 4: 0.1}, 4, 1, id="two are slower, so four are not tried"),
+        pytest.param({1: 1.0, 2: 0.5, 4: 0.25, 8: 0.24}, 8, 4, id="eight gain nothing"),
+        pytest.param({1: 1.0, 2: 0.9}, 2, 1, id="too small a gain"),
+        pytest.param({1: 1.0, 2: 0.5}, 3, 2, id="no more than the cores"),
+        pytest.param({1: 1.0}, 1, 1, id="one core"),
+    ],
+)
+def test_doublings_must_pay(seconds: dict[int, float], num_cores: int, chosen: int) -> None:
+    assert choose_num_threads(seconds.__getitem__, num_cores) == chosen
+
+
+@pytest.mark.parametrize(
+    "quota, most",
+    [("100000 100000\n", 1), ("150000 100000\n", 1), ("50000 100000\n", 1), ("max 100000\n", None), ("nonsense", None)],
+)
+def test_a_control_groups_share_limits_the_cores(tmp_path: Path, quota: str, most: int | None) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(quota)
+    assert available_cores(file) == (most or available_cores(tmp_path / "absent"))
+
+
+def test_what_was_asked_for_is_not_measured() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert set_num_threads(1, lambda: pytest.fail("measured")) == 1
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
