@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from corolla.block_server.service import BlockServer
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import HopUnavailable, NoChain, NonFiniteOutput, RouterUnavailable
+from corolla.chassis.errors import NoChain, NonFiniteOutput, RouterUnavailable
 from corolla.router.service import RouterProcess
 from corolla.sdk.streams import AsyncStream
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2, router_pb2_grpc
 from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.metrics import sample
 from tests.integration.refusals import Refusal, refusal
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -106,47 +107,45 @@ async def test_no_complete_chain_names_the_uncovered_blocks_until_they_have_a_se
         await swarm.until_empty()
 
 
-async def test_a_hop_lost_in_mid_answer_is_a_typed_error_and_other_chains_go_on(
+async def test_a_hop_lost_in_mid_answer_is_replaced_and_every_answer_goes_on(
     tmp_path: Path, model: Path, complaints: list[str]
 ) -> None:
     async with (
         Swarm(tmp_path, model, ["0:2", "2:5"], client={"prefill_chunk_tokens": 16}) as swarm,
         swarm.connect() as client,
-        open_channel(swarm.address) as channel,
     ):
-        undisturbed = await client.generate(PROMPT, max_tokens=500, ignore_eos=True)
-        session_id = (await client.create_session()).session_id
-        await client.generate(PROMPT, max_tokens=4, session=session_id)
-        stopping = pb.StoppingParameters(max_tokens=5000, ignore_eos=True)
-        ending = [
-            asyncio.create_task(refusal(channel, method, pb.GenerateRequest(text=text, stopping=stopping)))
-            for method in ("Generate", "GenerateStream")
-            for text in (PROMPT, LONG_PROMPT)
+        texts = (PROMPT, LONG_PROMPT)
+        undisturbed = [(await client.generate(text, max_tokens=600, ignore_eos=True)).token_ids for text in texts]
+        # Two conversations that are the same so far.
+        sessions = [(await client.create_session()).session_id for _ in range(2)]
+        for session_id in sessions:
+            await client.generate(PROMPT, max_tokens=4, session=session_id)
+        turn: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+        expected_turn = (await client.generate(PROMPT, session=sessions[0], **turn)).token_ids
+        answers = [
+            asyncio.create_task(client.generate(text, max_tokens=600, ignore_eos=True)) for text in texts for _ in "ab"
         ]
-        turn = pb.GenerateRequest(text=PROMPT, stopping=stopping, session_id=session_id)
-        ending.append(asyncio.create_task(refusal(channel, "GenerateStream", turn)))
-        await until_sessions(swarm.servers[1], len(ending))
-        # Another server of the same span: of those who come now, some get it.
-        other = await swarm.add_server("2:5")
-        streams: list[AsyncStream] = []
-        while other._sessions is None or not len(other._sessions):
-            assert len(streams) < 40, "the planner leaves the new server alone"
-            streams.append(client.stream(PROMPT, max_tokens=500, ignore_eos=True))
-            await anext(streams[-1])
+        answers.append(asyncio.create_task(client.generate(PROMPT, session=sessions[1], **turn)))
+        await until_sessions(swarm.servers[1], len(answers) + 1)
+        await swarm.add_server("2:5")
         await crash(swarm.servers[1])
-        for refused in await asyncio.gather(*ending):
-            check_unavailable(refused, "HOP_UNAVAILABLE")
-        answers = await asyncio.gather(*map(rest_of, streams), return_exceptions=True)
-        unharmed = [answer for answer in answers if not isinstance(answer, HopUnavailable)]
-        assert unharmed
-        assert all(answer == list(undisturbed.token_ids[1:]) for answer in unharmed)
-        # The router has not noticed yet; what comes now finds its way all the same.
-        again = await asyncio.gather(*(client.generate(PROMPT, **OPTIONS) for _ in range(3)))
-        assert all(each.token_ids == undisturbed.token_ids[:300] for each in again)
-        # The conversation is as it was before the turn that failed.
-        assert (await client.get_session(session_id)).num_turns == 1
-        assert (await client.generate(PROMPT, max_tokens=4, session=session_id)).usage.cached_tokens == 0
-        await client.delete_session(session_id)
+        *given, given_turn = await asyncio.gather(*answers)
+        assert [each.token_ids for each in given] == [undisturbed[0]] * 2 + [undisturbed[1]] * 2
+        assert given_turn.token_ids == expected_turn
+        assert all(each.usage.recoveries == 1 and each.usage.stall_s > 0 for each in (*given, given_turn))
+        # The first hop had kept what it sent on, so nothing but the lost span was computed again.
+        port = swarm.clients[0].metrics_port
+        name = "corolla_session_recoveries_total"
+        assert await sample(port, name, cause="hop_unavailable", method="outputs") == len(answers)
+        assert await sample(port, name) == len(answers)
+        # What comes now finds its way, and an idle conversation goes on with what the first hop still holds of it.
+        again = await client.generate(PROMPT, max_tokens=600, ignore_eos=True)
+        assert (again.token_ids, again.usage.recoveries) == (undisturbed[0], 0)
+        both = [await client.generate(PROMPT, max_tokens=40, ignore_eos=True, session=each) for each in sessions]
+        assert both[0].token_ids == both[1].token_ids
+        assert (both[0].usage.recoveries, both[1].usage.recoveries) == (1, 0)
+        for session_id in sessions:
+            await client.delete_session(session_id)
         swarm.servers.remove(lost := swarm.servers[1])
         await swarm.until_empty()
         await lost.stop()
@@ -162,13 +161,17 @@ async def until_sessions(server: BlockServer, num_sessions: int) -> None:
 async def test_the_only_chain_broken_is_told_and_nothing_leaks(
     tmp_path: Path, model: Path, complaints: list[str]
 ) -> None:
-    async with Swarm(tmp_path, model, ["0:1", "1:3", "3:5"]) as swarm, open_channel(swarm.address) as channel:
+    patience = {"recovery_patience_s": 0.5}
+    async with (
+        Swarm(tmp_path, model, ["0:1", "1:3", "3:5"], client=patience) as swarm,
+        open_channel(swarm.address) as channel,
+    ):
         stopping = pb.StoppingParameters(max_tokens=5000, ignore_eos=True)
         request = pb.GenerateRequest(text=PROMPT, stopping=stopping, num_completions=3)
         ending = asyncio.create_task(refusal(channel, "GenerateStream", request))
         await until_sessions(swarm.servers[1], 3)
         await crash(swarm.servers[1])
-        check_unavailable(await ending, "HOP_UNAVAILABLE")
+        check_unavailable(await ending, "NO_CHAIN")
         refused = await refusal(channel, "Generate", request)
         assert refused.code is grpc.StatusCode.UNAVAILABLE
         assert refused.retry_after_s > 0

@@ -246,6 +246,7 @@ class BlockServicer:
         except CorollaError as error:
             peer.send(step_fault(step, error, list(step.rows)))
             return
+        step.dtype, step.hidden_size = self._identity.dtype, self._identity.hidden_size
         # In order with the opens before it, and not in the middle of an iteration.
         self._engine.between_iterations(lambda: self._engine.resend(StepWork(step, b"", peer)))
 

@@ -40,9 +40,10 @@ class InternalError(CorollaError):
 
 
 class NonFiniteOutput(CorollaError):
-    """A block produced NaN or Inf; no token is made of it."""
+    """A block produced NaN or Inf; no token is made of it. `address` is the hop, if known."""
 
     reason = "NON_FINITE"
+    address = ""
 
 
 class RequestKillsServers(CorollaError):

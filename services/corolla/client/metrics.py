@@ -4,10 +4,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from corolla.chassis.metrics import (
     INTER_TOKEN_BUCKETS,
+    RECOVERY_BUCKETS,
     REQUEST_BUCKETS,
     TIME_TO_FIRST_TOKEN_BUCKETS,
     TOKEN_COUNT_BUCKETS,
 )
+from corolla.client.chain.account import Recovered
 
 
 class ClientMetrics:
@@ -50,7 +52,7 @@ class ClientMetrics:
         )
         self.recomputed = Counter(
             "corolla_recomputed_tokens",
-            "Tokens of a session's log processed again: a cache was gone.",
+            "Tokens of a session's log processed again since a cache was gone, for each hop that did.",
             registry=registry,
         )
         self.drafted_tokens = Counter(
@@ -62,3 +64,20 @@ class ClientMetrics:
         self.success = Counter(
             "corolla_request_success", "Finished answers by why they ended.", ["finished_reason"], registry=registry
         )
+        self.recoveries = Counter(
+            "corolla_session_recoveries",
+            "Sessions that lost hops, or what hops held, and went on; by cause and by method: kept outputs, tokens.",
+            ["cause", "method"],
+            registry=registry,
+        )
+        self.recovery_seconds = Histogram(
+            "corolla_session_recovery_seconds",
+            "From a lost hop until its session could go on, in seconds.",
+            buckets=RECOVERY_BUCKETS,
+            registry=registry,
+        )
+
+    def recovered(self, recovered: Recovered) -> None:
+        self.recoveries.labels(recovered.cause, recovered.method).inc()
+        self.recovery_seconds.observe(recovered.seconds)
+        self.recomputed.inc(recovered.num_recomputed_tokens)

@@ -16,6 +16,7 @@ from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.placement import PlacementWatch
 from corolla.client.chain.reservations import ChainLimits
+from corolla.client.chain.routes import Routes
 from corolla.client.chain.streams import DataPlane
 from corolla.client.compute import ComputeThread
 from corolla.client.edges import load_edges
@@ -50,6 +51,7 @@ class ClientService:
         self._compute = ComputeThread(self._metrics.compute_seconds)
         self._control: ControlPlane | None = None
         self._plane: DataPlane | None = None
+        self._routes: Routes | None = None
         self._opener: ChainOpener | None = None
 
     @property
@@ -72,10 +74,10 @@ class ClientService:
         edges = await asyncio.to_thread(load_edges, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
         await asyncio.to_thread(set_num_threads, settings.threads, edges.seconds_of_head)
         await asyncio.to_thread(edges.tune_head)
-        plane = self._plane = DataPlane(fingerprint)
-        limits = ChainLimits(settings.prefill_chunk_tokens, settings.step_timeout_s, round(settings.lease_s * 1000))
+        plane = self._plane = DataPlane(fingerprint, settings.probe_after_s, settings.probe_timeout_s)
+        routes = self._routes = Routes(control, placement, fingerprint, checkpoint.num_blocks)
         opener = self._opener = ChainOpener(
-            control, placement, plane, edges, self._compute, fingerprint, checkpoint.num_blocks, limits
+            routes, plane, edges, self._compute, _limits(settings), self._metrics.recovered
         )
         transcripts = Transcripts(control, settings.session_ttl_s)
         chat = ChatTemplate(tokenizer)
@@ -105,7 +107,7 @@ class ClientService:
         """Lets running answers end, and frees everything."""
         await self._rpc.stop(self.settings.grace_s)
         await self._tasks.close()
-        for part in (self._opener, self._plane, self._control):
+        for part in (self._opener, self._routes, self._plane, self._control):
             if part is not None:
                 await part.close()
         self._compute.close()
@@ -125,6 +127,18 @@ class ClientService:
         return Speculators(
             self._compute, mode, settings.max_draft_tokens, draft_model, is_adaptive=settings.adaptive_drafts
         )
+
+
+def _limits(settings: ClientSettings) -> ChainLimits:
+    return ChainLimits(
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        step_timeout_s=settings.step_timeout_s,
+        lease_ms=round(settings.lease_s * 1000),
+        max_recoveries=settings.max_recoveries,
+        recovery_patience_s=settings.recovery_patience_s,
+        max_replayed_tokens=settings.max_replayed_tokens,
+        merges_replayed_steps=settings.merge_replayed_steps,
+    )
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:

@@ -35,6 +35,23 @@ class ClientSettings(ServiceSettings):
     default_max_tokens: int = Field(256, ge=1, description="New tokens when the request does not say.")
     prefill_chunk_tokens: int = Field(256, ge=1, description="Tokens of one prefill step.")
     step_timeout_s: float = Field(60.0, gt=0, description="Seconds after which a step counts as lost.")
+    probe_after_s: float = Field(
+        1.0, gt=0, description="Seconds of silence after which a block server is asked whether it lives."
+    )
+    probe_timeout_s: float = Field(1.0, gt=0, description="Seconds that it may take to say so.")
+    max_recoveries: int = Field(
+        16, ge=0, le=200, description="Attempts to recover from lost hops, of one request; 0 gives its failure back."
+    )
+    recovery_patience_s: float = Field(
+        5.0, ge=0, description="Seconds that a recovery waits for a server that can replace a lost one."
+    )
+    max_replayed_tokens: int = Field(
+        8192, ge=1, description="Tokens that all recoveries replay at a time, against a stampede."
+    )
+    merge_replayed_steps: bool = Field(
+        True,
+        description="Whether a replay takes tokens in chunks that were processed one by one; else one by one again.",
+    )
     lease_s: float = Field(
         60.0, gt=0, description="Seconds that hops keep a running session that they hear nothing of."
     )

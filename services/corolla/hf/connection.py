@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Final, TypeVar
 from corolla.chassis.errors import HopUnavailable, StartupError
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.client.chain.control import ControlPlane
+from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.placement import PlacementWatch
 from corolla.client.chain.reservations import ChainLimits, OpenOptions, Reservations
+from corolla.client.chain.routes import Routes
 from corolla.client.chain.rows import RowGroup
-from corolla.client.chain.session import SessionIdentity
 from corolla.client.chain.streams import DataPlane
 
 Result = TypeVar("Result")
@@ -114,10 +115,12 @@ class _Planes:
         placement = PlacementWatch(self.control)
         self.tasks = TaskGroup()
         self.tasks.start(placement.run(), "placement watch")
-        self.reservations = Reservations(self.control, placement, self.data, fingerprint, num_blocks, LIMITS)
+        self.routes = Routes(self.control, placement, fingerprint, num_blocks)
+        self.reservations = Reservations(self.routes, self.data, LIMITS)
 
     async def close(self) -> None:
         await self.tasks.close()
+        await self.routes.close()
         await self.data.close()
         await self.control.close()
 

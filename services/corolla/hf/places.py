@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import HopSessionLost
+from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.reservations import OpenOptions
 from corolla.client.chain.rows import RowGroup, RowStep
-from corolla.client.chain.session import SessionIdentity
 from corolla.hf.connection import Connection
 from corolla.wire.span import Span
 

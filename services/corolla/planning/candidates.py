@@ -68,4 +68,5 @@ def _candidate(placed: pb.PlacedServer, num_tokens: int) -> Candidate:
         queue_seconds=load.num_queued_steps * seconds_per_block * len(span),
         zone=server.zone,
         has_pages=not pages_are_known or math.ceil(num_tokens / load.page_tokens) <= load.num_free_pages,
+        is_suspected=placed.suspected,
     )

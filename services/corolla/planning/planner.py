@@ -23,6 +23,7 @@ class Candidate:
     queue_seconds: float = 0.0
     zone: str = ""
     has_pages: bool = True
+    is_suspected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,14 @@ def plan(candidates: Iterable[Candidate], num_blocks: int, costs: LinkCosts | No
         OutOfPages: every block has a server, but those with room do not make a chain.
     """
     return plan_blocks(candidates, Span(0, num_blocks), costs)
+
+
+def plan_around_suspects(candidates: Sequence[Candidate], num_blocks: int) -> PlannedChain:
+    """As `plan`, without suspected servers if there is a chain without them."""
+    try:
+        return plan([each for each in candidates if not each.is_suspected], num_blocks)
+    except (NoChain, OutOfPages):
+        return plan(candidates, num_blocks)
 
 
 def plan_blocks(candidates: Iterable[Candidate], blocks: Span, costs: LinkCosts | None = None) -> PlannedChain:

@@ -72,6 +72,10 @@ class Registry:
         if await self._store.run("heartbeat", model, server_id, _lease(state, load), self._lease_ms) != 1:
             raise LeaseLost("this server has no lease; register again")
 
+    async def report(self, model: str, server_id: str) -> None:
+        """Suspects a server until its next heartbeat; an unknown one is no error."""
+        await self._store.run("report", model, server_id, self._lease_ms)
+
     async def deregister(self, model: str, server_id: str) -> None:
         """Takes a server out at once; an unknown one is no error."""
         await self._store.run("deregister", model, server_id)

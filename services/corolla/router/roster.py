@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from corolla.chassis.errors import CorollaError
 from corolla.planning.candidates import block_span, candidates, chain_of, span_of
-from corolla.planning.planner import Candidate, least_uncovered, plan
+from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
 from corolla.router.placement import HostedSpan
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -82,7 +82,7 @@ class Roster:
         )
         if self.is_known:
             try:
-                planned = plan(self.candidates(), self.num_blocks)
+                planned = plan_around_suspects(self.candidates(), self.num_blocks)
                 message.cheapest_chain.CopyFrom(chain_of(planned.hops, planned.fingerprint))
             except CorollaError:
                 message.ClearField("cheapest_chain")

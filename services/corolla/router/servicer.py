@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
 from corolla.planning.candidates import block_span, chain_of
-from corolla.planning.planner import plan
+from corolla.planning.planner import plan_around_suspects
 from corolla.router import validation
 from corolla.router.registry import Registry
 from corolla.router.sessions import SessionRecords
@@ -76,8 +76,14 @@ class RouterServicer:
         )
         # The planner keeps to the order between equals: shuffled, they share the sessions.
         self._random.shuffle(candidates)
-        planned = plan(candidates, roster.num_blocks)
+        planned = plan_around_suspects(candidates, roster.num_blocks)
         return pb.PlanChainResponse(chain=chain_of(planned.hops, planned.fingerprint))
+
+    async def ReportServer(self, request: pb.ReportServerRequest, context: Context) -> pb.ReportServerResponse:
+        validation.check_text("model", request.model)
+        validation.check_name("server_id", request.server_id)
+        await self._registry.report(request.model, request.server_id)
+        return pb.ReportServerResponse()
 
     async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.Placement:
         validation.check_text("model", request.model, may_be_empty=True)

@@ -280,7 +280,10 @@ class PlacedServer(_message.Message):
     SPAN_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    SUSPECTED_FIELD_NUMBER: _builtins.int
     state: Global___ServerState.ValueType
+    suspected: _builtins.bool
+    """A client service reported that it failed, and it has not been heard of since."""
     @_builtins.property
     def server(self) -> Global___ServerDescription: ...
     @_builtins.property
@@ -294,10 +297,11 @@ class PlacedServer(_message.Message):
         span: _common_pb2.BlockSpan | None = ...,
         state: Global___ServerState.ValueType = ...,
         load: Global___ServerLoad | None = ...,
+        suspected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "server", b"server", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "server", b"server", "span", b"span", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "server", b"server", "span", b"span", "state", b"state", "suspected", b"suspected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -405,6 +409,43 @@ class PlanChainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanChainResponse: _TypeAlias = PlanChainResponse  # noqa: Y015
+
+@_typing.final
+class ReportServerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    server_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        server_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportServerRequest: _TypeAlias = ReportServerRequest  # noqa: Y015
+
+@_typing.final
+class ReportServerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportServerResponse: _TypeAlias = ReportServerResponse  # noqa: Y015
 
 @_typing.final
 class WatchPlacementRequest(_message.Message):

@@ -65,6 +65,11 @@ class RouterServiceStub:
                 request_serializer=corolla_dot_v1_dot_router__pb2.GetPlacementRequest.SerializeToString,
                 response_deserializer=corolla_dot_v1_dot_router__pb2.Placement.FromString,
                 _registered_method=True)
+        self.ReportServer = channel.unary_unary(
+                '/corolla.v1.RouterService/ReportServer',
+                request_serializer=corolla_dot_v1_dot_router__pb2.ReportServerRequest.SerializeToString,
+                response_deserializer=corolla_dot_v1_dot_router__pb2.ReportServerResponse.FromString,
+                _registered_method=True)
         self.CreateSessionRecord = channel.unary_unary(
                 '/corolla.v1.RouterService/CreateSessionRecord',
                 request_serializer=corolla_dot_v1_dot_router__pb2.CreateSessionRecordRequest.SerializeToString,
@@ -144,6 +149,13 @@ class RouterServiceServicer:
 
     def GetPlacement(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportServer(self, request, context):
+        """A server failed. Until its next heartbeat, chains avoid it where they can.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -228,6 +240,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.GetPlacement,
                     request_deserializer=corolla_dot_v1_dot_router__pb2.GetPlacementRequest.FromString,
                     response_serializer=corolla_dot_v1_dot_router__pb2.Placement.SerializeToString,
+            ),
+            'ReportServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportServer,
+                    request_deserializer=corolla_dot_v1_dot_router__pb2.ReportServerRequest.FromString,
+                    response_serializer=corolla_dot_v1_dot_router__pb2.ReportServerResponse.SerializeToString,
             ),
             'CreateSessionRecord': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateSessionRecord,
@@ -428,6 +445,33 @@ class RouterService:
             '/corolla.v1.RouterService/GetPlacement',
             corolla_dot_v1_dot_router__pb2.GetPlacementRequest.SerializeToString,
             corolla_dot_v1_dot_router__pb2.Placement.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corolla.v1.RouterService/ReportServer',
+            corolla_dot_v1_dot_router__pb2.ReportServerRequest.SerializeToString,
+            corolla_dot_v1_dot_router__pb2.ReportServerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,8 @@ class RouterServiceStub:
     WatchPlacement: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchPlacementRequest, _router_pb2.Placement]
     """The placement now, and again at each change."""
     GetPlacement: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetPlacementRequest, _router_pb2.Placement]
+    ReportServer: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReportServerRequest, _router_pb2.ReportServerResponse]
+    """A server failed. Until its next heartbeat, chains avoid it where they can."""
     CreateSessionRecord: _grpc.UnaryUnaryMultiCallable[_router_pb2.CreateSessionRecordRequest, _router_pb2.SessionRecord]
     """--- session records: owner, chain, token log, sampler state ---"""
     GetSessionRecord: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetSessionRecordRequest, _router_pb2.SessionRecord]
@@ -79,6 +81,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     WatchPlacement: _aio.UnaryStreamMultiCallable[_router_pb2.WatchPlacementRequest, _router_pb2.Placement]  # type: ignore[assignment]
     """The placement now, and again at each change."""
     GetPlacement: _aio.UnaryUnaryMultiCallable[_router_pb2.GetPlacementRequest, _router_pb2.Placement]  # type: ignore[assignment]
+    ReportServer: _aio.UnaryUnaryMultiCallable[_router_pb2.ReportServerRequest, _router_pb2.ReportServerResponse]  # type: ignore[assignment]
+    """A server failed. Until its next heartbeat, chains avoid it where they can."""
     CreateSessionRecord: _aio.UnaryUnaryMultiCallable[_router_pb2.CreateSessionRecordRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
     """--- session records: owner, chain, token log, sampler state ---"""
     GetSessionRecord: _aio.UnaryUnaryMultiCallable[_router_pb2.GetSessionRecordRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
@@ -143,6 +147,14 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.GetPlacementRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.Placement, _abc.Awaitable[_router_pb2.Placement]]: ...
+
+    @_abc_1.abstractmethod
+    def ReportServer(
+        self,
+        request: _router_pb2.ReportServerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ReportServerResponse, _abc.Awaitable[_router_pb2.ReportServerResponse]]:
+        """A server failed. Until its next heartbeat, chains avoid it where they can."""
 
     @_abc_1.abstractmethod
     def CreateSessionRecord(

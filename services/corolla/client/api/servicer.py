@@ -9,9 +9,9 @@ from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
 from corolla.client.api import replies, validation
 from corolla.client.api.tenants import Tenants
+from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.placement import PlacementWatch
-from corolla.client.chain.session import SessionIdentity
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering
 from corolla.client.generation.sampling import SampledToken
@@ -206,7 +206,7 @@ class GenerationServicer:
     async def DeleteSession(self, request: pb.DeleteSessionRequest, context: Context) -> pb.DeleteSessionResponse:
         tenant = self._tenants.of(context)
         record = await self._transcripts.delete(request.session_id, tenant)
-        identity = SessionIdentity(bytes.fromhex(record.session_id), record.epoch, tenant)
+        identity = SessionIdentity.of_turn(record.session_id, record.epoch, tenant).at_end_of_turn()
         await self._opener.forget(identity, record.chain)
         return pb.DeleteSessionResponse()
 

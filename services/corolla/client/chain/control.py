@@ -37,6 +37,10 @@ class ControlPlane:
         )
         return await self._call(self.stub.PlanChain, request)
 
+    async def report_server(self, server_id: str) -> None:
+        """Tells that a server failed; chains avoid it until it is heard of again."""
+        await self._call(self.stub.ReportServer, pb.ReportServerRequest(model=self.model, server_id=server_id))
+
     async def create_session(self, record: pb.SessionRecord, ttl_ms: int) -> pb.SessionRecord:
         return await self._call(
             self.stub.CreateSessionRecord, pb.CreateSessionRecordRequest(record=record, ttl_ms=ttl_ms)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from corolla.chassis.errors import CorollaError, HopUnavailable
+from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.client.chain.departure import GangRules
 from corolla.client.chain.reading import Arrival, Reader, Reading, read
@@ -115,7 +115,8 @@ class Gang:
         try:
             await self._read(members, futures)
         finally:
-            _fail(members, HopUnavailable("the step was given up"))
+            # No fault of a hop: taking the step again would ask the readers twice.
+            _fail(members, InternalError("the step was given up"))
             self._num_under_way -= 1
             self._depart()
 

@@ -1,15 +1,18 @@
 """Opens sessions that decode in gangs with the others of their chain."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
-from corolla.client.chain.control import ControlPlane
+from corolla.client.chain.account import Recovered, RecoveryAccount
 from corolla.client.chain.gangs import Gang
-from corolla.client.chain.placement import PlacementWatch
-from corolla.client.chain.reservations import ChainLimits, OpenOptions, Reservation, Reservations
-from corolla.client.chain.session import ChainSession, SessionIdentity
+from corolla.client.chain.identity import SessionIdentity
+from corolla.client.chain.recovery import Recovery
+from corolla.client.chain.replay import Places, Replayer
+from corolla.client.chain.reservations import ChainLimits, OpenOptions, Reservations
+from corolla.client.chain.routes import Routes
+from corolla.client.chain.session import ChainSession
 from corolla.client.chain.streams import DataPlane
 from corolla.client.compute import ComputeThread
 from corolla.client.edges import Edges
@@ -18,20 +21,24 @@ from corolla.v1 import common_pb2
 
 
 class ChainOpener:
-    """Owns what sessions on chains share: the streams, the reservations and the gangs."""
+    """Owns what sessions on chains share: the streams, the reservations and the gangs.
+
+    Args:
+        observe: is told of each recovery.
+    """
 
     def __init__(
         self,
-        control: ControlPlane,
-        placement: PlacementWatch,
+        routes: Routes,
         plane: DataPlane,
         edges: Edges,
         compute: ComputeThread,
-        fingerprint: str,
-        num_blocks: int,
         limits: ChainLimits,
+        observe: Callable[[Recovered], None],
     ) -> None:
-        self._reservations = Reservations(control, placement, plane, fingerprint, num_blocks, limits)
+        self._reservations = Reservations(routes, plane, limits)
+        replayer = Replayer(self._reservations, plane, limits)
+        self._recovery = Recovery(routes, self._reservations, replayer, limits, observe)
         self._plane = plane
         self._edges = edges
         self._compute = compute
@@ -40,16 +47,32 @@ class ChainOpener:
         self._gangs: WeakValueDictionary[bytes, Gang] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def open(self, identity: SessionIdentity, options: OpenOptions) -> AsyncIterator[ChainSession]:
+    async def open(
+        self, identity: SessionIdentity, options: OpenOptions, on_recovered: Callable[[Recovered], None]
+    ) -> AsyncIterator[ChainSession]:
         """A session on a chain. On leaving, the caller must have closed or parked it.
 
         A hop that cannot be reached is left out for a while and another chain is tried; so is one without free pages.
+
+        Args:
+            on_recovered: is told of each recovery of this session.
 
         Raises:
             NoChain, OutOfPages, HopUnavailable: nothing stays allocated.
         """
         reservation = await self._reservations.reserve([identity], options)
-        session = self._session(identity, reservation)
+        session = ChainSession(
+            Places((identity,), reservation.chain, options, reservation.max_step_tokens),
+            reservation,
+            self._plane,
+            self._recovery,
+            RecoveryAccount(self._limits.max_recoveries, on_recovered),
+            self._gang_of,
+            self._edges,
+            self._compute,
+            max_chunk_tokens=self._limits.prefill_chunk_tokens,
+            step_timeout_s=self._limits.step_timeout_s,
+        )
         try:
             yield session
         finally:
@@ -67,18 +90,13 @@ class ChainOpener:
         for gang in list(self._gangs.values()):
             await gang.close()
 
-    def _session(self, identity: SessionIdentity, reservation: Reservation) -> ChainSession:
-        chain = reservation.chain
-        key = chain.SerializeToString(deterministic=True)
+    def _gang_of(self, places: Places) -> Gang:
+        key = places.chain.SerializeToString(deterministic=True)
         gang = self._gangs.get(key)
         if gang is None:
             gang = Gang(
-                list(chain.hops), self._plane, self._edges, self._compute,
-                max_step_tokens=reservation.max_step_tokens, step_timeout_s=self._limits.step_timeout_s,
+                list(places.chain.hops), self._plane, self._edges, self._compute,
+                max_step_tokens=places.max_step_tokens, step_timeout_s=self._limits.step_timeout_s,
             )  # fmt: skip
             self._gangs[key] = gang
-        return ChainSession(
-            identity, chain, reservation.num_cached_tokens, self._plane, gang, self._edges, self._compute,
-            prefill_chunk_tokens=min(self._limits.prefill_chunk_tokens, reservation.max_step_tokens),
-            step_timeout_s=self._limits.step_timeout_s,
-        )  # fmt: skip
+        return gang

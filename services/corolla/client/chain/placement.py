@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 import grpc
@@ -30,6 +31,11 @@ class PlacementWatch:
         if self._placement is None or not self._placement.HasField("cheapest_chain"):
             return None
         return self._placement.cheapest_chain
+
+    @property
+    def servers(self) -> Sequence[pb.PlacedServer]:
+        """All registered servers, as far as is known."""
+        return self._placement.servers if self._placement else ()
 
     @property
     def uncovered(self) -> list[Span]:

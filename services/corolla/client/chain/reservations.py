@@ -3,26 +3,17 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import torch
 
-from corolla.chassis.errors import (
-    HopUnavailable,
-    InvalidRequest,
-    ModelNotFound,
-    NoChain,
-    OutOfPages,
-    RouterUnavailable,
-    StoreUnavailable,
-)
-from corolla.client.chain.control import ControlPlane
-from corolla.client.chain.placement import PlacementWatch
+from corolla.chassis.errors import CorollaError, HopUnavailable, InvalidRequest, NoChain, OutOfPages
+from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.prefixes import page_hashes
-from corolla.client.chain.session import SessionIdentity
+from corolla.client.chain.recovery_plan import HopState
+from corolla.client.chain.routes import Routes
 from corolla.client.chain.streams import DataPlane
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -33,17 +24,27 @@ from corolla.wire.tensors import MAX_PROMPT_BYTES, tensor_type, to_payload
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS: Final = 3
-_QUARANTINE_S: Final = 5.0
 _ALL_TOKENS: Final = 2**31
 
 
 @dataclass(frozen=True, slots=True)
 class ChainLimits:
-    """Sizes and times of steps and leases."""
+    """Sizes and times of steps, leases and recoveries.
+
+    Attributes:
+        max_recoveries: of one request; after them its failure is the caller's.
+        recovery_patience_s: how long a recovery waits for a server that can replace a lost one.
+        max_replayed_tokens: of all recoveries at a time, so that a server's death does not become a stampede.
+        merges_replayed_steps: whether tokens that were processed one by one are replayed in chunks.
+    """
 
     prefill_chunk_tokens: int
     step_timeout_s: float
     lease_ms: int
+    max_recoveries: int = 16
+    recovery_patience_s: float = 5.0
+    max_replayed_tokens: int = 8192
+    merges_replayed_steps: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class OpenOptions:
             beginnings already. The last token is left to be processed. None where the sessions are given other things.
         max_position: what hops hold beyond is not the session's text any more.
         prompts: trained embeddings for each session, `[blocks, P, H]` in the dtype of the weights; None without.
+        keeps_outputs: whether hops keep what they send on, for the case that the next one is lost.
     """
 
     max_tokens: int
@@ -73,6 +75,7 @@ class OpenOptions:
     texts: Sequence[Sequence[int]] | None = None
     max_position: int | None = None
     prompts: Sequence[torch.Tensor] | None = None
+    keeps_outputs: bool = True
 
     def resumes(self, hop: common_pb2.Hop) -> bool:
         """Whether the hop may hold something of the session that counts."""
@@ -84,34 +87,39 @@ class Reservation:
     """Places that were given.
 
     Attributes:
-        num_cached_tokens: that every hop holds of every session, and can go on from.
         max_step_tokens: that every hop takes in one step.
+        opened: what each hop says of each session.
+        num_cached_tokens: that every hop holds of every session, and can go on from.
     """
 
     chain: common_pb2.Chain
-    num_cached_tokens: int
     max_step_tokens: int
+    opened: Sequence[Sequence[pb.Opened]]
+    num_cached_tokens: int
+
+    def states(self, number: int) -> list[HopState]:
+        """What each hop holds of one of the sessions."""
+        return [
+            HopState(answer.num_cached_tokens, answer.min_position, answer.kept_start, answer.kept_end)
+            for answer in (on_hop[number] for on_hop in self.opened)
+        ]
+
+
+class NotOpened(Exception):
+    """Some hops of a chain did not open; the others did."""
+
+    def __init__(self, failures: Sequence[tuple[common_pb2.Hop, BaseException]]) -> None:
+        super().__init__()
+        self.failures = failures
 
 
 class Reservations:
-    """Plans chains and opens sessions on their hops; remembers for a while which hops could not be reached."""
+    """Opens sessions on the hops of chains."""
 
-    def __init__(
-        self,
-        control: ControlPlane,
-        placement: PlacementWatch,
-        plane: DataPlane,
-        fingerprint: str,
-        num_blocks: int,
-        limits: ChainLimits,
-    ) -> None:
-        self._control = control
-        self._placement = placement
+    def __init__(self, routes: Routes, plane: DataPlane, limits: ChainLimits) -> None:
+        self._routes = routes
         self._plane = plane
-        self._fingerprint = fingerprint
-        self._num_blocks = num_blocks
         self._limits = limits
-        self._quarantine: dict[str, float] = {}
 
     async def reserve(self, identities: Sequence[SessionIdentity], options: OpenOptions) -> Reservation:
         """Opens sessions, all of them on one chain.
@@ -124,18 +132,15 @@ class Reservations:
         """
         too_full: set[str] = set()
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            chain = options.chain or await self._plan(len(identities), options, frozenset(too_full))
-            opened, failures = await self._open(identities, options, chain)
-            if not failures:
-                return Reservation(
-                    chain,
-                    num_cached_tokens=_common_position([answer for answer, _ in opened], options.max_position),
-                    max_step_tokens=min(max_tokens for _, max_tokens in opened),
-                )
+            chain = options.chain or await self._choose(len(identities), options, too_full)
+            try:
+                return await self.open(identities, options, chain)
+            except NotOpened as refused:
+                failures = refused.failures
             self._undo(identities, options, chain)
             for hop, failure in failures:
                 if isinstance(failure, HopUnavailable):
-                    self._quarantine[hop.server_id] = asyncio.get_running_loop().time() + _QUARANTINE_S
+                    self._routes.avoid(hop.server_id)
                 elif isinstance(failure, OutOfPages):
                     too_full.add(hop.server_id)
             hard = [failure for _, failure in failures if not isinstance(failure, HopUnavailable | OutOfPages)]
@@ -147,20 +152,67 @@ class Reservations:
             )
         raise NoChain("no chain could be opened")
 
-    async def _open(
+    async def open(
         self, identities: Sequence[SessionIdentity], options: OpenOptions, chain: common_pb2.Chain
-    ) -> tuple[list[tuple[pb.Opened, int]], list[tuple[common_pb2.Hop, BaseException]]]:
+    ) -> Reservation:
+        """Opens sessions on just this chain.
+
+        Raises:
+            NotOpened: what did open stays so, and is the caller's to give back.
+        """
+        last = len(chain.hops) - 1
         try:
-            answers = await asyncio.gather(*(self._open_on(hop, identities, options) for hop in chain.hops))
+            answers = await asyncio.gather(
+                *(
+                    self._open_on(hop, identities, options, keep_outputs=options.keeps_outputs and number < last)
+                    for number, hop in enumerate(chain.hops)
+                )
+            )
         except asyncio.CancelledError:
             self._undo(identities, options, chain)
             raise
-        places = [(hop, answer) for hop, on_hop in zip(chain.hops, answers, strict=True) for answer in on_hop]
-        failures = [(hop, answer) for hop, answer in places if isinstance(answer, BaseException)]
-        return [answer for _, answer in places if not isinstance(answer, BaseException)], failures
+        failures = [
+            (hop, answer)
+            for hop, on_hop in zip(chain.hops, answers, strict=True)
+            for answer in on_hop
+            if isinstance(answer, BaseException)
+        ]
+        if failures:
+            raise NotOpened(failures)
+        given = [[answer for answer in on_hop if not isinstance(answer, BaseException)] for on_hop in answers]
+        return Reservation(
+            chain,
+            max_step_tokens=min(max_tokens for on_hop in given for _, max_tokens in on_hop),
+            opened=[[opened for opened, _ in on_hop] for on_hop in given],
+            num_cached_tokens=_common_position(
+                [opened for on_hop in given for opened, _ in on_hop], options.max_position
+            ),
+        )
+
+    def give_back(self, identities: Sequence[SessionIdentity], hops: Sequence[common_pb2.Hop]) -> None:
+        """Frees sessions on some hops. What a hop holds of a later epoch, it keeps."""
+        for hop in hops:
+            for identity in identities:
+                self._plane.tell(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
+
+    async def _choose(self, num_sessions: int, options: OpenOptions, too_full: Collection[str]) -> common_pb2.Chain:
+        """Where hops of the last turn are gone, those that remain keep what they hold."""
+        num_tokens = options.max_tokens * num_sessions
+        recorded = options.recorded
+        if recorded is not None and recorded.hops:
+            gone = {hop.server_id for hop in recorded.hops if self._routes.is_gone(hop)}
+            gone.update(hop.server_id for hop in recorded.hops if hop.server_id in too_full)
+            if 0 < len(gone) < len(recorded.hops):
+                with contextlib.suppress(CorollaError):
+                    return await self._routes.repaired(
+                        recorded, gone | set(too_full), num_tokens=num_tokens, patience_s=0
+                    )
+        return await self._routes.plan(
+            num_tokens=num_tokens, record_id=options.record_id, blocks=options.blocks, too_full=too_full
+        )
 
     async def _open_on(
-        self, hop: common_pb2.Hop, identities: Sequence[SessionIdentity], options: OpenOptions
+        self, hop: common_pb2.Hop, identities: Sequence[SessionIdentity], options: OpenOptions, *, keep_outputs: bool
     ) -> list[tuple[pb.Opened, int] | BaseException]:
         # Prompts may be large: only one session's wait to be written.
         turn = contextlib.nullcontext() if options.prompts is None else asyncio.Lock()
@@ -168,45 +220,12 @@ class Reservations:
         async def open_one(number: int) -> tuple[pb.Opened, int]:
             async with turn:
                 request = self._frame(identities[number], options, hop)
+                request.keep_outputs = keep_outputs
                 if options.texts is not None and options.prompts is None:
                     await self._describe_text(request, hop, options.texts[number])
                 return await self._plane.open(hop.address, request, _describe_prompts(request, number, options))
 
         return await asyncio.gather(*map(open_one, range(len(identities))), return_exceptions=True)
-
-    async def _plan(self, num_sessions: int, options: OpenOptions, too_full: frozenset[str]) -> common_pb2.Chain:
-        now_s = asyncio.get_running_loop().time()
-        self._quarantine = {server: until for server, until in self._quarantine.items() if until > now_s}
-        excluded = too_full | frozenset(self._quarantine)
-        plan = partial(
-            self._control.plan_chain,
-            fingerprint=self._fingerprint,
-            session_id=options.record_id,
-            excluded=excluded,
-        )
-        try:
-            try:
-                planned = await plan(num_tokens=options.max_tokens * num_sessions)
-            except OutOfPages:
-                # What the router knows of pages is as old as the last heartbeat; the hops have the last word.
-                planned = await plan(num_tokens=0)
-        except (RouterUnavailable, StoreUnavailable):
-            chain = self._placement.cheapest_chain
-            if chain is None or chain.fingerprint != self._fingerprint:
-                raise
-            if any(hop.server_id in excluded for hop in chain.hops):
-                raise
-            return _cut(chain, options.blocks)
-        except ModelNotFound:
-            # We do have the model; only its blocks have no server, and never had one.
-            listed = f"0:{self._num_blocks}"
-            raise NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed}) from None
-        except NoChain:
-            # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
-            if too_full:
-                raise OutOfPages("block servers have too few free KV pages for this request") from None
-            raise
-        return _cut(planned.chain, options.blocks)
 
     def _frame(self, identity: SessionIdentity, options: OpenOptions, hop: common_pb2.Hop) -> pb.Open:
         return pb.Open(
@@ -260,20 +279,3 @@ def _common_position(answers: Sequence[pb.Opened], max_position: int | None) -> 
     if max_position is not None:
         position = min(position, max_position)
     return position if position >= max(answer.min_position for answer in answers) else 0
-
-
-def _cut(chain: common_pb2.Chain, blocks: Span | None) -> common_pb2.Chain:
-    """The part of a chain that covers just `blocks`."""
-    if blocks is None:
-        return chain
-    return common_pb2.Chain(hops=_hops_within(chain, blocks), fingerprint=chain.fingerprint)
-
-
-def _hops_within(chain: common_pb2.Chain, blocks: Span) -> Iterator[common_pb2.Hop]:
-    for hop in chain.hops:
-        start, end = max(hop.span.start, blocks.start), min(hop.span.end, blocks.end)
-        if start < end:
-            part = common_pb2.Hop()
-            part.CopyFrom(hop)
-            part.span.start, part.span.end = start, end
-            yield part

@@ -1,15 +1,19 @@
 """One session on one chain: the position, and the steps that move it."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
+from corolla.client.chain.account import RecoveryAccount
 from corolla.client.chain.gangs import Gang
+from corolla.client.chain.history import StepShapes, TokenHistory
 from corolla.client.chain.reading import Arrival, Reader, Reading, embed, read
+from corolla.client.chain.recovery import Recovery
+from corolla.client.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP, Places
+from corolla.client.chain.reservations import Reservation
 from corolla.client.chain.streams import DataPlane, RowFuture, RowResult
 from corolla.client.compute import ComputeThread
 from corolla.client.edges import Edges
@@ -17,16 +21,9 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.tensors import tensor_type, to_payload
 
-MAX_CHUNKS_UNDER_WAY_PER_HOP: Final = 2
+Answer = TypeVar("Answer")
 
-
-@dataclass(frozen=True, slots=True)
-class SessionIdentity:
-    """Who a session is on every hop."""
-
-    session_id: bytes
-    epoch: int
-    tenant: str
+GangOf = Callable[[Places], Gang]
 
 
 class ChainSession:
@@ -34,32 +31,76 @@ class ChainSession:
 
     `position` is the one authoritative count of processed tokens: it moves when a step came back from the last hop, and
     each step carries it.
+
+    A step that a hop swallowed is taken again as soon as the session is recovered: on other hops perhaps, but from the
+    same position.
+
+    Args:
+        reservation: what the hops held of it when it was opened.
+        gang_of: the gang of the chain that a session is on.
+        max_chunk_tokens: of a prompt's chunks; hops may take less.
     """
 
     def __init__(
         self,
-        identity: SessionIdentity,
-        chain: common_pb2.Chain,
-        position: int,
+        places: Places,
+        reservation: Reservation,
         plane: DataPlane,
-        gang: Gang,
+        recovery: Recovery,
+        account: RecoveryAccount,
+        gang_of: GangOf,
         edges: Edges,
         compute: ComputeThread,
         *,
-        prefill_chunk_tokens: int,
+        max_chunk_tokens: int,
         step_timeout_s: float,
     ) -> None:
-        self.chain = chain
-        self.position = position
-        self._identity = identity
+        self._places = places
+        self._reservation = reservation
         self._plane = plane
-        self._gang = gang
+        self._recovery = recovery
+        self._account = account
+        self._gang_of = gang_of
+        self._gang = gang_of(places)
         self._edges = edges
         self._compute = compute
-        self._chunk_tokens = prefill_chunk_tokens
+        self._max_chunk_tokens = max_chunk_tokens
         self._step_timeout_s = step_timeout_s
+        self._history = TokenHistory()
         self._in_gang = False
         self._newest: Reading | None = None
+
+    @property
+    def chain(self) -> common_pb2.Chain:
+        return self._places.chain
+
+    @property
+    def position(self) -> int:
+        """Tokens that the whole chain has processed."""
+        return len(self._history.token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that all hops held when the session was opened."""
+        return self._reservation.num_cached_tokens
+
+    async def take_up(self, token_ids: Sequence[int], num_past_tokens: int = 0) -> None:
+        """Goes on from what hops hold of a text. Where only some of them still hold its past, the others get it again.
+
+        Args:
+            token_ids: the text; its last token is left to be processed.
+            num_past_tokens: that the session processed earlier.
+        """
+        states = self._reservation.states(0)
+        position = min(num_past_tokens, max(state.num_held for state in states))
+        if position <= self.num_cached_tokens:
+            self._history.append(token_ids[: self.num_cached_tokens], is_prompt=True)
+            return
+        self._history.append(token_ids[:position], is_prompt=True)
+        try:
+            await self._recovery.fill(self._places, self, states, self._account)
+        except CorollaError as failure:
+            await self._mend(failure)
 
     async def prefill(self, token_ids: Sequence[int], reader: Reader) -> list[int]:
         """Processes a prompt in chunks; several are under way at once, so that hops work at the same time.
@@ -73,25 +114,8 @@ class ChainSession:
         """
         if not token_ids:
             raise InternalError("a prompt to process has at least one token")
-        under_way: list[tuple[int, RowFuture]] = []
-        max_under_way = MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops)
-        try:
-            for start in range(0, len(token_ids), self._chunk_tokens):
-                chunk = token_ids[start : start + self._chunk_tokens]
-                is_last = start + len(chunk) == len(token_ids)
-                if len(under_way) == max_under_way:
-                    await self._arrived(*under_way.pop(0))
-                position = self.position + sum(count for count, _ in under_way)
-                under_way.append((len(chunk), await self._send_chunk(chunk, position, int(is_last))))
-            while len(under_way) > 1:
-                await self._arrived(*under_way.pop(0))
-            num_last, last = under_way.pop()
-            result = await self._arrived(num_last, last)
-        finally:
-            for _, future in under_way:
-                if not future.cancel() and not future.cancelled():
-                    future.exception()  # seen: what ended the prompt is on its way
-        row = self._row(self.position - num_last, num_last, 1)
+        start = self.position
+        row, result = await self._surely(lambda: self._process(token_ids[self.position - start :]))
         (reading,) = await self._compute.run(read, self._edges, [Arrival(row, result, reader)])
         if isinstance(reading, CorollaError):
             raise reading
@@ -117,14 +141,22 @@ class ChainSession:
         Returns:
             What it chose, at least one token.
         """
-        if not self._in_gang:
-            self._gang.join()
-            self._in_gang = True
         hidden = await self._input(token_id, guesses)
-        num_tokens = 1 + len(guesses)
-        reading = self._newest = await self._gang.step(self._row(self.position, num_tokens, num_tokens), hidden, reader)
-        self.position = reading.position
+        reading = self._newest = await self._surely(lambda: self._take_step(hidden, reader))
+        self._history.append([token_id, *reading.token_ids[:-1]], is_prompt=False)
         return reading.token_ids
+
+    # --- a member of a recovery -----------------------------------------------------------------------------------
+
+    @property
+    def shapes(self) -> StepShapes:
+        return self._history.shapes
+
+    async def inputs(self, start: int, end: int) -> torch.Tensor:
+        """`[end - start, H]`, what went into the first block."""
+        return await self._compute.run(embed, self._edges, self._history.token_ids[start:end], range(start, end))
+
+    # --- its end --------------------------------------------------------------------------------------------------
 
     def park(self, position: int, *, earlier: common_pb2.Chain, recorded: common_pb2.Chain) -> None:
         """Ends a turn: the hops keep the first `position` tokens for the next one, as long as they have room.
@@ -135,8 +167,8 @@ class ChainSession:
             recorded: the chain under which the session will be found again. Other hops would never be told to free
                 it, so they do that now.
         """
-        self.position = position
-        session_id, epoch = self._identity.session_id, self._identity.epoch
+        identity = self._places.identities[0]
+        session_id, epoch = identity.session_id, identity.epoch
         for hop in recorded.hops:
             self._plane.tell(hop.address, pb.Truncate(session_id=session_id, epoch=epoch, position=position, idle=True))
         for hop in (*self.chain.hops, *earlier.hops):
@@ -145,14 +177,60 @@ class ChainSession:
 
     def close(self) -> None:
         """Frees the session's pages on every hop."""
+        identity = self._places.identities[0]
         for hop in self.chain.hops:
-            self._plane.tell(hop.address, pb.Close(session_id=self._identity.session_id, epoch=self._identity.epoch))
+            self._plane.tell(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
     def leave_gang(self) -> None:
         """No more decode steps come; the gang must not wait for them."""
         if self._in_gang:
             self._gang.leave()
             self._in_gang = False
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return min(self._max_chunk_tokens, self._places.max_step_tokens)
+
+    async def _surely(self, step: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Takes a step, again after each failure that a recovery mends; raises the others."""
+        while True:
+            try:
+                return await step()
+            except CorollaError as failure:
+                await self._mend(failure)
+
+    async def _mend(self, failure: CorollaError) -> None:
+        self.leave_gang()
+        await self._recovery.recover(self._places, [self], failure, self._account)
+        self._gang = self._gang_of(self._places)
+
+    async def _process(self, token_ids: Sequence[int]) -> tuple[pb.StepRow, RowResult]:
+        """The last row of a prompt, and what came back for it."""
+        under_way: list[tuple[Sequence[int], RowFuture]] = []
+        max_under_way = MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops)
+        try:
+            for start in range(0, len(token_ids), self._chunk_tokens):
+                chunk = token_ids[start : start + self._chunk_tokens]
+                is_last = start + len(chunk) == len(token_ids)
+                if len(under_way) == max_under_way:
+                    await self._arrived(*under_way.pop(0))
+                position = self.position + sum(len(chunk) for chunk, _ in under_way)
+                under_way.append((chunk, await self._send_chunk(chunk, position, int(is_last))))
+            while len(under_way) > 1:
+                await self._arrived(*under_way.pop(0))
+            last_chunk, last = under_way.pop()
+            result = await self._arrived(last_chunk, last)
+        finally:
+            for _, future in under_way:
+                if not future.cancel() and not future.cancelled():
+                    future.exception()  # seen: what ended the prompt is on its way
+        return self._row(self.position - len(last_chunk), len(last_chunk), 1), result
+
+    async def _take_step(self, hidden: torch.Tensor, reader: Reader) -> Reading:
+        if not self._in_gang:
+            self._gang.join()
+            self._in_gang = True
+        return await self._gang.step(self._row(self.position, len(hidden), len(hidden)), hidden, reader)
 
     async def _input(self, token_id: int, guesses: Sequence[int]) -> torch.Tensor:
         newest = self._newest
@@ -175,19 +253,19 @@ class ChainSession:
         )
         return self._plane.step(self.chain.hops, step, to_payload(hidden))[0]
 
-    async def _arrived(self, num_tokens: int, future: RowFuture) -> RowResult:
+    async def _arrived(self, token_ids: Sequence[int], future: RowFuture) -> RowResult:
         try:
             async with asyncio.timeout(self._step_timeout_s):
                 result = await future
         except TimeoutError:
             raise HopUnavailable("a hop of the chain does not answer") from None
-        self.position += num_tokens
+        self._history.append(token_ids, is_prompt=True)
         return result
 
     def _row(self, position: int, num_tokens: int, num_result_tokens: int) -> pb.StepRow:
         return pb.StepRow(
-            session_id=self._identity.session_id,
-            epoch=self._identity.epoch,
+            session_id=self._places.identities[0].session_id,
+            epoch=self._places.identities[0].epoch,
             position=position,
             num_tokens=num_tokens,
             num_result_tokens=num_result_tokens,

@@ -16,17 +16,18 @@ from typing import Final
 import grpc
 
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import CorollaError, HopUnavailable
+from corolla.chassis.errors import CorollaError, HopUnavailable, NonFiniteOutput
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.chassis.status import from_reason, from_rpc_error
 from corolla.v1 import blocks_pb2 as pb
-from corolla.v1 import common_pb2
+from corolla.v1 import blocks_pb2_grpc, common_pb2
 from corolla.wire.frames import EXCHANGE, Buffer, decode
 from corolla.wire.outbox import Outbox, OutboxFull
 
 log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S: Final = 3.0
+_WATCH_INTERVAL_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +47,43 @@ RowFuture = asyncio.Future[RowResult]
 class _AwaitedStep:
     rows: dict[bytes, tuple[pb.StepRow, RowFuture]]
     addresses: frozenset[str]
+    since_s: float
 
 
 @dataclass(slots=True)
 class _Stream:
     outbox: Outbox
     welcome: asyncio.Future[pb.Welcome]
+    channel: grpc.aio.Channel
+    task: asyncio.Task[None] | None = None
+    # When a frame came in on it.
+    heard_s: float = 0.0
+    is_silent: bool = False
 
 
 class DataPlane:
     """All streams of this client service.
 
+    A step that takes long says nothing about why: a server may be busy or gone without a word. So the servers that have
+    not been heard of for a while are asked whether they live; one that does not say so loses its stream, and whoever
+    waits for it learns that at once.
+
     Args:
         fingerprint: the weights and protocol that every server must have.
+        probe_after_s: how long a server may be silent while something is awaited from it.
+        probe_timeout_s: how long it may take to say that it lives.
     """
 
-    def __init__(self, fingerprint: str) -> None:
+    def __init__(self, fingerprint: str, probe_after_s: float = 1.0, probe_timeout_s: float = 1.0) -> None:
         self.client_id = secrets.token_bytes(16)
         self._fingerprint = fingerprint
         self._tasks = TaskGroup()
         self._streams: dict[str, _Stream] = {}
         self._numbers = itertools.count(1)
-        self._opens: dict[int, tuple[str, asyncio.Future[pb.Opened]]] = {}
+        self._probe_after_s = probe_after_s
+        self._probe_timeout_s = probe_timeout_s
+        self._watching: asyncio.Task[None] | None = None
+        self._opens: dict[int, tuple[str, asyncio.Future[pb.Opened], float]] = {}
         self._steps: dict[int, _AwaitedStep] = {}
 
     async def connect(self, address: str) -> pb.Welcome:
@@ -81,10 +97,12 @@ class DataPlane:
         """
         stream = self._streams.get(address)
         if stream is None:
-            stream = _Stream(Outbox(), asyncio.get_running_loop().create_future())
+            stream = _Stream(Outbox(), asyncio.get_running_loop().create_future(), open_channel(address))
             stream.outbox.put(pb.Hello(client_id=self.client_id, fingerprint=self._fingerprint))
             self._streams[address] = stream
-            self._tasks.start(self._run(address, stream), f"stream to {address}")
+            stream.task = self._tasks.start(self._run(address, stream), f"stream to {address}")
+            if self._watching is None:
+                self._watching = self._tasks.start(self._watch(), "watch over servers")
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 return await asyncio.shield(stream.welcome)
@@ -103,7 +121,7 @@ class DataPlane:
         welcome = await self.connect(address)
         number = next(self._numbers)
         future: asyncio.Future[pb.Opened] = asyncio.get_running_loop().create_future()
-        self._opens[number] = (address, future)
+        self._opens[number] = (address, future, asyncio.get_running_loop().time())
         try:
             request.request_id = number
             self._send(address, request, payload)
@@ -119,20 +137,37 @@ class DataPlane:
             step: rows, dtype and hidden size; the rest is filled in here.
             payload: the rows' hidden states, one after the other.
         """
-        step.step_id = number = next(self._numbers)
-        step.client_id = self.client_id
         step.blocks.CopyFrom(hops[0].span)
         step.route.extend(hops[1:])
+        return self._await_rows(hops, step, step, payload)
+
+    def resend(self, source: common_pb2.Hop, hops: Sequence[common_pb2.Hop], step: pb.Step) -> list[RowFuture]:
+        """Like `step`, where `source` puts in what it kept of its outputs."""
+        step.blocks.CopyFrom(source.span)
+        step.route.extend(hops)
+        return self._await_rows([source, *hops], step, pb.Resend(step=step), b"")
+
+    def _await_rows(
+        self, hops: Sequence[common_pb2.Hop], step: pb.Step, frame: pb.Step | pb.Resend, payload: Buffer
+    ) -> list[RowFuture]:
+        header = frame.step if isinstance(frame, pb.Resend) else frame
+        header.step_id = number = next(self._numbers)
+        header.client_id = self.client_id
         loop = asyncio.get_running_loop()
         rows = {row.session_id: (row, loop.create_future()) for row in step.rows}
-        self._steps[number] = _AwaitedStep(rows, frozenset(hop.address for hop in hops))
+        self._steps[number] = _AwaitedStep(rows, frozenset(hop.address for hop in hops), loop.time())
         futures = [future for _, future in rows.values()]
         for future in futures:
             future.add_done_callback(lambda _: self._settle(number))
         try:
-            self._send(hops[0].address, step, payload)
+            self._send(hops[0].address, frame, payload)
         except HopUnavailable as error:
             self._fail(futures, error)
+            return futures
+        for hop in hops[1:]:
+            if hop.address not in self._streams:
+                # Its result or fault would find no way back.
+                self._fail(futures, HopUnavailable("a hop of the chain was lost", hop.address))
         return futures
 
     def tell(self, address: str, control: pb.Close | pb.Truncate) -> None:
@@ -147,7 +182,7 @@ class DataPlane:
             stream.outbox.close()
         await self._tasks.close()
 
-    def _send(self, address: str, control: pb.Open | pb.Step, payload: Buffer = b"") -> None:
+    def _send(self, address: str, control: pb.Open | pb.Step | pb.Resend, payload: Buffer = b"") -> None:
         stream = self._streams.get(address)
         if stream is None:
             raise HopUnavailable("a hop of the chain is not reachable", address)
@@ -163,15 +198,16 @@ class DataPlane:
 
     async def _run(self, address: str, stream: _Stream) -> None:
         """Lives as long as the stream; whoever waits for something from it then learns that it broke."""
-        channel = open_channel(address)
+        clock = asyncio.get_running_loop().time
         error: CorollaError = HopUnavailable("a hop of the chain was lost", address)
         try:
-            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = stream.channel.stream_stream(EXCHANGE)()
             writer = asyncio.create_task(self._write(call, stream.outbox))
             try:
                 async for message in call:
+                    stream.heard_s = clock()
                     for frame in decode(message):
-                        self._receive(frame.control, frame.payload, stream)
+                        self._receive(frame.control, frame.payload, stream, address)
             finally:
                 writer.cancel()
         except grpc.RpcError as failure:
@@ -180,26 +216,58 @@ class DataPlane:
                 error = told
             log.warning("stream to a block server ended", extra={"address": address, "reason": told.reason})
         finally:
+            if stream.is_silent:
+                error = HopUnavailable("a hop of the chain does not answer", address)
+                log.warning("a block server does not answer", extra={"address": address})
             if self._streams.get(address) is stream:
                 del self._streams[address]
             stream.outbox.close()
             self._break(address, stream, error)
-            await channel.close(None)
+            await stream.channel.close(None)
+
+    async def _watch(self) -> None:
+        """Asks silent servers whether they live, for ever."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            overdue_s = clock() - self._probe_after_s
+            suspects: set[str] = set()
+            for awaited in self._steps.values():
+                if awaited.since_s < overdue_s:
+                    suspects |= awaited.addresses
+            suspects |= {address for address, _, since_s in self._opens.values() if since_s < overdue_s}
+            silent = [
+                (address, stream)
+                for address in suspects
+                if (stream := self._streams.get(address)) is not None and stream.heard_s < overdue_s
+            ]
+            await asyncio.gather(*(self._probe(address, stream) for address, stream in silent))
+
+    async def _probe(self, address: str, stream: _Stream) -> None:
+        """Cuts a server off that does not say that it lives. Its event loop answers, however busy it computes."""
+        stub = blocks_pb2_grpc.BlockServiceStub(stream.channel)
+        try:
+            await stub.GetStatus(pb.GetBlockServerStatusRequest(), timeout=self._probe_timeout_s)
+            stream.heard_s = asyncio.get_running_loop().time()
+        except grpc.RpcError:
+            stream.is_silent = True
+            if stream.task is not None:
+                stream.task.cancel()
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]", outbox: Outbox) -> None:
         async for message in outbox.messages():
             await call.write(message)
 
-    def _receive(self, control: object, payload: Buffer, stream: _Stream) -> None:
+    def _receive(self, control: object, payload: Buffer, stream: _Stream, address: str) -> None:
         match control:
             case pb.Result():
                 self._result(control, payload)
             case pb.Opened():
-                _, future = self._opens.get(control.request_id, ("", None))
-                if future is not None and not future.done():
-                    future.set_result(control)
+                awaited = self._opens.get(control.request_id)
+                if awaited is not None and not awaited[1].done():
+                    awaited[1].set_result(control)
             case pb.Fault():
-                self._fault(control)
+                self._fault(control, address)
             case pb.Welcome():
                 if not stream.welcome.done():
                     stream.welcome.set_result(control)
@@ -223,15 +291,17 @@ class DataPlane:
                 future.set_result(part)
             start = end
 
-    def _fault(self, fault: pb.Fault) -> None:
+    def _fault(self, fault: pb.Fault, sender: str) -> None:
         metadata = dict(fault.metadata)
         if fault.address:
             metadata["address"] = fault.address
         error = from_reason(fault.reason, fault.message, metadata)
+        if isinstance(error, NonFiniteOutput):
+            error.address = sender
         if fault.WhichOneof("about") == "request_id":
-            _, opened = self._opens.get(fault.request_id, ("", None))
-            if opened is not None and not opened.done():
-                opened.set_exception(error)
+            opening = self._opens.get(fault.request_id)
+            if opening is not None and not opening[1].done():
+                opening[1].set_exception(error)
             return
         awaited = self._steps.get(fault.step_id)
         if awaited is None:
@@ -243,7 +313,7 @@ class DataPlane:
         if not stream.welcome.done():
             stream.welcome.set_exception(error)
             stream.welcome.exception()  # nobody may be waiting
-        for opened_at, opened in list(self._opens.values()):
+        for opened_at, opened, _ in list(self._opens.values()):
             if opened_at == address and not opened.done():
                 opened.set_exception(error)
         for awaited in list(self._steps.values()):

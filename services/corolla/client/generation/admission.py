@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from corolla.chassis.errors import QueueFull
+from corolla.client.chain.account import Recovered
 from corolla.client.generation.stopping import FinishReason
 from corolla.client.generation.usage import Usage
 from corolla.client.generation.waiting_line import WaitingLine
@@ -98,6 +99,11 @@ class RequestMeter:
         self._usage.accepted_tokens += num_accepted
         self._metrics.drafted_tokens.inc(num_drafted)
         self._metrics.accepted_tokens.inc(num_accepted)
+
+    def recovered(self, recovered: Recovered) -> None:
+        """The chain lost hops, and the answer goes on."""
+        self._usage.recoveries += 1
+        self._usage.stall_s += recovered.seconds
 
     def finished(self, reason: FinishReason) -> None:
         self._metrics.success.labels(reason.value).inc()

@@ -10,9 +10,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from corolla.chassis.errors import ContextLengthExceeded
+from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.reservations import OpenOptions
-from corolla.client.chain.session import ChainSession, SessionIdentity
+from corolla.client.chain.session import ChainSession
 from corolla.client.generation.admission import Admission, RequestMeter
 from corolla.client.generation.answer import Answer, Delta
 from corolla.client.generation.loop import generate
@@ -104,7 +105,7 @@ class Answering:
             earlier.CopyFrom(record.chain)
             num_kept_tokens, prompt_ids = await asyncio.to_thread(next_prompt, record)
             max_tokens = self._max_tokens(len(prompt_ids), options)
-            identity = SessionIdentity(bytes.fromhex(session_id), record.epoch, tenant)
+            identity = SessionIdentity.of_turn(session_id, record.epoch, tenant)
             opening = OpenOptions(
                 max_tokens=len(prompt_ids) + max_tokens,
                 transient=False,
@@ -114,15 +115,17 @@ class Answering:
                 texts=[prompt_ids],
                 max_position=min(num_kept_tokens, record.position) if earlier.hops else None,
             )
-            async with self._opener.open(identity, opening) as session:
-                position = session.position
+            async with self._opener.open(identity, opening, meter.recovered) as session:
+                position = num_past_tokens = min(num_kept_tokens, record.position)
                 try:
-                    num_lost_tokens = max(0, min(num_kept_tokens, record.position) - position)
-                    meter.prompt(len(prompt_ids), position, num_lost_tokens)
+                    await session.take_up(prompt_ids, num_past_tokens if earlier.hops else 0)
+                    num_lost_tokens = max(0, num_past_tokens - session.position)
+                    meter.prompt(len(prompt_ids), session.num_cached_tokens, num_lost_tokens)
                     sampler = self._sampler(options, prompt_ids, record.sampler_state)
                     answer = self._answer(prompt_ids, max_tokens, options)
                     speculator = self._speculators.make(options.speculation, sampler, prompt_ids, meter.draft)
-                    deltas = self._deltas(session, sampler, answer, prompt_ids[position:], 0, meter, speculator)
+                    new_ids = prompt_ids[session.position :]
+                    deltas = self._deltas(session, sampler, answer, new_ids, 0, meter, speculator)
                     async with aclosing(deltas):
                         async for delta in deltas:
                             if delta.finish_reason is not None:
@@ -147,8 +150,9 @@ class Answering:
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         identity = SessionIdentity(secrets.token_bytes(16), 1, tenant)
         opening = OpenOptions(max_tokens=len(prompt_ids) + max_tokens, transient=True, texts=[prompt_ids])
-        async with self._opener.open(identity, opening) as session:
+        async with self._opener.open(identity, opening, meter.recovered) as session:
             try:
+                await session.take_up(prompt_ids)
                 if index == 0:
                     meter.prompt(len(prompt_ids), session.position, 0)
                 sampler = self._sampler(options, prompt_ids, b"")

@@ -10,6 +10,8 @@ local FORGOTTEN_AFTER_MS = 86400000        -- a model that nobody has served for
 
 -- String with a TTL: one digit, the server's state, then serialised PlacedServer with only state and load.
 local function lease_key(server_id) return PREFIX .. 'lease:' .. server_id end
+-- String with a TTL: somebody reported that the server failed.
+local function suspect_key(server_id) return PREFIX .. 'suspect:' .. server_id end
 -- Hash with a TTL: tenant, record, chain, epoch, and the id of the turn that ended last.
 local function session_key(session_id) return PREFIX .. 'session:' .. session_id end
 -- String with a TTL: the id of the turn that holds the session.
@@ -38,7 +40,7 @@ local function address_of(entry) return string.sub(entry, 1, string.find(entry, 
 local function description_of(entry) return string.sub(entry, string.find(entry, '\n', 1, true) + 1) end
 
 local function remove(server_id, entry)
-  redis.call('DEL', lease_key(server_id))
+  redis.call('DEL', lease_key(server_id), suspect_key(server_id))
   redis.call('HDEL', SERVERS, server_id)
   local address = address_of(entry)
   if redis.call('HGET', ADDRESSES, address) == server_id then redis.call('HDEL', ADDRESSES, address) end

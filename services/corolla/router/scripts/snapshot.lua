@@ -1,5 +1,6 @@
 -- Lists the live servers and removes those whose lease ran out: whoever looks first turns an expiry into a change.
 -- ARGV: session id or ''. Returns version, number of blocks, id of the last change, the servers, the session's chain.
+local SUSPECTED = string.char(0x28, 1)    -- PlacedServer.suspected = true, serialised
 local live = {}
 local entries = redis.call('HGETALL', SERVERS)
 for index = 1, #entries, 2 do
@@ -7,7 +8,8 @@ for index = 1, #entries, 2 do
   local lease = redis.call('GET', lease_key(server_id))
   if lease then
     -- Two serialised halves of a message, one after the other, are the whole message.
-    live[#live + 1] = description_of(entry) .. string.sub(lease, 2)
+    local suspected = redis.call('EXISTS', suspect_key(server_id)) == 1 and SUSPECTED or ''
+    live[#live + 1] = description_of(entry) .. string.sub(lease, 2) .. suspected
   else
     remove(server_id, entry)
     changed(server_id)

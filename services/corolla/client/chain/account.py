@@ -1,0 +1,75 @@
+"""What one request has gone through, and when it is enough. Pure: times are passed in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from corolla.chassis.errors import CorollaError, NonFiniteOutput, RequestKillsServers
+from corolla.wire.span import Span
+
+MAX_DEATHS: Final = 2
+"""Servers that may die of the same step before it is no longer tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """One recovery.
+
+    Attributes:
+        cause: label of what happened.
+        method: label of how the hops were filled.
+        seconds: from the failure until the session could go on.
+        num_recomputed_tokens: tokens that hops processed again, counted for each hop.
+    """
+
+    cause: str
+    method: str
+    seconds: float
+    num_recomputed_tokens: int
+
+
+@dataclass(slots=True)
+class RecoveryAccount:
+    """Bounds the recoveries of one request.
+
+    Args:
+        max_recoveries: attempts of the request; 0 for none.
+        on_recovered: is told of each recovery that succeeded.
+    """
+
+    max_recoveries: int
+    on_recovered: Callable[[Recovered], None] = lambda recovered: None
+    num_attempts: int = 0
+    _num_non_finite: int = 0
+    # Blocks of servers that died since the request last got further.
+    _deaths: list[Span] = field(default_factory=list)
+    _position: int = -1
+
+    def begin(self, failure: CorollaError) -> None:
+        """One more attempt. Raises `failure` when there were enough."""
+        if self.num_attempts >= self.max_recoveries:
+            raise failure
+        self.num_attempts += 1
+
+    def recovered(self, recovered: Recovered) -> None:
+        self.on_recovered(recovered)
+
+    def died(self, blocks: Span, position: int) -> None:
+        """A server of these blocks died while the request's step at `position` was under way.
+
+        Raises:
+            RequestKillsServers: it was not the first one for the same step.
+        """
+        if position != self._position:
+            self._position = position
+            self._deaths.clear()
+        self._deaths.append(blocks)
+        num_same = sum(1 for each in self._deaths if each.start < blocks.end and blocks.start < each.end)
+        if num_same >= MAX_DEATHS:
+            raise RequestKillsServers("block servers died one after the other while they processed this request")
+
+    def non_finite(self, failure: NonFiniteOutput) -> None:
+        """A hop's output was no number. Raises `failure` at the second time: then it is not the hop's fault."""
+        self._num_non_finite += 1
+        if self._num_non_finite > 1:
+            raise failure

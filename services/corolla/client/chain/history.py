@@ -1,0 +1,79 @@
+"""What a sequence went through: enough to bring it to the same point on other hops. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class StepShapes:
+    """The lengths of a sequence's steps, in order, so that a replay can repeat them.
+
+    Attributes:
+        lengths: tokens of each step that counts; of a step that checked guesses, as far as they were right.
+        num_tokens: their sum.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    # Where each chunk of a prompt begins. Its shape is repeated also where single tokens are merged.
+    _prompt_starts: set[int] = field(default_factory=set)
+
+    def append(self, num_tokens: int, *, is_prompt: bool) -> None:
+        if is_prompt:
+            self._prompt_starts.add(self.num_tokens)
+        self.lengths.append(num_tokens)
+        self.num_tokens += num_tokens
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forgets what lies beyond."""
+        while self.num_tokens > num_tokens:
+            length = self.lengths.pop()
+            self.num_tokens -= length
+            if self.num_tokens < num_tokens:
+                self.lengths.append(num_tokens - self.num_tokens)
+                self.num_tokens = num_tokens
+            else:
+                self._prompt_starts.discard(self.num_tokens)
+
+    def copy(self) -> "StepShapes":
+        return StepShapes(list(self.lengths), self.num_tokens, set(self._prompt_starts))
+
+    def replay(self, start: int, max_tokens: int, *, merges: bool) -> Iterator[tuple[int, int]]:
+        """The steps `[start, end)` of a replay, from `start` on.
+
+        Args:
+            start: tokens that need no replay.
+            max_tokens: of one step.
+            merges: whether steps that are no prompt's chunks run together, up to `max_tokens` at a time.
+        """
+        begin, end = start, 0
+        follows_prompt = False
+        for length in self.lengths:
+            is_prompt = end in self._prompt_starts
+            step_start, end = max(start, end), end + length
+            if end <= start:
+                continue
+            joins = merges and not (is_prompt or follows_prompt) and end - begin <= max_tokens
+            if begin < step_start and not joins:
+                yield begin, step_start
+                begin = step_start
+            while end - begin > max_tokens:
+                yield begin, begin + max_tokens
+                begin += max_tokens
+            follows_prompt = is_prompt
+        if begin < end:
+            yield begin, end
+
+
+@dataclass(slots=True)
+class TokenHistory:
+    """The tokens that a whole chain has processed, and in which steps."""
+
+    token_ids: list[int] = field(default_factory=list)
+    shapes: StepShapes = field(default_factory=StepShapes)
+
+    def append(self, token_ids: Sequence[int], *, is_prompt: bool) -> None:
+        if not token_ids:
+            return
+        self.token_ids.extend(token_ids)
+        self.shapes.append(len(token_ids), is_prompt=is_prompt)

@@ -1,0 +1,238 @@
+"""Carries a recovery out: other servers for lost hops, a new epoch everywhere, the missing tokens replayed."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from corolla.chassis.errors import (
+    CorollaError,
+    HopSessionLost,
+    HopUnavailable,
+    NoChain,
+    NonFiniteOutput,
+    OutOfPages,
+    OutputsNotKept,
+    PositionGap,
+)
+from corolla.client.chain.account import Recovered, RecoveryAccount
+from corolla.client.chain.recovery_plan import CLIENT, HopState, plan_lanes
+from corolla.client.chain.replay import Member, Places, Replayer
+from corolla.client.chain.reservations import ChainLimits, NotOpened, Reservation, Reservations
+from corolla.client.chain.routes import Routes
+from corolla.planning.candidates import span_of
+
+log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S: Final = 0.2
+_MENDABLE: Final = (HopUnavailable, HopSessionLost, PositionGap, NonFiniteOutput)
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What one recovery has learned from attempt to attempt.
+
+    Attributes:
+        lost: ids of the servers that it does without.
+        forgetful: ids of the servers that no longer have the outputs that they said they keep.
+        may_scratch: until a hop had no room for a scratch session.
+        patience_s: how long to wait for a server that can replace a lost one.
+    """
+
+    lost: set[str] = field(default_factory=set)
+    forgetful: set[str] = field(default_factory=set)
+    may_scratch: bool = True
+    patience_s: float = 0.0
+    methods: set[str] = field(default_factory=set)
+    num_recomputed_tokens: int = 0
+
+    def recovered(self, cause: str, seconds: float) -> Recovered:
+        return Recovered(cause, "+".join(sorted(self.methods)) or "reopen", seconds, self.num_recomputed_tokens)
+
+
+class Recovery:
+    """Brings sessions back that lost hops. Shared by all sessions of a process.
+
+    Args:
+        observe: is told of each recovery that succeeded.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        reservations: Reservations,
+        replayer: Replayer,
+        limits: ChainLimits,
+        observe: Callable[[Recovered], None] = lambda recovered: None,
+    ) -> None:
+        self._routes = routes
+        self._reservations = reservations
+        self._replayer = replayer
+        self._patience_s = limits.recovery_patience_s
+        self._observe = observe
+
+    async def recover(
+        self,
+        places: Places,
+        members: Sequence[Member],
+        failure: CorollaError,
+        account: RecoveryAccount,
+        stale: frozenset[int] = frozenset(),
+    ) -> None:
+        """Returns when every hop holds every member up to its position; `places` says where.
+
+        Args:
+            members: the sequences, in the order of the identities.
+            failure: of the step that did not come back.
+            account: of the request.
+            stale: numbers of members of which no hop holds anything that counts.
+
+        Raises:
+            CorollaError: the failure itself where other servers would not help; else why it did not work. `places` can
+                be closed all the same.
+        """
+        if not isinstance(failure, _MENDABLE):
+            raise failure
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        findings = _Findings(patience_s=self._patience_s)
+        latest: CorollaError | None = failure
+        while latest is not None:
+            if latest is not failure:
+                # Sessions that lost the same server do not all come at once.
+                await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE_S))
+            account.begin(latest)
+            self._blame(latest, places, members, findings, account)
+            try:
+                latest = await self._attempt(places, members, findings, stale)
+            except NoChain:
+                if isinstance(latest, NonFiniteOutput):
+                    raise latest from None  # nobody else could have tried
+                raise
+        recovered = findings.recovered(failure.reason.lower(), clock() - started_s)
+        log.warning("session recovered", extra={"cause": recovered.cause, "method": recovered.method})
+        account.recovered(recovered)
+        self._observe(recovered)
+
+    async def fill(self, places: Places, member: Member, states: Sequence[HopState], account: RecoveryAccount) -> None:
+        """Gives the hops what they lack of a session that was just opened.
+
+        Raises:
+            CorollaError: as of a step; `recover` can go on from there.
+        """
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        findings = _Findings()
+        await self._fill(places, 0, member, states, findings)
+        if findings.methods:
+            recovered = findings.recovered("idle", clock() - started_s)
+            account.recovered(recovered)
+            self._observe(recovered)
+
+    def _blame(
+        self,
+        failure: CorollaError,
+        places: Places,
+        members: Sequence[Member],
+        findings: _Findings,
+        account: RecoveryAccount,
+    ) -> None:
+        """Learns from a failure. Raises it where other servers would not help."""
+        if isinstance(failure, HopUnavailable | NonFiniteOutput):
+            guilty = [hop for hop in places.chain.hops if failure.address and hop.address == failure.address]
+            if isinstance(failure, NonFiniteOutput):
+                account.non_finite(failure)
+                findings.patience_s = 0.0
+                if not guilty:
+                    raise failure
+            for hop in guilty:
+                findings.lost.add(hop.server_id)
+                if isinstance(failure, HopUnavailable):
+                    self._routes.avoid(hop.server_id)
+                    account.died(span_of(hop.span), max(member.position for member in members))
+        elif isinstance(failure, OutOfPages):
+            findings.may_scratch = False
+        elif not isinstance(failure, HopSessionLost | PositionGap | OutputsNotKept):
+            raise failure
+
+    async def _attempt(
+        self, places: Places, members: Sequence[Member], findings: _Findings, stale: frozenset[int]
+    ) -> CorollaError | None:
+        """Returns what stood in the way; raises what no further attempt could change."""
+        places.reopened()
+        before = places.chain
+        chain = await self._routes.repaired(
+            before,
+            findings.lost,
+            num_tokens=places.options.max_tokens * len(members),
+            patience_s=findings.patience_s,
+        )
+        fresh = [hop for hop in chain.hops if hop not in before.hops]
+        try:
+            reservation = await self._reservations.open(
+                places.identities, replace(places.options, recorded=before), chain
+            )
+        except NotOpened as refused:
+            self._reservations.give_back(places.identities, fresh)
+            return self._refusal(refused, findings)
+        # A server that was only frozen frees what it holds as soon as it wakes.
+        self._reservations.give_back(places.identities, [hop for hop in before.hops if hop not in chain.hops])
+        places.chain = chain
+        places.max_step_tokens = reservation.max_step_tokens
+        return await self._fill_all(places, members, reservation, findings, stale)
+
+    def _refusal(self, refused: NotOpened, findings: _Findings) -> CorollaError:
+        told: CorollaError | None = None
+        for hop, failure in refused.failures:
+            if not isinstance(failure, HopUnavailable | OutOfPages):
+                raise failure
+            if isinstance(failure, HopUnavailable):
+                self._routes.avoid(hop.server_id)
+            findings.lost.add(hop.server_id)
+            told = failure
+        # Who is to blame is written down; nobody died of the request's own step.
+        return HopUnavailable(told.message if told else "a hop of the chain is not reachable")
+
+    async def _fill_all(
+        self,
+        places: Places,
+        members: Sequence[Member],
+        reservation: Reservation,
+        findings: _Findings,
+        stale: frozenset[int],
+    ) -> CorollaError | None:
+        nothing = [HopState(0)] * len(reservation.opened)
+        tasks = [
+            asyncio.ensure_future(
+                self._fill(places, number, member, nothing if number in stale else reservation.states(number), findings)
+            )
+            for number, member in enumerate(members)
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        except CorollaError as failure:
+            return failure
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return None
+
+    async def _fill(
+        self, places: Places, number: int, member: Member, states: Sequence[HopState], findings: _Findings
+    ) -> None:
+        hops = places.chain.hops
+        states = [
+            HopState(state.num_held, state.min_position) if hop.server_id in findings.forgetful else state
+            for hop, state in zip(hops, states, strict=True)
+        ]
+        for lane in plan_lanes(states, member.position, may_scratch=findings.may_scratch):
+            try:
+                await self._replayer.run(places, number, member, lane)
+            except OutputsNotKept:
+                findings.forgetful.add(hops[lane.source].server_id)
+                raise
+            findings.methods.add("tokens" if lane.source == CLIENT else "outputs")
+            findings.num_recomputed_tokens += (member.position - lane.start) * len(lane.hops)

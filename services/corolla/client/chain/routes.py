@@ -1,0 +1,192 @@
+"""Which hops a session goes through: a whole chain from the router, or replacements for hops that were lost."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+from corolla.chassis.errors import (
+    CorollaError,
+    ModelNotFound,
+    NoChain,
+    OutOfPages,
+    RouterUnavailable,
+    StoreUnavailable,
+)
+from corolla.chassis.lifecycle import TaskGroup
+from corolla.client.chain.control import ControlPlane
+from corolla.client.chain.placement import PlacementWatch
+from corolla.client.chain.quarantine import Quarantine
+from corolla.planning.candidates import candidates, chain_of
+from corolla.planning.planner import plan_blocks
+from corolla.v1 import common_pb2
+from corolla.wire.span import Span
+
+_RETRY_INTERVAL_S: Final = 0.1
+
+
+class Routes:
+    """Plans chains, and remembers which servers failed lately.
+
+    Replacements are planned here, on the placement as last pushed: a recovery needs no router.
+    """
+
+    def __init__(self, control: ControlPlane, placement: PlacementWatch, fingerprint: str, num_blocks: int) -> None:
+        self._control = control
+        self._placement = placement
+        self._fingerprint = fingerprint
+        self._num_blocks = num_blocks
+        self._quarantine = Quarantine()
+        self._random = random.Random()
+        self._tasks = TaskGroup()
+
+    def avoid(self, server_id: str) -> None:
+        """Leaves a server out for a while, and tells the router so that others do."""
+        if self._quarantine.add(server_id, asyncio.get_running_loop().time()):
+            self._tasks.start(self._report(server_id), "report of a server")
+
+    async def plan(
+        self, *, num_tokens: int, record_id: str, blocks: Span | None, too_full: Collection[str]
+    ) -> common_pb2.Chain:
+        """The chain of a recorded session if it still lives, else the cheapest.
+
+        Args:
+            num_tokens: for which every hop needs pages.
+            record_id: the id under which the router knows the session, if it does.
+            blocks: of the planned chain only these.
+            too_full: servers without room for it.
+
+        Raises:
+            NoChain, OutOfPages, RouterUnavailable, StoreUnavailable
+        """
+        excluded = frozenset(too_full) | self._avoided()
+        plan = partial(self._control.plan_chain, fingerprint=self._fingerprint, session_id=record_id, excluded=excluded)
+        try:
+            try:
+                planned = await plan(num_tokens=num_tokens)
+            except OutOfPages:
+                # What the router knows of pages is as old as the last heartbeat; the hops have the last word.
+                planned = await plan(num_tokens=0)
+        except (RouterUnavailable, StoreUnavailable):
+            chain = self._placement.cheapest_chain
+            if chain is None or chain.fingerprint != self._fingerprint:
+                raise
+            if any(hop.server_id in excluded for hop in chain.hops):
+                raise
+            return _cut(chain, blocks)
+        except ModelNotFound:
+            # We do have the model; only its blocks have no server, and never had one.
+            listed = f"0:{self._num_blocks}"
+            raise NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed}) from None
+        except NoChain:
+            # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
+            if too_full:
+                raise OutOfPages("block servers have too few free KV pages for this request") from None
+            raise
+        return _cut(planned.chain, blocks)
+
+    def is_gone(self, hop: common_pb2.Hop) -> bool:
+        """Whether a hop is known to be of no use: avoided, or no longer in the placement."""
+        if hop.server_id in self._avoided():
+            return True
+        placed = {each.server_id for each in candidates(self._placement.servers, fingerprint=self._fingerprint)}
+        return bool(placed) and hop.server_id not in placed
+
+    async def repaired(
+        self, chain: common_pb2.Chain, lost: Collection[str], *, num_tokens: int, patience_s: float
+    ) -> common_pb2.Chain:
+        """The chain with other servers in place of the lost ones, which may cut the blocks otherwise.
+
+        Args:
+            lost: server ids.
+            num_tokens: for which a replacement needs pages, if that can be had.
+            patience_s: how long to wait for a replacement to appear.
+
+        Raises:
+            NoChain: none appeared.
+        """
+        give_up_s = asyncio.get_running_loop().time() + patience_s
+        while True:
+            try:
+                return self._repaired_now(chain, lost, num_tokens)
+            except CorollaError:
+                if asyncio.get_running_loop().time() >= give_up_s:
+                    raise
+            await asyncio.sleep(_RETRY_INTERVAL_S)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def _repaired_now(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> common_pb2.Chain:
+        # A server's sessions have one run of blocks each, so a hop that stays cannot take more.
+        staying = {hop.server_id for hop in chain.hops if hop.server_id not in lost}
+        hops: list[common_pb2.Hop] = []
+        for group in _runs(chain.hops, lost):
+            if group[0].server_id in lost:
+                blocks = Span(group[0].span.start, group[-1].span.end)
+                hops.extend(self._replacements(blocks, staying | set(lost), num_tokens))
+                staying.update(hop.server_id for hop in hops)
+            else:
+                hops.extend(group)
+        return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
+
+    def _replacements(self, blocks: Span, excluded: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
+        """Servers with room that failed not lately, if there are; else such as may have none, or may have recovered."""
+        avoided = self._avoided()
+        failure: CorollaError | None = None
+        attempts = ((num_tokens, True), (0, True), (0, False))
+        for wanted_tokens, is_careful in attempts:
+            usable = candidates(
+                self._placement.servers,
+                fingerprint=self._fingerprint,
+                num_tokens=wanted_tokens,
+                excluded={*excluded, *(avoided if is_careful else ())},
+            )
+            if is_careful:
+                usable = [each for each in usable if not each.is_suspected]
+            # The planner keeps to the order between equals: shuffled, they share the sessions.
+            self._random.shuffle(usable)
+            try:
+                return chain_of(plan_blocks(usable, blocks).hops, self._fingerprint).hops
+            except (NoChain, OutOfPages) as none:
+                failure = none
+        raise failure or NoChain(f"no server holds blocks {blocks}")
+
+    def _avoided(self) -> frozenset[str]:
+        return self._quarantine.active(asyncio.get_running_loop().time())
+
+    async def _report(self, server_id: str) -> None:
+        # Should no router hear it, the server's lease ends, or it lives.
+        with contextlib.suppress(CorollaError):
+            await self._control.report_server(server_id)
+
+
+def _runs(hops: Sequence[common_pb2.Hop], lost: Collection[str]) -> Iterator[list[common_pb2.Hop]]:
+    """Neighbours that are all lost, or all not."""
+    run: list[common_pb2.Hop] = []
+    for hop in hops:
+        if run and (run[-1].server_id in lost) != (hop.server_id in lost):
+            yield run
+            run = []
+        run.append(hop)
+    if run:
+        yield run
+
+
+def _cut(chain: common_pb2.Chain, blocks: Span | None) -> common_pb2.Chain:
+    """The part of a chain that covers just `blocks`."""
+    if blocks is None:
+        return chain
+    return common_pb2.Chain(hops=_hops_within(chain, blocks), fingerprint=chain.fingerprint)
+
+
+def _hops_within(chain: common_pb2.Chain, blocks: Span) -> Iterator[common_pb2.Hop]:
+    for hop in chain.hops:
+        start, end = max(hop.span.start, blocks.start), min(hop.span.end, blocks.end)
+        if start < end:
+            part = common_pb2.Hop()
+            part.CopyFrom(hop)
+            part.span.start, part.span.end = start, end
+            yield part

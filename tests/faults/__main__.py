@@ -1,0 +1,49 @@
+"""corolla-faults: breaks a running stack and checks what must hold.
+
+    python -m tests.faults kill --runs 100 --seed 1
+
+One subcommand for each kind of fault; the exit status is 0 only if every figure held.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+from collections.abc import Awaitable, Callable
+
+from tests.faults.cancel import cancel
+from tests.faults.figures import say
+from tests.faults.freeze import freeze
+from tests.faults.kill import kill
+from tests.faults.stand import TINY_SPANS, Stand, standing
+
+Row = Callable[[Stand, random.Random, int], Awaitable[int]]
+
+ROWS: dict[str, tuple[Row, int, str]] = {
+    "kill": (kill, 100, "kill -9 of each hop at a random token"),
+    "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
+    "cancel": (cancel, 500, "callers that leave"),
+}
+
+
+async def run(row: str, model: str, spans: str, seed: int, num_runs: int) -> int:
+    work, default_runs, what = ROWS[row]
+    num_runs = num_runs or default_runs
+    say(f"==> {what}: {num_runs} runs on {model} as {spans}, seed {seed}")
+    async with standing(model, spans) as stand:
+        return await work(stand, random.Random(seed), num_runs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="corolla-faults", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("row", choices=ROWS, help="; ".join(f"{name}: {what}" for name, (_, _, what) in ROWS.items()))
+    parser.add_argument("--runs", type=int, default=0, help="how often; by default what CI does")
+    parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
+    parser.add_argument("--model", default="tiny", help="checkpoint folder, `demo`, or a random `tiny` one")
+    parser.add_argument("--spans", default=TINY_SPANS, help="one block server for each; every span twice")
+    given = parser.parse_args()
+    return asyncio.run(run(given.row, given.model, given.spans, given.seed, given.runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""What a row of faults measured, and whether it held."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)] if ordered else 0.0
+
+
+@dataclass
+class Figures:
+    """Counts and durations of all runs of a row.
+
+    Attributes:
+        num_runs: runs so far.
+        stalls_s: the longest wait for a token of each stream that was hit.
+        failures: sentences about what did not hold.
+    """
+
+    num_runs: int = 0
+    stalls_s: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def check(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.failures.append(f"run {self.num_runs}: {otherwise}")
+            say(f"  FAILED {self.failures[-1]}")
+
+    def conclude(self, max_stall_s: float) -> int:
+        """Prints the figures. Returns the exit status: 0 only if everything held."""
+        stalls = self.stalls_s
+        if stalls:
+            p50, p95, p99 = (percentile(stalls, share) for share in (0.5, 0.95, 0.99))
+            say(f"stall of {len(stalls)} streams: p50 {p50:.2f} s, p95 {p95:.2f} s, p99 {p99:.2f} s, "
+                f"longest {max(stalls):.2f} s; limit of p99 {max_stall_s:.1f} s")  # fmt: skip
+            self.check(p99 <= max_stall_s, f"the stall's p99 is {p99:.2f} s")
+        num_bad = len({failure.partition(":")[0] for failure in self.failures})
+        say(f"{self.num_runs - num_bad} of {self.num_runs} runs held")
+        return 1 if self.failures else 0

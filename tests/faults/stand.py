@@ -1,0 +1,123 @@
+"""A stack of real processes in which things can be broken and mended."""
+
+import asyncio
+import random
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from corolla.chassis.channels import open_channel
+from corolla.local.options import StackOptions
+from corolla.local.processes import ManagedProcess
+from corolla.local.stack import Stack
+from corolla.sdk.async_client import AsyncClient
+from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.metrics import sample
+
+NUM_BLOCKS = 6
+TINY_SPANS = "0:3,0:3,3:6,3:6"
+_MENDED_WITHIN_S = 60.0
+_WORDS = (
+    "the",
+    "thin",
+    "man",
+    "in",
+    "inner",
+    "tent",
+    "then",
+    "an",
+    "anthem",
+    "on",
+    "either",
+    "hand",
+    "another",
+    "other",
+)
+
+
+class Stand:
+    """Each span of the model twice, and one client service."""
+
+    def __init__(self, stack: Stack, client: AsyncClient) -> None:
+        self.stack = stack
+        self.client = client
+        self.servers = stack.servers
+        self.spans = sorted({server.blocks for server in self.servers}, key=lambda span: int(span.partition(":")[0]))
+        self._service = next(process for process in stack.processes if process.name == "client")
+
+    async def status(self, server: ManagedProcess) -> blocks_pb2.BlockServerStatus:
+        async with open_channel(server.address) as channel:
+            stub = blocks_pb2_grpc.BlockServiceStub(channel)
+            return await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest(), timeout=5)
+
+    async def busiest(self, span: str) -> ManagedProcess:
+        """Of the servers of a span the one with most sessions."""
+        replicas = [server for server in self.servers if server.blocks == span]
+        statuses = await asyncio.gather(*map(self.status, replicas))
+        return max(zip(statuses, replicas, strict=True), key=lambda pair: pair[0].num_sessions)[1]
+
+    def kill(self, server: ManagedProcess, number: int = signal.SIGKILL) -> None:
+        self.stack.kill(server.name, number)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """A counter or gauge of the client service."""
+        return await sample(self._service.metrics_port, name, **labels)
+
+    async def restart(self, server: ManagedProcess) -> None:
+        """Starts a killed server again, and waits until all is as it was."""
+        self.stack.launch(server)
+        await self.until_whole()
+
+    async def until_whole(self) -> None:
+        """Until the router knows every server as ready and suspects none, and no server holds a session."""
+        give_up_s = time.monotonic() + _MENDED_WITHIN_S
+        while not (await asyncio.to_thread(self._is_placed) and await self.is_empty()):
+            if time.monotonic() > give_up_s:
+                raise TimeoutError("the stack did not mend")
+            await asyncio.sleep(0.1)
+
+    async def is_empty(self) -> bool:
+        statuses = await asyncio.gather(*map(self.status, self.servers))
+        return all(each.num_sessions == 0 and each.num_free_pages == each.num_pages for each in statuses)
+
+    def _is_placed(self) -> bool:
+        placement = self.stack.placement()
+        if placement is None:
+            return False
+        ready = {
+            each.server.address
+            for each in placement.servers
+            if each.state == router_pb2.SERVER_STATE_READY and not each.suspected
+        }
+        return ready == {server.address for server in self.servers}
+
+
+@asynccontextmanager
+async def standing(model: str, spans: str, environment: Mapping[str, str] | None = None) -> AsyncIterator[Stand]:
+    """A stack that is ready; "tiny" is a random model of six blocks."""
+    with tempfile.TemporaryDirectory(prefix="corolla-faults-") as name:
+        folder = Path(name)
+        if model == "tiny":
+            changes = {"max_position_embeddings": 8192}
+            model = str(make_tiny_checkpoint("llama", folder / "tiny", num_blocks=NUM_BLOCKS, config_changes=changes))
+        options = StackOptions(
+            model=model, blocks=spans, log_folder=folder / "logs", restarts=False, environment=environment or {}
+        )
+        stack = Stack(options)
+        await asyncio.to_thread(stack.start)
+        try:
+            async with AsyncClient(stack.client_address) as client:
+                stand = Stand(stack, client)
+                await stand.until_whole()
+                yield stand
+        finally:
+            await asyncio.to_thread(stack.stop)
+
+
+def shuffled_words(rng: random.Random, num_words: int) -> str:
+    """A text that no other request has."""
+    return " ".join(rng.choice(_WORDS) for _ in range(num_words))

@@ -1,0 +1,82 @@
+"""Answers as a caller sees them: their tokens, and when each came."""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from corolla.chassis.errors import CorollaError
+from corolla.sdk.async_client import AsyncClient
+from corolla.sdk.results import Usage
+from tests.faults.stand import shuffled_words
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request whose answer is always the same."""
+
+    prompt: str
+    max_tokens: int
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def draw(cls, rng: random.Random, num_words: int, max_tokens: int) -> "Question":
+        """Greedy or sampled with a seed."""
+        sampled = (("temperature", 1.0), ("top_p", 0.95), ("seed", rng.randrange(1 << 30)))
+        return cls(shuffled_words(rng, num_words), max_tokens, rng.choice(((), sampled)))
+
+    def arguments(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "ignore_eos": True, **dict(self.options)}
+
+
+@dataclass
+class Answer:
+    """What came.
+
+    Attributes:
+        arrived_s: when each token came, by `time.monotonic()`.
+        failure: the error that reached the caller, if one did.
+        came: is set by each token.
+    """
+
+    question: Question
+    token_ids: list[int] = field(default_factory=list)
+    arrived_s: list[float] = field(default_factory=list)
+    usage: Usage | None = None
+    failure: CorollaError | None = None
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def longest_wait_s(self, since_s: float) -> float:
+        """Between two tokens, of which the second came after `since_s`."""
+        return max(
+            (
+                after - before
+                for before, after in zip(self.arrived_s, self.arrived_s[1:], strict=False)
+                if after >= since_s
+            ),
+            default=0.0,
+        )
+
+
+async def listen(client: AsyncClient, answer: Answer) -> None:
+    """Fills `answer` as it comes."""
+    try:
+        async for chunk in client.stream(answer.question.prompt, **answer.question.arguments()):
+            now_s = time.monotonic()
+            for token_id in chunk.token_ids:
+                answer.token_ids.append(token_id)
+                answer.arrived_s.append(now_s)
+            answer.came.set()
+            if chunk.usage is not None:
+                answer.usage = chunk.usage
+    except CorollaError as failure:
+        answer.failure = failure
+
+
+async def until_tokens(answer: Answer, num_tokens: int, task: "asyncio.Task[None]") -> None:
+    """Until so many tokens have come, or the answer ended."""
+    task.add_done_callback(lambda _: answer.came.set())
+    while len(answer.token_ids) < num_tokens and not task.done():
+        answer.came.clear()
+        await answer.came.wait()
