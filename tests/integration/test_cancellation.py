@@ -145,7 +145,7 @@ async def until_settled(swarm: Swarm, before: Counter[str]) -> None:
         gc.collect()
         plane = swarm.clients[0]._plane
         assert plane is not None
-        left = (running_tasks() - before, len(plane._steps), len(plane._opens))
+        left = (running_tasks() - before, plane.num_awaited)
         if not any(left):
             return
         await asyncio.sleep(0.02)

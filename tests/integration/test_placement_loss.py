@@ -179,8 +179,7 @@ async def test_the_only_chain_broken_is_told_and_nothing_leaks(
         await swarm.until_empty()
         plane = swarm.clients[0]._plane
         assert plane is not None
-        assert not plane._steps
-        assert not plane._opens
+        assert plane.num_awaited == 0
         await lost.stop()
 
 

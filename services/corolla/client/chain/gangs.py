@@ -12,9 +12,10 @@ import torch
 
 from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
 from corolla.chassis.lifecycle import TaskGroup
+from corolla.client.chain.awaited import RowFuture
 from corolla.client.chain.departure import GangRules
 from corolla.client.chain.reading import Arrival, Reader, Reading, read
-from corolla.client.chain.streams import DataPlane, RowFuture
+from corolla.client.chain.streams import DataPlane
 from corolla.client.compute import ComputeThread
 from corolla.client.edges import Edges
 from corolla.v1 import blocks_pb2 as pb

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from corolla.chassis.errors import CorollaError, InternalError
-from corolla.client.chain.streams import RowResult
+from corolla.client.chain.awaited import RowResult
 from corolla.client.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.tensors import from_payload

@@ -11,11 +11,12 @@ from typing import Final, Protocol
 import torch
 
 from corolla.chassis.errors import CorollaError, HopUnavailable
+from corolla.client.chain.awaited import RowFuture
 from corolla.client.chain.history import StepShapes
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.recovery_plan import CLIENT, Lane
 from corolla.client.chain.reservations import ChainLimits, NotOpened, OpenOptions, Reservations
-from corolla.client.chain.streams import DataPlane, RowFuture
+from corolla.client.chain.streams import DataPlane
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.tensors import tensor_type, to_payload

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from corolla.chassis.errors import HopUnavailable, InternalError, OutOfPages
+from corolla.client.chain.awaited import RowFuture, RowResult
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP
-from corolla.client.chain.streams import DataPlane, RowFuture, RowResult
+from corolla.client.chain.streams import DataPlane
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.tensors import from_payload, tensor_type, to_payload

@@ -8,13 +8,14 @@ import torch
 
 from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
 from corolla.client.chain.account import RecoveryAccount
+from corolla.client.chain.awaited import RowFuture, RowResult
 from corolla.client.chain.gangs import Gang
 from corolla.client.chain.history import StepShapes, TokenHistory
 from corolla.client.chain.reading import Arrival, Reader, Reading, embed, read
 from corolla.client.chain.recovery import Recovery
 from corolla.client.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP, Places
 from corolla.client.chain.reservations import Reservation
-from corolla.client.chain.streams import DataPlane, RowFuture, RowResult
+from corolla.client.chain.streams import DataPlane
 from corolla.client.compute import ComputeThread
 from corolla.client.edges import Edges
 from corolla.v1 import blocks_pb2 as pb

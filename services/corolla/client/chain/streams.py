@@ -1,8 +1,4 @@
-"""The data plane as a client service sees it: one stream to each block server, and the answers that are awaited.
-
-A step goes out on the stream to the first hop, its result comes back on the stream to the last one, and a fault on any.
-So what is awaited is kept here, for all streams together.
-"""
+"""The data plane as a client service sees it: one stream to each block server, and who among them is silent."""
 
 import asyncio
 import contextlib
@@ -19,6 +15,7 @@ from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import CorollaError, HopUnavailable, NonFiniteOutput
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.chassis.status import from_reason, from_rpc_error
+from corolla.client.chain.awaited import Awaited, RowFuture, fail
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import blocks_pb2_grpc, common_pb2
 from corolla.wire.frames import EXCHANGE, Buffer, decode
@@ -28,26 +25,6 @@ log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S: Final = 3.0
 _WATCH_INTERVAL_S: Final = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """The hidden states that one row of a step gave: raw bytes of `num_tokens` vectors."""
-
-    payload: Buffer
-    num_tokens: int
-    dtype: int
-    hidden_size: int
-
-
-RowFuture = asyncio.Future[RowResult]
-
-
-@dataclass(slots=True)
-class _AwaitedStep:
-    rows: dict[bytes, tuple[pb.StepRow, RowFuture]]
-    addresses: frozenset[str]
-    since_s: float
 
 
 @dataclass(slots=True)
@@ -83,8 +60,12 @@ class DataPlane:
         self._probe_after_s = probe_after_s
         self._probe_timeout_s = probe_timeout_s
         self._watching: asyncio.Task[None] | None = None
-        self._opens: dict[int, tuple[str, asyncio.Future[pb.Opened], float]] = {}
-        self._steps: dict[int, _AwaitedStep] = {}
+        self._awaited = Awaited()
+
+    @property
+    def num_awaited(self) -> int:
+        """Steps and openings without an answer yet."""
+        return len(self._awaited)
 
     async def connect(self, address: str) -> pb.Welcome:
         """Makes sure that there is a stream to the server, so that results can come back on it.
@@ -120,14 +101,13 @@ class DataPlane:
         """
         welcome = await self.connect(address)
         number = next(self._numbers)
-        future: asyncio.Future[pb.Opened] = asyncio.get_running_loop().create_future()
-        self._opens[number] = (address, future, asyncio.get_running_loop().time())
+        answer = self._awaited.opening(number, address)
         try:
             request.request_id = number
             self._send(address, request, payload)
-            return await future, welcome.max_tokens_per_frame
+            return await answer, welcome.max_tokens_per_frame
         finally:
-            del self._opens[number]
+            self._awaited.opened_or_not(number)
 
     def step(self, hops: Sequence[common_pb2.Hop], step: pb.Step, payload: Buffer) -> list[RowFuture]:
         """Sends a step through the chain; one future for each of its rows, in order.
@@ -153,21 +133,16 @@ class DataPlane:
         header = frame.step if isinstance(frame, pb.Resend) else frame
         header.step_id = number = next(self._numbers)
         header.client_id = self.client_id
-        loop = asyncio.get_running_loop()
-        rows = {row.session_id: (row, loop.create_future()) for row in step.rows}
-        self._steps[number] = _AwaitedStep(rows, frozenset(hop.address for hop in hops), loop.time())
-        futures = [future for _, future in rows.values()]
-        for future in futures:
-            future.add_done_callback(lambda _: self._settle(number))
+        futures = self._awaited.step(number, step.rows, frozenset(hop.address for hop in hops))
         try:
             self._send(hops[0].address, frame, payload)
         except HopUnavailable as error:
-            self._fail(futures, error)
+            fail(futures, error)
             return futures
         for hop in hops[1:]:
             if hop.address not in self._streams:
                 # Its result or fault would find no way back.
-                self._fail(futures, HopUnavailable("a hop of the chain was lost", hop.address))
+                fail(futures, HopUnavailable("a hop of the chain was lost", hop.address))
         return futures
 
     def tell(self, address: str, control: pb.Close | pb.Truncate) -> None:
@@ -190,11 +165,6 @@ class DataPlane:
             stream.outbox.put(control, payload)
         except OutboxFull:
             raise HopUnavailable("a hop of the chain does not keep up", address) from None
-
-    def _settle(self, number: int) -> None:
-        awaited = self._steps.get(number)
-        if awaited is not None and all(future.done() for _, future in awaited.rows.values()):
-            del self._steps[number]
 
     async def _run(self, address: str, stream: _Stream) -> None:
         """Lives as long as the stream; whoever waits for something from it then learns that it broke."""
@@ -222,7 +192,10 @@ class DataPlane:
             if self._streams.get(address) is stream:
                 del self._streams[address]
             stream.outbox.close()
-            self._break(address, stream, error)
+            if not stream.welcome.done():
+                stream.welcome.set_exception(error)
+                stream.welcome.exception()  # nobody may be waiting
+            self._awaited.lost(address, error)
             await stream.channel.close(None)
 
     async def _watch(self) -> None:
@@ -231,14 +204,9 @@ class DataPlane:
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             overdue_s = clock() - self._probe_after_s
-            suspects: set[str] = set()
-            for awaited in self._steps.values():
-                if awaited.since_s < overdue_s:
-                    suspects |= awaited.addresses
-            suspects |= {address for address, _, since_s in self._opens.values() if since_s < overdue_s}
             silent = [
                 (address, stream)
-                for address in suspects
+                for address in self._awaited.overdue(overdue_s)
                 if (stream := self._streams.get(address)) is not None and stream.heard_s < overdue_s
             ]
             await asyncio.gather(*(self._probe(address, stream) for address, stream in silent))
@@ -261,67 +229,23 @@ class DataPlane:
     def _receive(self, control: object, payload: Buffer, stream: _Stream, address: str) -> None:
         match control:
             case pb.Result():
-                self._result(control, payload)
+                self._awaited.result(control, payload)
             case pb.Opened():
-                awaited = self._opens.get(control.request_id)
-                if awaited is not None and not awaited[1].done():
-                    awaited[1].set_result(control)
+                self._awaited.opened(control)
             case pb.Fault():
-                self._fault(control, address)
+                self._awaited.fault(control, _error_of(control, address))
             case pb.Welcome():
                 if not stream.welcome.done():
                     stream.welcome.set_result(control)
             case _:
                 log.warning("a block server sent a frame of a kind that it should not")
 
-    def _result(self, result: pb.Result, payload: Buffer) -> None:
-        awaited = self._steps.get(result.step_id)
-        if awaited is None:
-            return
-        view = memoryview(payload)
-        num_tokens = sum(row.num_result_tokens for row in result.rows)
-        token_bytes = len(view) // num_tokens if num_tokens else 0
-        start = 0
-        for row in result.rows:
-            end = start + row.num_result_tokens * token_bytes
-            asked, future = awaited.rows.get(row.session_id, (None, None))
-            # The fence: only the answer to just this step of just this epoch counts.
-            if asked == row and future is not None and not future.done():
-                part = RowResult(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size)
-                future.set_result(part)
-            start = end
 
-    def _fault(self, fault: pb.Fault, sender: str) -> None:
-        metadata = dict(fault.metadata)
-        if fault.address:
-            metadata["address"] = fault.address
-        error = from_reason(fault.reason, fault.message, metadata)
-        if isinstance(error, NonFiniteOutput):
-            error.address = sender
-        if fault.WhichOneof("about") == "request_id":
-            opening = self._opens.get(fault.request_id)
-            if opening is not None and not opening[1].done():
-                opening[1].set_exception(error)
-            return
-        awaited = self._steps.get(fault.step_id)
-        if awaited is None:
-            return
-        affected = [row.session_id for row in fault.rows] or list(awaited.rows)
-        self._fail([awaited.rows[session_id][1] for session_id in affected if session_id in awaited.rows], error)
-
-    def _break(self, address: str, stream: _Stream, error: CorollaError) -> None:
-        if not stream.welcome.done():
-            stream.welcome.set_exception(error)
-            stream.welcome.exception()  # nobody may be waiting
-        for opened_at, opened, _ in list(self._opens.values()):
-            if opened_at == address and not opened.done():
-                opened.set_exception(error)
-        for awaited in list(self._steps.values()):
-            if address in awaited.addresses:
-                self._fail([future for _, future in awaited.rows.values()], error)
-
-    @staticmethod
-    def _fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)
+def _error_of(fault: pb.Fault, sender: str) -> CorollaError:
+    metadata = dict(fault.metadata)
+    if fault.address:
+        metadata["address"] = fault.address
+    error = from_reason(fault.reason, fault.message, metadata)
+    if isinstance(error, NonFiniteOutput):
+        error.address = sender
+    return error

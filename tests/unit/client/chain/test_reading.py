@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput
+from corolla.client.chain.awaited import RowResult
 from corolla.client.chain.reading import Arrival, Reading, embed, read
-from corolla.client.chain.streams import RowResult
 from corolla.client.edges import Edges, load_edges
 from corolla.models.checkpoint import Checkpoint
 from corolla.v1 import blocks_pb2 as pb

@@ -1,0 +1,128 @@
+"""What a client service waits for on the data plane, whichever stream the answer comes on.
+
+A step goes out on the stream to the first hop, its result comes back on the stream to the last one, and a fault on any.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from corolla.chassis.errors import CorollaError
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """The hidden states that one row of a step gave: raw bytes of `num_tokens` vectors."""
+
+    payload: Buffer
+    num_tokens: int
+    dtype: int
+    hidden_size: int
+
+
+RowFuture = asyncio.Future[RowResult]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    rows: dict[bytes, tuple[pb.StepRow, RowFuture]]
+    addresses: frozenset[str]
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    answer: asyncio.Future[pb.Opened]
+    address: str
+    since_s: float
+
+
+class Awaited:
+    """Steps and openings without an answer yet, by their numbers. Times are the event loop's."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Step] = {}
+        self._openings: dict[int, _Opening] = {}
+
+    def __len__(self) -> int:
+        return len(self._steps) + len(self._openings)
+
+    def step(self, number: int, rows: Sequence[pb.StepRow], addresses: frozenset[str]) -> list[RowFuture]:
+        """One future for each row, in order; the step is forgotten when all are done."""
+        loop = asyncio.get_running_loop()
+        by_session = {row.session_id: (row, loop.create_future()) for row in rows}
+        self._steps[number] = _Step(by_session, addresses, loop.time())
+        futures = [future for _, future in by_session.values()]
+        for future in futures:
+            future.add_done_callback(lambda _: self._settle(number))
+        return futures
+
+    def opening(self, number: int, address: str) -> asyncio.Future[pb.Opened]:
+        """To be forgotten by `opened_or_not`."""
+        loop = asyncio.get_running_loop()
+        opening = self._openings[number] = _Opening(loop.create_future(), address, loop.time())
+        return opening.answer
+
+    def opened_or_not(self, number: int) -> None:
+        del self._openings[number]
+
+    def overdue(self, since_s: float) -> set[str]:
+        """Addresses of servers that take part in something that is awaited since before `since_s`."""
+        addresses = {opening.address for opening in self._openings.values() if opening.since_s < since_s}
+        return addresses.union(*(step.addresses for step in self._steps.values() if step.since_s < since_s))
+
+    def result(self, result: pb.Result, payload: Buffer) -> None:
+        """Hands each row its part."""
+        step = self._steps.get(result.step_id)
+        if step is None:
+            return
+        view = memoryview(payload)
+        num_tokens = sum(row.num_result_tokens for row in result.rows)
+        token_bytes = len(view) // num_tokens if num_tokens else 0
+        start = 0
+        for row in result.rows:
+            end = start + row.num_result_tokens * token_bytes
+            asked, future = step.rows.get(row.session_id, (None, None))
+            # The fence: only the answer to just this step of just this epoch counts.
+            if asked == row and future is not None and not future.done():
+                future.set_result(RowResult(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size))
+            start = end
+
+    def opened(self, opened: pb.Opened) -> None:
+        opening = self._openings.get(opened.request_id)
+        if opening is not None and not opening.answer.done():
+            opening.answer.set_result(opened)
+
+    def fault(self, fault: pb.Fault, error: CorollaError) -> None:
+        """Fails what the fault is about."""
+        if fault.WhichOneof("about") == "request_id":
+            opening = self._openings.get(fault.request_id)
+            if opening is not None and not opening.answer.done():
+                opening.answer.set_exception(error)
+            return
+        step = self._steps.get(fault.step_id)
+        if step is not None:
+            affected = [row.session_id for row in fault.rows] or list(step.rows)
+            fail([step.rows[session_id][1] for session_id in affected if session_id in step.rows], error)
+
+    def lost(self, address: str, error: CorollaError) -> None:
+        """Fails all that the server takes part in."""
+        for opening in list(self._openings.values()):
+            if opening.address == address and not opening.answer.done():
+                opening.answer.set_exception(error)
+        for step in list(self._steps.values()):
+            if address in step.addresses:
+                fail([future for _, future in step.rows.values()], error)
+
+    def _settle(self, number: int) -> None:
+        step = self._steps.get(number)
+        if step is not None and all(future.done() for _, future in step.rows.values()):
+            del self._steps[number]
+
+
+def fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(error)
