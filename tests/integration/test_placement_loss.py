@@ -133,8 +133,8 @@ async def test_a_hop_lost_in_mid_answer_is_replaced_and_every_answer_goes_on(
         assert [each.token_ids for each in given] == [undisturbed[0]] * 2 + [undisturbed[1]] * 2
         assert given_turn.token_ids == expected_turn
         assert all(each.usage.recoveries == 1 and each.usage.stall_s > 0 for each in (*given, given_turn))
-        # Of the short texts the first hop had kept all that it sent on, so only the lost span was computed again. Of the
-        # long ones it had found the beginning in its cache, and had computed no outputs to keep.
+        # Of the short texts the first hop had kept all that it sent on, so only the lost span was computed again. Of
+        # the long ones it had found the beginning in its cache, and had computed no outputs to keep.
         port = swarm.clients[0].metrics_port
         name = "corolla_session_recoveries_total"
         assert await sample(port, name, cause="hop_unavailable", method="outputs") == 3

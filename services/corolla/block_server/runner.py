@@ -99,7 +99,7 @@ class Runner:
         """Computes one token, so that all memory for keys and values is taken now and not found missing later."""
         cache = self.new_cache()
         cache.reserve(1)
-        self.run([RowWork(cache, 0, 1)], torch.zeros(1, self.model.hidden_size), self.span)
+        self.run_each([RowWork(cache, 0, 1)], torch.zeros(1, self.model.hidden_size), self.span)
         cache.clear()
 
     def run(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
