@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from corolla.block_server.kv.pages import PagePool
 from corolla.block_server.kv.prefixes import ExpectedText
-from corolla.block_server.kv.tables import SessionPages
+from corolla.block_server.kv.session_pages import SessionPages
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span

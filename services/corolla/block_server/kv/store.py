@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from corolla.block_server.kv.pages import PagePool
-from corolla.block_server.kv.tables import GroupRule, SessionPages
+from corolla.block_server.kv.session_pages import SessionPages
+from corolla.block_server.kv.tables import GroupRule
 from corolla.wire.span import Span
 
 

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from corolla.block_server.kv.pages import PagePool
 from corolla.block_server.kv.prefixes import ExpectedText
-from corolla.block_server.kv.tables import GroupRule, SessionPages
+from corolla.block_server.kv.session_pages import SessionPages
+from corolla.block_server.kv.tables import GroupRule
 from corolla.chassis.errors import OutOfPages
 
 PAGE_TOKENS, NUM_PAGES, MAX_STEP = 3, 14, 4
