@@ -6,6 +6,7 @@ import secrets
 import time
 
 from corolla.block_server.engine import Engine, StepWork
+from corolla.block_server.frame_checks import Identity
 from corolla.block_server.kv.store import KVStore, LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.outputs import OutputStore
@@ -14,7 +15,7 @@ from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
 from corolla.block_server.runner import Runner, page_windows
 from corolla.block_server.scheduler import Scheduler
-from corolla.block_server.servicer import BlockServicer, Identity
+from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
 from corolla.block_server.speed import measure_speed

@@ -5,45 +5,23 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
 
 import psutil
 from grpc import aio
 
 from corolla.block_server.engine import Engine, StepWork
-from corolla.block_server.kv.prefixes import HASH_BYTES, ExpectedText, salt_of
+from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, is_decode
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
-from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.scheduler import QueuedStep, Scheduler
-from corolla.block_server.sessions import OpenRequest, SessionTable
+from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import CorollaError, FingerprintMismatch, MalformedMessage, QueueFull
 from corolla.chassis.handlers import Context
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Buffer, Frame, decode
-from corolla.wire.span import Span
+from corolla.wire.frames import Frame, decode
 from corolla.wire.tensors import from_payload
-
-_ID_BYTES = 16
-MAX_LEASE_S = 24 * 3600.0
-MAX_VERIFIED_TOKENS = 65
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What this server is."""
-
-    server_id: str
-    span: Span
-    model: str
-    fingerprint: str
-    dtype_name: str
-    dtype: pb.TensorType.ValueType
-    hidden_size: int
-    max_tokens_per_frame: int
-    prefix_page_tokens: int
 
 
 class BlockServicer:
@@ -60,6 +38,7 @@ class BlockServicer:
         store: KVStore,
     ) -> None:
         self._identity = identity
+        self._checks = FrameChecks(identity)
         self._engine = engine
         self._scheduler = scheduler
         self._sessions = sessions
@@ -125,8 +104,8 @@ class BlockServicer:
         identity = self._identity
         if hello.fingerprint != identity.fingerprint:
             raise FingerprintMismatch("this server holds other weights or speaks another protocol version")
-        if len(hello.client_id) not in (0, _ID_BYTES):
-            raise MalformedMessage("client_id", f"must have {_ID_BYTES} bytes")
+        if len(hello.client_id) not in (0, ID_BYTES):
+            raise MalformedMessage("client_id", f"must have {ID_BYTES} bytes")
         peer = Peer(hello.client_id)
         self._peers.add(peer)
         peer.send(
@@ -161,7 +140,7 @@ class BlockServicer:
 
         def open_session() -> None:
             try:
-                request = self._open_request(control, frame.payload, peer)
+                request = self._checks.open_request(control, frame.payload, peer)
                 session = self._sessions.open(request, time.monotonic())
             except CorollaError as error:
                 peer.send(describe(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
@@ -181,54 +160,6 @@ class BlockServicer:
 
         self._engine.between_iterations(open_session)
 
-    def _open_request(self, control: pb.Open, payload: Buffer, peer: Peer) -> OpenRequest:
-        if len(control.session_id) != _ID_BYTES or not peer.client_id:
-            raise MalformedMessage("session_id", f"must have {_ID_BYTES} bytes, on a client's stream")
-        blocks = self._blocks(control.blocks)
-        if control.epoch == 0 or control.max_tokens == 0 or control.lease_ms == 0:
-            raise MalformedMessage("open", "epoch, max_tokens and lease_ms must be positive")
-        return OpenRequest(
-            session_id=control.session_id,
-            epoch=control.epoch,
-            tenant=control.tenant,
-            client_id=peer.client_id,
-            resume=control.resume,
-            max_tokens=control.max_tokens,
-            blocks=blocks,
-            lease_s=min(control.lease_ms / 1000, MAX_LEASE_S),
-            transient=control.transient,
-            keep_outputs=control.keep_outputs,
-            prompts=self._prompts(control, payload, len(blocks)),
-            text=self._text(control, blocks),
-        )
-
-    def _text(self, control: pb.Open, blocks: Span) -> ExpectedText | None:
-        if not control.HasField("text"):
-            return None
-        if control.HasField("block_prompts"):
-            raise MalformedMessage("text", "what trained prompts make of a text is no other session's")
-        page_tokens, hashes = self._identity.prefix_page_tokens, control.text.page_hashes
-        num_pages, rest = divmod(len(hashes), HASH_BYTES)
-        if rest or num_pages * page_tokens > min(control.text.num_tokens, control.max_tokens):
-            raise MalformedMessage("text", f"has {HASH_BYTES} bytes for each whole page, and no more pages than tokens")
-        if not page_tokens:
-            return None
-        parts = tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
-        return ExpectedText(salt_of(control.tenant, blocks), parts, control.text.num_tokens)
-
-    def _prompts(self, control: pb.Open, payload: Buffer, num_blocks: int) -> BlockPrompts | None:
-        if control.HasField("block_prompts"):
-            identity = self._identity
-            return BlockPrompts.read(control.block_prompts, payload, num_blocks, identity.dtype, identity.hidden_size)
-        if payload:
-            raise MalformedMessage("payload", "nothing says what it is")
-        return None
-
-    def _blocks(self, span: common_pb2.BlockSpan) -> Span:
-        if span.start >= span.end or not self._identity.span.covers(blocks := Span(span.start, span.end)):
-            raise MalformedMessage("blocks", "not within the span of this server")
-        return blocks
-
     def _step(self, frame: Frame, peer: Peer) -> None:
         step: pb.Step = frame.control  # type: ignore[assignment]
         try:
@@ -239,8 +170,8 @@ class BlockServicer:
     def _resend(self, frame: Frame, peer: Peer) -> None:
         step = frame.control.step  # type: ignore[attr-defined]
         try:
-            self._check_addressed(step, peer)
-            self._check_rows(step)
+            self._checks.addressed(step, peer)
+            self._checks.num_tokens(step)
             if not step.route:
                 raise MalformedMessage("route", "must name the hop to send to")
         except CorollaError as error:
@@ -252,37 +183,18 @@ class BlockServicer:
 
     def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
         identity = self._identity
-        blocks = self._check_addressed(step, peer)
-        num_tokens = self._check_rows(step)
+        blocks = self._checks.addressed(step, peer)
+        num_tokens = self._checks.num_tokens(step)
         if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
             raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
         # A step that cannot be read must be refused by itself, not in the middle of a batch with those of others.
         from_payload(frame.payload, step.dtype, num_tokens, step.hidden_size)
-        is_decode = all(map(_is_decode, step.rows))
+        is_urgent = all(map(is_decode, step.rows))
         session_ids = frozenset(row.session_id for row in step.rows)
         tenant_tokens: Counter[str] = Counter()
         for row in step.rows:
             tenant_tokens[self._sessions.tenant_of(row.session_id)] += row.num_tokens
-        return QueuedStep(session_ids, tenant_tokens, is_decode, blocks, StepWork(step, frame.payload, peer))
-
-    def _check_addressed(self, step: pb.Step, peer: Peer) -> Span:
-        blocks = self._blocks(step.blocks)
-        if step.route and step.route[0].span.start != blocks.end:
-            raise MalformedMessage("route", "the next hop does not continue where this one ends")
-        if peer.client_id and step.client_id != peer.client_id:
-            raise MalformedMessage("client_id", "not the one of this stream")
-        return blocks
-
-    def _check_rows(self, step: pb.Step) -> int:
-        """Returns how many tokens the rows have."""
-        if not step.rows or len({row.session_id for row in step.rows}) != len(step.rows):
-            raise MalformedMessage("rows", "a step has at least one row, and one for each session")
-        if any(row.num_tokens == 0 or row.num_result_tokens > row.num_tokens for row in step.rows):
-            raise MalformedMessage("rows", "a row has at least one token, and no more results than tokens")
-        num_tokens = sum(row.num_tokens for row in step.rows)
-        if num_tokens > self._identity.max_tokens_per_frame:
-            raise MalformedMessage("rows", f"a step has at most {self._identity.max_tokens_per_frame} tokens")
-        return num_tokens
+        return QueuedStep(session_ids, tenant_tokens, is_urgent, blocks, StepWork(step, frame.payload, peer))
 
     def _close(self, frame: Frame, peer: Peer) -> None:
         control: pb.Close = frame.control  # type: ignore[assignment]
@@ -298,8 +210,3 @@ class BlockServicer:
         """The client's stream ended; if it has not come back by now, what lived only with it is freed."""
         if self._peers.get(client_id) is None:
             self._sessions.close_transient(client_id)
-
-
-def _is_decode(row: pb.StepRow) -> bool:
-    """A next token, or one with guesses to check: somebody waits for it. A chunk of a prompt may wait."""
-    return row.num_tokens == 1 or row.num_tokens == row.num_result_tokens <= MAX_VERIFIED_TOKENS

@@ -1,0 +1,117 @@
+"""Frames of callers, checked before they cost memory or time."""
+
+from dataclasses import dataclass
+
+from corolla.block_server.kv.prefixes import HASH_BYTES, ExpectedText, salt_of
+from corolla.block_server.peers import Peer
+from corolla.block_server.prompts import BlockPrompts
+from corolla.block_server.sessions import OpenRequest
+from corolla.chassis.errors import MalformedMessage
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+from corolla.wire.frames import Buffer
+from corolla.wire.span import Span
+
+ID_BYTES = 16
+MAX_LEASE_S = 24 * 3600.0
+MAX_VERIFIED_TOKENS = 65
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What this server is."""
+
+    server_id: str
+    span: Span
+    model: str
+    fingerprint: str
+    dtype_name: str
+    dtype: pb.TensorType.ValueType
+    hidden_size: int
+    max_tokens_per_frame: int
+    prefix_page_tokens: int
+
+
+class FrameChecks:
+    """What this server may be asked. All of it raises MalformedMessage, which names the field.
+
+    Args:
+        identity: what this server is.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    def open_request(self, control: pb.Open, payload: Buffer, peer: Peer) -> OpenRequest:
+        """What an Open asks for."""
+        if len(control.session_id) != ID_BYTES or not peer.client_id:
+            raise MalformedMessage("session_id", f"must have {ID_BYTES} bytes, on a client's stream")
+        blocks = self._blocks(control.blocks)
+        if control.epoch == 0 or control.max_tokens == 0 or control.lease_ms == 0:
+            raise MalformedMessage("open", "epoch, max_tokens and lease_ms must be positive")
+        return OpenRequest(
+            session_id=control.session_id,
+            epoch=control.epoch,
+            tenant=control.tenant,
+            client_id=peer.client_id,
+            resume=control.resume,
+            max_tokens=control.max_tokens,
+            blocks=blocks,
+            lease_s=min(control.lease_ms / 1000, MAX_LEASE_S),
+            transient=control.transient,
+            keep_outputs=control.keep_outputs,
+            prompts=self._prompts(control, payload, len(blocks)),
+            text=self._text(control, blocks),
+        )
+
+    def _text(self, control: pb.Open, blocks: Span) -> ExpectedText | None:
+        if not control.HasField("text"):
+            return None
+        if control.HasField("block_prompts"):
+            raise MalformedMessage("text", "what trained prompts make of a text is no other session's")
+        page_tokens, hashes = self._identity.prefix_page_tokens, control.text.page_hashes
+        num_pages, rest = divmod(len(hashes), HASH_BYTES)
+        if rest or num_pages * page_tokens > min(control.text.num_tokens, control.max_tokens):
+            raise MalformedMessage("text", f"has {HASH_BYTES} bytes for each whole page, and no more pages than tokens")
+        if not page_tokens:
+            return None
+        parts = tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
+        return ExpectedText(salt_of(control.tenant, blocks), parts, control.text.num_tokens)
+
+    def _prompts(self, control: pb.Open, payload: Buffer, num_blocks: int) -> BlockPrompts | None:
+        if control.HasField("block_prompts"):
+            identity = self._identity
+            return BlockPrompts.read(control.block_prompts, payload, num_blocks, identity.dtype, identity.hidden_size)
+        if payload:
+            raise MalformedMessage("payload", "nothing says what it is")
+        return None
+
+    def _blocks(self, span: common_pb2.BlockSpan) -> Span:
+        if span.start >= span.end or not self._identity.span.covers(blocks := Span(span.start, span.end)):
+            raise MalformedMessage("blocks", "not within the span of this server")
+        return blocks
+
+    def addressed(self, step: pb.Step, peer: Peer) -> Span:
+        """The blocks of a step that is for this server, from the one that it names."""
+        blocks = self._blocks(step.blocks)
+        if step.route and step.route[0].span.start != blocks.end:
+            raise MalformedMessage("route", "the next hop does not continue where this one ends")
+        if peer.client_id and step.client_id != peer.client_id:
+            raise MalformedMessage("client_id", "not the one of this stream")
+        return blocks
+
+    def num_tokens(self, step: pb.Step) -> int:
+        """How many tokens the rows of a step have together."""
+        if not step.rows or len({row.session_id for row in step.rows}) != len(step.rows):
+            raise MalformedMessage("rows", "a step has at least one row, and one for each session")
+        if any(row.num_tokens == 0 or row.num_result_tokens > row.num_tokens for row in step.rows):
+            raise MalformedMessage("rows", "a row has at least one token, and no more results than tokens")
+        num_tokens = sum(row.num_tokens for row in step.rows)
+        if num_tokens > self._identity.max_tokens_per_frame:
+            raise MalformedMessage("rows", f"a step has at most {self._identity.max_tokens_per_frame} tokens")
+        return num_tokens
+
+
+def is_decode(row: pb.StepRow) -> bool:
+    """A next token, or one with guesses to check: somebody waits for it. A chunk of a prompt may wait."""
+    return row.num_tokens == 1 or row.num_tokens == row.num_result_tokens <= MAX_VERIFIED_TOKENS
