@@ -1,6 +1,7 @@
 """A block server against callers that do not keep to the protocol: each is told, and no other is harmed."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -11,6 +12,7 @@ import pytest_asyncio
 import torch
 from google.protobuf.message import Message
 
+from corolla.block_server.runner import BatchOutput, Runner
 from corolla.chassis.channels import open_channel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -190,6 +192,58 @@ async def test_a_bad_open_is_told(name: str, swarm: Swarm) -> None:
         assert (await caller.answer()).reason == "OUT_OF_PAGES"
         await caller.send(with_prompts() if isinstance(BAD_OPENS[name], tuple) else an_open())
         assert (await caller.answer()).epoch == 1
+
+
+@asynccontextmanager
+async def held_iteration(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[threading.Event]:
+    """While it lasts, no iteration of the block server ends. Gives what is set once one has begun."""
+    has_begun, may_end = threading.Event(), threading.Event()
+    run_each = Runner.run_each
+
+    def held_run(*args: Any) -> BatchOutput:
+        has_begun.set()
+        assert may_end.wait(30)
+        return run_each(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "run_each", held_run)
+        try:
+            yield has_begun
+        finally:
+            may_end.set()
+
+
+async def test_what_cannot_fit_is_refused_before_the_running_iteration_ends(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (status,) = await swarm.statuses()
+    num_tokens = status.num_pages * status.page_tokens
+    running, parked, other = (bytes([number]) * 16 for number in (1, 2, 3))
+    async with calling(swarm) as caller:
+        for session_id, max_tokens in ((running, num_tokens // 2), (parked, num_tokens // 4)):
+            await caller.send(an_open(session_id=session_id, max_tokens=max_tokens))
+            assert isinstance(await caller.answer(), pb.Opened)
+        await caller.send(a_step(session_id=parked))
+        await caller.result()
+        await caller.send(pb.Truncate(session_id=parked, epoch=1, position=3, idle=True))
+        async with held_iteration(swarm, monkeypatch) as has_begun:
+            await caller.send(a_step(session_id=running))
+            assert await asyncio.to_thread(has_begun.wait, 30)
+            # Also the idle session's pages would not do; and again, behind an open that waits for the iteration.
+            await caller.send(an_open(request_id=2, session_id=other, max_tokens=num_tokens // 2 + 1))
+            await caller.send(an_open(request_id=3, session_id=other, max_tokens=num_tokens // 4))
+            await caller.send(an_open(request_id=4, session_id=b"x" * 16, max_tokens=num_tokens // 2 + 1))
+            for request_id in (2, 4):
+                refused = await caller.answer()
+                assert (type(refused), refused.reason, refused.request_id) == (pb.Fault, "OUT_OF_PAGES", request_id)
+            # What is released before its turn may be what it needs; so it is not refused, and waits.
+            await caller.send(pb.Close(session_id=running, epoch=1))
+            await caller.send(an_open(request_id=5, session_id=b"y" * 16, max_tokens=num_tokens // 2 + 1))
+            await caller.send(an_open(request_id=6, session_id=b"z" * 16, max_tokens=num_tokens + 1))
+            assert (await caller.answer()).request_id == 6
+        answers = [await caller.answer() for _ in range(3)]
+        assert [type(answer) for answer in answers] == [pb.Result, pb.Opened, pb.Opened]
+        assert [answer.request_id for answer in answers[1:]] == [3, 5]
 
 
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:

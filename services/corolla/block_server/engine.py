@@ -67,7 +67,7 @@ class Engine:
         self._peers = peers
         self._relay = relay
         self._metrics = metrics
-        self._commands: list[Callable[[], None]] = []
+        self._commands: list[tuple[Callable[[], None], int | None]] = []
         self._wake = asyncio.Event()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self.decode_step_seconds = 0.0
@@ -77,10 +77,25 @@ class Engine:
         self._scheduler.add(queued)
         self._wake.set()
 
-    def between_iterations(self, command: Callable[[], None]) -> None:
-        """Runs `command` when no session is being computed; in the order of the calls, before any later step."""
-        self._commands.append(command)
+    def between_iterations(self, command: Callable[[], None], *, max_released_pages: int | None = None) -> None:
+        """Runs `command` when no session is being computed; in the order of the calls, before any later step.
+
+        Args:
+            command: what changes sessions.
+            max_released_pages: how many pages it may give back at most; None where nobody can say.
+        """
+        self._commands.append((command, max_released_pages))
         self._wake.set()
+
+    @property
+    def max_released_pages(self) -> int | None:
+        """How many pages the commands that wait may give back; None where nobody can say. An iteration gives none."""
+        total = 0
+        for _, num_pages in self._commands:
+            if num_pages is None:
+                return None
+            total += num_pages
+        return total
 
     def resend(self, work: StepWork) -> None:
         """Sends kept outputs to the first hop of the step's route, as they were once sent."""
@@ -135,7 +150,7 @@ class Engine:
 
     def _run_commands(self) -> None:
         commands, self._commands = self._commands, []
-        for command in commands:
+        for command, _ in commands:
             try:
                 command()
             except Exception as failure:

@@ -200,6 +200,6 @@ class BlockServer:
             self._metrics.expired.inc(sessions.expire(time.monotonic()))
 
         while True:
-            engine.between_iterations(expire)
+            engine.between_iterations(expire, max_released_pages=0)  # nobody is told to wait for a lease to run out
             self._metrics.observe_sessions(sessions, outputs, store.page_bytes, len(self._scheduler))
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)

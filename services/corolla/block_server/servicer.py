@@ -138,12 +138,24 @@ class BlockServicer:
     def _open(self, frame: Frame, peer: Peer) -> None:
         control: pb.Open = frame.control  # type: ignore[assignment]
 
+        def refuse(error: CorollaError) -> None:
+            peer.send(describe(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
+
+        try:
+            request = self._checks.open_request(control, frame.payload, peer)
+            # An iteration may be long; what cannot fit after it either need not wait for its end.
+            max_released_pages = self._engine.max_released_pages
+            if max_released_pages is not None:
+                self._sessions.check_room(request, max_released_pages)
+        except CorollaError as error:
+            refuse(error)
+            return
+
         def open_session() -> None:
             try:
-                request = self._checks.open_request(control, frame.payload, peer)
                 session = self._sessions.open(request, time.monotonic())
             except CorollaError as error:
-                peer.send(describe(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
+                refuse(error)
                 return
             kept_start, kept_end = self._outputs.range(control.session_id)
             peer.send(
@@ -158,7 +170,9 @@ class BlockServicer:
                 )
             )
 
-        self._engine.between_iterations(open_session)
+        self._engine.between_iterations(
+            open_session, max_released_pages=self._sessions.num_pages_in_use(control.session_id)
+        )
 
     def _step(self, frame: Frame, peer: Peer) -> None:
         step: pb.Step = frame.control  # type: ignore[assignment]
@@ -179,7 +193,7 @@ class BlockServicer:
             return
         step.dtype, step.hidden_size = self._identity.dtype, self._identity.hidden_size
         # In order with the opens before it, and not in the middle of an iteration.
-        self._engine.between_iterations(lambda: self._engine.resend(StepWork(step, b"", peer)))
+        self._engine.between_iterations(lambda: self._engine.resend(StepWork(step, b"", peer)), max_released_pages=0)
 
     def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
         identity = self._identity
@@ -198,12 +212,16 @@ class BlockServicer:
 
     def _close(self, frame: Frame, peer: Peer) -> None:
         control: pb.Close = frame.control  # type: ignore[assignment]
-        self._engine.between_iterations(lambda: self._sessions.close(control.session_id, control.epoch))
+        self._engine.between_iterations(
+            lambda: self._sessions.close(control.session_id, control.epoch),
+            max_released_pages=self._sessions.num_pages_in_use(control.session_id),
+        )
 
     def _truncate(self, frame: Frame, peer: Peer) -> None:
         control: pb.Truncate = frame.control  # type: ignore[assignment]
         self._engine.between_iterations(
-            lambda: self._sessions.truncate(control.session_id, control.epoch, control.position, idle=control.idle)
+            lambda: self._sessions.truncate(control.session_id, control.epoch, control.position, idle=control.idle),
+            max_released_pages=self._sessions.num_pages_in_use(control.session_id),
         )
 
     def _forget(self, client_id: bytes) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.kv.pages import PagePool, too_few_pages
 from corolla.block_server.kv.prefixes import ExpectedText
 from corolla.block_server.kv.session_pages import SessionPages
 from corolla.block_server.prompts import BlockPrompts
@@ -86,6 +86,32 @@ class SessionTable(Generic[AnyCache]):
         """Whose the session is; empty where it is not held."""
         held = self._sessions.get(session_id)
         return "" if held is None else held.request.tenant
+
+    def num_pages_in_use(self, session_id: bytes) -> int:
+        """Pages of a session that only its own end, or another open of it, makes available."""
+        held = self._sessions.get(session_id)
+        return 0 if held is None or held.is_idle else held.num_pages
+
+    def check_room(self, request: OpenRequest, max_released_pages: int) -> None:
+        """Says early what `open` could only confirm. It may be asked while steps are computed.
+
+        Steps give back none of what their sessions were promised, and idle sessions have no steps; so a new or an idle
+        session will find at most the pages that are available now, and those that are released before its turn.
+
+        Args:
+            request: as for `open`.
+            max_released_pages: that the changes before its turn may give back.
+
+        Raises:
+            OutOfPages: the worst case will not fit.
+        """
+        held = self._sessions.get(request.session_id)
+        if held is not None and not held.is_idle:
+            return
+        num_pages = self._new_cache().worst_case(request.max_tokens)
+        num_available = self.num_available_pages + max_released_pages
+        if num_pages > num_available:
+            raise too_few_pages(num_pages, num_available)
 
     def open(self, request: OpenRequest, now_s: float) -> HopSession[AnyCache]:
         """Opens a session, or reopens it with a higher epoch.

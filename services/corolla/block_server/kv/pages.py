@@ -7,6 +7,14 @@ from corolla.block_server.kv.runs import FreeRuns
 from corolla.chassis.errors import OutOfPages
 
 
+def too_few_pages(num_needed: int, num_available: int) -> OutOfPages:
+    """The refusal of a request that needs more pages than there are for it."""
+    return OutOfPages(
+        "a block server has too few free KV pages for this request",
+        metadata={"pages_needed": str(num_needed), "pages_free": str(num_available)},
+    )
+
+
 class PagePool:
     """`num_pages` pages of `page_tokens` tokens, with reference counts.
 
@@ -67,10 +75,7 @@ class PagePool:
             OutOfPages: fewer are available; nothing changed.
         """
         if num_pages > self.num_available:
-            raise OutOfPages(
-                "a block server has too few free KV pages for this request",
-                metadata={"pages_needed": str(num_pages), "pages_free": str(self.num_available)},
-            )
+            raise too_few_pages(num_pages, self.num_available)
         self._num_promised += num_pages
         self._evict()
 
