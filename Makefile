@@ -84,6 +84,11 @@ test-exact: setup ## Compares every chain, prompt and sampling with the unsplit 
 	@echo "==> Testing token-for-token equality in full"
 	@$(PY) -m pytest -q -m exact --durations=10 --durations-min=1 $(ARGS)
 
+.PHONY: test-faults
+test-faults: setup ## Breaks a running stack of real processes in every way and checks what must hold (minutes).
+	@echo "==> Testing faults"
+	@for row in kill freeze cancel; do $(PY) -m tests.faults $$row $(ARGS) || exit 1; done
+
 # --- checks --------------------------------------------------------------------------------------------------------
 
 .PHONY: lint

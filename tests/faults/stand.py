@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
+
 from corolla.chassis.channels import open_channel
 from corolla.local.options import StackOptions
 from corolla.local.processes import ManagedProcess
@@ -81,7 +83,11 @@ class Stand:
             await asyncio.sleep(0.1)
 
     async def is_empty(self) -> bool:
-        statuses = await asyncio.gather(*map(self.status, self.servers))
+        """Whether all servers answer, and none holds a session or a page."""
+        try:
+            statuses = await asyncio.gather(*map(self.status, self.servers))
+        except grpc.aio.AioRpcError:
+            return False
         return all(each.num_sessions == 0 and each.num_free_pages == each.num_pages for each in statuses)
 
     def _is_placed(self) -> bool:

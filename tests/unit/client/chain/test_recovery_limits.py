@@ -1,0 +1,56 @@
+"""When a server is left out, and when a request has had enough."""
+
+import pytest
+
+from corolla.chassis.errors import HopUnavailable, NonFiniteOutput, RequestKillsServers
+from corolla.client.chain.account import RecoveryAccount
+from corolla.client.chain.quarantine import FIRST_S, MOST_S, Quarantine
+from corolla.wire.span import Span
+
+
+def test_a_server_comes_back_after_a_while_and_later_if_it_fails_again() -> None:
+    quarantine = Quarantine()
+    assert quarantine.add("a", 10.0)
+    assert not quarantine.add("a", 11.0), "the second session that lost it says nothing new"
+    assert quarantine.active(10.0 + FIRST_S - 0.1) == {"a"}
+    assert quarantine.active(10.0 + FIRST_S) == frozenset()
+    assert quarantine.add("a", 20.0)
+    assert quarantine.active(20.0 + 2 * FIRST_S - 0.1) == {"a"}
+    now_s = 40.0
+    for _ in range(9):
+        quarantine.add("a", now_s)
+        assert quarantine.active(now_s + MOST_S) == frozenset()
+        now_s += MOST_S
+    assert quarantine.add("a", now_s + 3 * MOST_S)
+    assert quarantine.active(now_s + 3 * MOST_S + FIRST_S) == frozenset(), "forgiven"
+
+
+def test_a_request_whose_step_kills_two_servers_is_not_tried_on_a_third() -> None:
+    account = RecoveryAccount(16)
+    account.died(Span(0, 3), position=7)
+    account.died(Span(3, 6), position=7)
+    with pytest.raises(RequestKillsServers):
+        account.died(Span(2, 4), position=7)
+
+
+def test_servers_may_die_again_and_again_as_long_as_the_request_gets_further() -> None:
+    account = RecoveryAccount(16)
+    for position in range(10):
+        account.died(Span(0, 3), position)
+
+
+def test_attempts_are_counted_over_all_recoveries() -> None:
+    account = RecoveryAccount(2)
+    failure = HopUnavailable("lost")
+    account.begin(failure)
+    account.begin(failure)
+    with pytest.raises(HopUnavailable):
+        account.begin(failure)
+
+
+def test_the_second_output_that_is_no_number_is_the_requests_own() -> None:
+    account = RecoveryAccount(16)
+    failure = NonFiniteOutput("nan")
+    account.non_finite(failure)
+    with pytest.raises(NonFiniteOutput):
+        account.non_finite(failure)
