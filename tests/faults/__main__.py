@@ -15,12 +15,14 @@ from tests.faults.cancel import cancel
 from tests.faults.figures import say
 from tests.faults.freeze import freeze
 from tests.faults.kill import kill
+from tests.faults.library import library
 from tests.faults.stand import TINY_SPANS, Stand, standing
 
 Row = Callable[[Stand, random.Random, int], Awaitable[int]]
 
 ROWS: dict[str, tuple[Row, int, str]] = {
     "kill": (kill, 100, "kill -9 of each hop at a random token"),
+    "library": (library, 10, "kill -9 of each hop while `generate` of transformers runs"),
     "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
     "cancel": (cancel, 500, "callers that leave"),
 }

@@ -54,7 +54,7 @@ class Stand:
     async def status(self, server: ManagedProcess) -> blocks_pb2.BlockServerStatus:
         async with open_channel(server.address) as channel:
             stub = blocks_pb2_grpc.BlockServiceStub(channel)
-            return await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest(), timeout=5)
+            return await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest(), timeout=5, wait_for_ready=True)
 
     async def busiest(self, span: str) -> ManagedProcess:
         """Of the servers of a span the one with most sessions."""

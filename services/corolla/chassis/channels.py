@@ -23,7 +23,8 @@ _COMMON: Final[list[tuple[str, Any]]] = [
 ]
 _CHANNEL: Final[list[tuple[str, Any]]] = [
     *_COMMON,
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Also how long a connection may take to come about, which on a busy machine is more than a moment.
+    ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),

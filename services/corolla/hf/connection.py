@@ -7,13 +7,17 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, ClassVar, Final, TypeVar
 
-from corolla.chassis.errors import HopUnavailable, StartupError
+from corolla.chassis.errors import CorollaError, HopUnavailable, StartupError
 from corolla.chassis.lifecycle import TaskGroup
+from corolla.client.chain.account import RecoveryAccount
 from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.placement import PlacementWatch
+from corolla.client.chain.recovery import Recovery
+from corolla.client.chain.replay import Places, Replayer
 from corolla.client.chain.reservations import ChainLimits, OpenOptions, Reservations
 from corolla.client.chain.routes import Routes
 from corolla.client.chain.rows import RowGroup
@@ -90,19 +94,41 @@ class Connection:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(work)
 
-    async def open_rows(self, identities: Sequence[SessionIdentity], options: OpenOptions) -> RowGroup:
+    async def open_rows(
+        self, new: Sequence[SessionIdentity], options: OpenOptions, earlier: RowGroup | None = None
+    ) -> RowGroup:
         """Opens sequences on one chain.
 
+        Args:
+            new: more sequences than there were, if any, in the first epoch.
+            options: for all of them.
+            earlier: sequences that stay where they are, opened again.
+
         Raises:
-            NoChain, OutOfPages, HopUnavailable, RouterUnavailable: nothing stays allocated.
+            NoChain, OutOfPages, HopUnavailable, RouterUnavailable: nothing new stays allocated.
         """
-        reservation = await self._planes.reservations.reserve(identities, options)
+        account = RecoveryAccount(LIMITS.max_recoveries)
+        while True:
+            identities = tuple(new)
+            if earlier is not None:
+                kept = [identity.reopened() for identity in earlier.identities]
+                identities = (*kept, *(replace(identity, epoch=kept[0].epoch) for identity in new))
+                options = replace(options, recorded=earlier.chain, chain=earlier.chain)
+            try:
+                reservation = await self._planes.reservations.reserve(identities, options)
+                break
+            except CorollaError as failure:
+                if earlier is None:
+                    raise
+                await earlier.recover(failure, account)
         return RowGroup(
-            identities,
-            reservation.chain,
+            Places(identities, reservation.chain, options, reservation.max_step_tokens),
             self._planes.data,
-            max_step_tokens=min(max(LIMITS.prefill_chunk_tokens, len(identities)), reservation.max_step_tokens),
+            self._planes.recovery,
+            earlier=earlier,
+            max_step_tokens=max(LIMITS.prefill_chunk_tokens, len(identities)),
             step_timeout_s=LIMITS.step_timeout_s,
+            max_recoveries=LIMITS.max_recoveries,
         )
 
 
@@ -117,6 +143,8 @@ class _Planes:
         self.tasks.start(placement.run(), "placement watch")
         self.routes = Routes(self.control, placement, fingerprint, num_blocks)
         self.reservations = Reservations(self.routes, self.data, LIMITS)
+        replayer = Replayer(self.reservations, self.data, LIMITS)
+        self.recovery = Recovery(self.routes, self.reservations, replayer, LIMITS)
 
     async def close(self) -> None:
         await self.tasks.close()

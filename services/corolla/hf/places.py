@@ -1,8 +1,8 @@
 """What sessions have on the hops of a chain."""
 
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -67,14 +67,13 @@ class HopPlaces:
         self._origins = (*origins, *self._origins[len(origins) :])
         prompts = None if self._prompts is None else [self._prompts[origin] for origin in self._origins]
         options = OpenOptions(max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts)
-        identities: list[SessionIdentity] = []
-        if self._group is not None:
-            identities = [replace(identity, epoch=identity.epoch + 1) for identity in self._group.identities]
-            options = replace(options, recorded=self._group.chain, chain=self._group.chain)
-        identities += _new_identities(
-            len(self._origins) - len(identities), identities[0].epoch if identities else 1, self._blocks.tenant
-        )
-        self._group = self._blocks.connection.call(self._blocks.connection.open_rows(identities, options))
+        num_open = len(self._group.identities) if self._group is not None else 0
+        new = [
+            SessionIdentity(secrets.token_bytes(16), 1, self._blocks.tenant)
+            for _ in range(len(self._origins) - num_open)
+        ]
+        connection = self._blocks.connection
+        self._group = connection.call(connection.open_rows(new, options, self._group))
         self._capacity = capacity
 
     def step(self, steps: Sequence[RowStep]) -> list[Tensor]:
@@ -85,7 +84,3 @@ class HopPlaces:
     def free(self) -> None:
         if self._group is not None:
             self._blocks.connection.post(self._group.close)
-
-
-def _new_identities(num_rows: int, epoch: int, tenant: str) -> Iterator[SessionIdentity]:
-    return (SessionIdentity(secrets.token_bytes(16), epoch, tenant) for _ in range(num_rows))

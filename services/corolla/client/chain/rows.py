@@ -3,14 +3,17 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from corolla.chassis.errors import HopUnavailable, InternalError, OutOfPages
+from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError, OutOfPages
+from corolla.client.chain.account import RecoveryAccount
 from corolla.client.chain.awaited import RowFuture, RowResult
+from corolla.client.chain.history import StateHistory
 from corolla.client.chain.identity import SessionIdentity
-from corolla.client.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP
+from corolla.client.chain.recovery import Recovery
+from corolla.client.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP, Places
 from corolla.client.chain.streams import DataPlane
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -39,26 +42,44 @@ class RowStep:
 class RowGroup:
     """Sequences that are open on every hop of one chain.
 
+    A step that hops swallowed is taken again once they are replaced and filled, out of what went into the first block:
+    that is remembered here.
+
     Args:
-        identities: of the sequences; row `i` is `identities[i]`.
-        max_step_tokens: tokens that a hop takes in one step; longer ones travel in chunks.
+        places: of the sequences; row `i` is the `i`-th identity.
+        earlier: the same sequences before there were more of them, or before they had more room.
+        max_step_tokens: longer steps travel in chunks; hops may take less.
         step_timeout_s: after it a step counts as lost.
+        max_recoveries: attempts within one step.
     """
 
     def __init__(
         self,
-        identities: Sequence[SessionIdentity],
-        chain: common_pb2.Chain,
+        places: Places,
         plane: DataPlane,
+        recovery: Recovery,
         *,
+        earlier: "RowGroup | None" = None,
         max_step_tokens: int,
         step_timeout_s: float,
+        max_recoveries: int,
     ) -> None:
-        self.identities = tuple(identities)
-        self.chain = chain
+        self._places = places
         self._plane = plane
+        self._recovery = recovery
         self._max_step_tokens = max_step_tokens
         self._step_timeout_s = step_timeout_s
+        self._max_recoveries = max_recoveries
+        known: list[StateHistory] = earlier._histories if earlier is not None else []
+        self._histories: list[StateHistory] = [*known, *(StateHistory() for _ in places.identities[len(known) :])]
+
+    @property
+    def identities(self) -> tuple[SessionIdentity, ...]:
+        return self._places.identities
+
+    @property
+    def chain(self) -> common_pb2.Chain:
+        return self._places.chain
 
     async def step(self, rows: Sequence[RowStep]) -> list[torch.Tensor]:
         """Takes new tokens of some sequences through the chain.
@@ -74,9 +95,41 @@ class RowGroup:
         """
         if not rows or any(len(row.hidden) == 0 for row in rows):
             raise InternalError("a step has rows, and each row new tokens")
-        chunk_tokens = self._max_step_tokens // len(rows)
+        pasts = [self._past(row) for row in rows]
+        account = RecoveryAccount(self._max_recoveries)
+        while True:
+            try:
+                outputs = await self._try(rows)
+                break
+            except CorollaError as failure:
+                for row, past in zip(rows, pasts, strict=True):
+                    self._histories[row.row] = past
+                # Nobody knows which hops they had taken over another's tokens on.
+                ambiguous = frozenset(row.row for row in rows if row.source is not None)
+                await self.recover(failure, account, ambiguous)
+                rows = [replace(row, source=None) for row in rows]
+        for row, past in zip(rows, pasts, strict=True):
+            past.append(row.hidden)
+            self._histories[row.row] = past
+        return outputs
+
+    async def recover(
+        self, failure: CorollaError, account: RecoveryAccount, ambiguous: frozenset[int] = frozenset()
+    ) -> None:
+        """Brings all sequences back after a failure, or raises why not. Of `ambiguous` rows hops hold nothing."""
+        await self._recovery.recover(self._places, self._histories, failure, account, ambiguous)
+
+    def _past(self, row: RowStep) -> StateHistory:
+        own = self._histories[row.row]
+        if row.source is None and row.position == own.position:
+            return own
+        return self._histories[row.row if row.source is None else row.source].until(row.position)
+
+    async def _try(self, rows: Sequence[RowStep]) -> list[torch.Tensor]:
+        max_step_tokens = min(self._max_step_tokens, self._places.max_step_tokens)
+        chunk_tokens = max_step_tokens // len(rows)
         if chunk_tokens == 0:
-            raise OutOfPages(f"a step takes at most {self._max_step_tokens} sequences")
+            raise OutOfPages(f"a step takes at most {max_step_tokens} sequences")
         results: list[list[RowResult]] = [[] for _ in rows]
         under_way: deque[list[tuple[int, RowFuture]]] = deque()
         longest = max(len(row.hidden) for row in rows)
@@ -92,7 +145,8 @@ class RowGroup:
         finally:
             for chunk in under_way:
                 for _, future in chunk:
-                    future.cancel()
+                    if not future.cancel() and not future.cancelled():
+                        future.exception()  # seen: what ended the step is on its way
         return [_joined(parts, row.hidden) for parts, row in zip(results, rows, strict=True)]
 
     def close(self) -> None:

@@ -1,0 +1,89 @@
+"""kill -9 of each hop while `generate` of transformers runs over the chain: beams that fork, batches, guesses."""
+
+import asyncio
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+
+from corolla.hf import AutoDistributedModelForCausalLM
+from corolla.local.processes import ManagedProcess
+from corolla.models.loading import LOADING
+from tests.faults.figures import Figures, say
+from tests.faults.stand import Stand
+
+_WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "greedy": (1, {}),
+    "sampled batch": (3, {"do_sample": True, "top_p": 0.95}),
+    "beams": (2, {"num_beams": 3}),
+    "sampled beams": (1, {"num_beams": 3, "do_sample": True, "num_return_sequences": 2}),
+    "prompt lookup": (1, {"prompt_lookup_num_tokens": 4}),
+}
+_MAX_NEW_TOKENS = 48
+
+
+class _At(LogitsProcessor):
+    """Does something at one step of `generate`, and changes nothing."""
+
+    def __init__(self, step: int, act: Any) -> None:
+        self._num_left = step
+        self._act = act
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self._num_left == 0:
+            self._act()
+        self._num_left -= 1
+        return scores
+
+
+async def library(stand: Stand, rng: random.Random, num_runs: int) -> int:
+    """Each way of generating in turn, each hop in turn."""
+    figures = Figures()
+    folder = stand.stack.options.model
+    unsplit, remote = await asyncio.to_thread(_load, folder, stand.stack.router_address)
+    for number in range(num_runs):
+        figures.num_runs += 1
+        way = list(_WAYS)[number % len(_WAYS)]
+        span = stand.spans[number // len(_WAYS) % len(stand.spans)]
+        num_rows, options = _WAYS[way]
+        prompt = torch.tensor([[rng.randrange(4, 256) for _ in range(12)] for _ in range(num_rows)])
+        step = rng.randrange(_MAX_NEW_TOKENS // 4)
+        loop = asyncio.get_running_loop()
+        victims: list[ManagedProcess] = []
+
+        def kill(
+            span: str = span, loop: asyncio.AbstractEventLoop = loop, victims: list[ManagedProcess] = victims
+        ) -> None:
+            victims.append(asyncio.run_coroutine_threadsafe(stand.busiest(span), loop).result())
+            stand.kill(victims[0])
+
+        options = {**options, "max_new_tokens": _MAX_NEW_TOKENS, "min_new_tokens": _MAX_NEW_TOKENS}
+        seed = rng.randrange(1 << 30)
+        expected = await asyncio.to_thread(_generate, unsplit, seed, prompt, options)
+        processors = LogitsProcessorList([_At(step, kill)])
+        try:
+            given = await asyncio.to_thread(
+                _generate, remote, seed, prompt, {**options, "logits_processor": processors}
+            )
+            figures.check(given == expected, f"{way}: the tokens are not those of the unsplit model")
+        except Exception as failure:
+            figures.check(False, f"{way}: the caller got {type(failure).__name__}: {failure}")
+        say(f"run {figures.num_runs}: {way}, server of {span} killed at step {step}")
+        for victim in victims:
+            await stand.restart(victim)
+    return figures.conclude(0.0)
+
+
+def _load(folder: str, router: str) -> tuple[Any, Any]:
+    loading: Any = AutoModelForCausalLM
+    with LOADING:
+        unsplit = loading.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return unsplit, AutoDistributedModelForCausalLM.from_pretrained(folder, router=router)
+
+
+def _generate(model: Any, seed: int, prompt: Tensor, options: dict[str, Any]) -> list[list[int]]:
+    torch.manual_seed(seed)
+    tokens: list[list[int]] = model.generate(prompt, **options).tolist()
+    return tokens
