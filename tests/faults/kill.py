@@ -1,4 +1,7 @@
-"""kill -9 of each hop at a random token: every stream goes on, and gives the tokens of the undisturbed one."""
+"""kill -9 of each hop at a random token: every stream goes on, and gives the tokens of the undisturbed one.
+
+In one run of four a server of another span dies as well: at the same moment, or while the first one is being replaced.
+"""
 
 import asyncio
 import random
@@ -32,10 +35,15 @@ async def _run(stand: Stand, rng: random.Random, figures: Figures, span: str, ma
     tasks = [asyncio.create_task(listen(stand.client, answer)) for answer in answers]
     watched = rng.randrange(len(answers))
     await until_tokens(answers[watched], at := rng.randint(0, questions[watched].max_tokens - 8), tasks[watched])
-    victim = await stand.busiest(span)
-    num_hit = (await stand.status(victim)).num_sessions
+    victims = [await stand.busiest(span)]
+    if rng.random() < 0.25:
+        victims.append(await stand.busiest(rng.choice([other for other in stand.spans if other != span])))
+    num_hit = sum([(await stand.status(victim)).num_sessions for victim in victims])
+    pause_s = rng.choice((0.0, rng.uniform(0, 0.1)))
     killed_s = time.monotonic()
-    stand.kill(victim)
+    for number, victim in enumerate(victims):
+        await asyncio.sleep(number * pause_s)
+        stand.kill(victim)
     await asyncio.gather(*tasks)
     num_recoveries = await stand.metric("corolla_session_recoveries_total") - recoveries_before
     hit = [answer for answer in answers if answer.usage is not None and answer.usage.recoveries]
@@ -45,9 +53,11 @@ async def _run(stand: Stand, rng: random.Random, figures: Figures, span: str, ma
         figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
     # Those that ended in the meantime needed none.
     figures.check(num_recoveries <= num_hit, f"{num_recoveries:.0f} recoveries, but {num_hit} sessions were hit")
-    figures.check(len(hit) == num_recoveries, "what the callers learn of recoveries is not what is counted")
+    told = sum(answer.usage.recoveries for answer in hit if answer.usage is not None)
+    figures.check(told == num_recoveries, "what the callers learn of recoveries is not what is counted")
     stalls = [answer.longest_wait_s(killed_s) for answer in hit]
     figures.stalls_s += stalls
-    say(f"run {figures.num_runs}: {len(answers)} streams, server of {span} killed at token {at}; "
+    blocks = " and ".join(victim.blocks for victim in victims)
+    say(f"run {figures.num_runs}: {len(answers)} streams, server of {blocks} killed at token {at}; "
         f"{len(hit)} recovered, longest stall {max(stalls, default=0):.2f} s")  # fmt: skip
-    await stand.restart(victim)
+    await stand.restart(*victims)

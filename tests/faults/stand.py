@@ -69,9 +69,10 @@ class Stand:
         """A counter or gauge of the client service."""
         return await sample(self._service.metrics_port, name, **labels)
 
-    async def restart(self, server: ManagedProcess) -> None:
-        """Starts a killed server again, and waits until all is as it was."""
-        self.stack.launch(server)
+    async def restart(self, *servers: ManagedProcess) -> None:
+        """Starts killed servers again, and waits until all is as it was."""
+        for server in servers:
+            self.stack.launch(server)
         await self.until_whole()
 
     async def until_whole(self) -> None:

@@ -22,9 +22,11 @@ class Question:
 
     @classmethod
     def draw(cls, rng: random.Random, num_words: int, max_tokens: int) -> "Question":
-        """Greedy or sampled with a seed."""
-        sampled = (("temperature", 1.0), ("top_p", 0.95), ("seed", rng.randrange(1 << 30)))
-        return cls(shuffled_words(rng, num_words), max_tokens, rng.choice(((), sampled)))
+        """Greedy or sampled with a seed, with guesses ahead or without."""
+        options: dict[str, Any] = rng.choice(({}, {"temperature": 1.0, "top_p": 0.95, "seed": rng.randrange(1 << 30)}))
+        if rng.random() < 0.3:
+            options = {**options, "speculation": "prompt_lookup"}
+        return cls(shuffled_words(rng, num_words), max_tokens, tuple(options.items()))
 
     def arguments(self) -> dict[str, Any]:
         return {"max_tokens": self.max_tokens, "ignore_eos": True, **dict(self.options)}

@@ -227,4 +227,4 @@ class BlockServicer:
     def _forget(self, client_id: bytes) -> None:
         """The client's stream ended; if it has not come back by now, what lived only with it is freed."""
         if self._peers.get(client_id) is None:
-            self._sessions.close_transient(client_id)
+            self._sessions.forsake(client_id)

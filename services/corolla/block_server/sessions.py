@@ -218,12 +218,19 @@ class SessionTable(Generic[AnyCache]):
         if held is not None and held.request.epoch <= epoch:
             self._free(held)
 
-    def close_transient(self, client_id: bytes) -> int:
-        """Frees the sessions that live only as long as their client's stream. Returns how many."""
-        gone = [held for held in self if held.request.transient and held.request.client_id == client_id]
+    def forsake(self, client_id: bytes) -> int:
+        """The client's stream ended: frees the sessions that live only with it, and returns how many.
+
+        The others stay for whoever opens them next, and make room where there is none: the client has gone on without
+        this hop, or is gone itself.
+        """
+        gone = [held for held in self if held.request.client_id == client_id]
         for held in gone:
-            self._free(held)
-        return len(gone)
+            if held.request.transient:
+                self._free(held)
+            else:
+                held.is_idle = True
+        return sum(1 for held in gone if held.request.transient)
 
     def expire(self, now_s: float) -> int:
         """Frees the sessions whose lease ran out. Returns how many."""

@@ -174,13 +174,11 @@ class Hop(RuleBasedStateMachine):
 
     @rule(client_id=st.sampled_from(CLIENTS))
     def lose_client(self, client_id: bytes) -> None:
-        gone = [
-            held.request.session_id
-            for held in self.table
-            if held.request.transient and held.request.client_id == client_id
-        ]
-        assert self.table.close_transient(client_id) == len(gone)
+        mine = [held for held in self.table if held.request.client_id == client_id]
+        gone = [held.request.session_id for held in mine if held.request.transient]
+        assert self.table.forsake(client_id) == len(gone)
         assert all(self.held(session_id) is None for session_id in gone)
+        assert all(held.is_idle for held in mine if not held.request.transient)
 
     @rule(seconds=st.floats(0, 8))
     def wait(self, seconds: float) -> None:
