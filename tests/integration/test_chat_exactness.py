@@ -154,8 +154,9 @@ async def test_a_chat_equals_the_local_run(
             assert reply.text == wanted.text
             assert reply.finish_reason is turn.ends_by
             assert reply.usage.prompt_tokens == wanted.num_prompt_tokens
-            assert reply.usage.cached_tokens == wanted.num_cached_tokens
-            assert (reply.usage.cached_tokens > 0) == (number > 0)
+            # Other conversations may have left the beginning of this one in the hops' caches.
+            assert wanted.num_cached_tokens <= reply.usage.cached_tokens < wanted.num_prompt_tokens
+            assert (wanted.num_cached_tokens > 0) == (number > 0)
         assert (await chat.info()).num_turns == len(plan.turns)
 
 

@@ -9,6 +9,7 @@ import torch
 from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
 from corolla.client.chain.account import RecoveryAccount
 from corolla.client.chain.awaited import RowFuture, RowResult
+from corolla.client.chain.chunks import chunk_tokens
 from corolla.client.chain.gangs import Gang
 from corolla.client.chain.history import StepShapes, TokenHistory
 from corolla.client.chain.reading import Arrival, Reader, Reading, embed, read
@@ -210,8 +211,9 @@ class ChainSession:
         under_way: list[tuple[Sequence[int], RowFuture]] = []
         max_under_way = MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops)
         try:
-            for start in range(0, len(token_ids), self._chunk_tokens):
-                chunk = token_ids[start : start + self._chunk_tokens]
+            chunk_size = chunk_tokens(len(token_ids), len(self.chain.hops), self._chunk_tokens)
+            for start in range(0, len(token_ids), chunk_size):
+                chunk = token_ids[start : start + chunk_size]
                 is_last = start + len(chunk) == len(token_ids)
                 if len(under_way) == max_under_way:
                     await self._arrived(*under_way.pop(0))
