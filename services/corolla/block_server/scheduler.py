@@ -4,6 +4,9 @@ The unit is a step as it arrived: rows that a client service gathered stay toget
 decode steps and then prefill chunks up to a token budget, at least one of each kind that waits, so that neither keeps
 the other out. One iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
 
+What decodes waits for the prompts of its iteration, and of those that it just missed. So while sessions decode, prefill
+chunks have a smaller budget. Gangs come in turns; so the last few iterations tell whether sessions decode.
+
 Within decode steps and within prefill chunks, tenants share the server by start-time fair queueing (Goyal, Vin, Cheng:
 "Start-time Fair Queuing", 1996). A step that could run is stamped with the service, in tokens, after which its tenant
 is due: where the tenant's steps before it end, but not before what is served at present. The lowest stamp goes first.
@@ -22,6 +25,8 @@ from corolla.wire.span import Span
 Item = TypeVar("Item")
 
 _DECODE_FIRST: Final = (True, False)
+# A session that decodes comes again after its step went through the other hops, while some iterations pass here.
+_DECODE_MEMORY: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +92,15 @@ class Scheduler(Generic[Item]):
     Args:
         max_batch_tokens: tokens of one iteration, save that the first step of each kind goes whatever its length.
         max_queued_steps: a further step is refused.
+        max_prefill_tokens_beside_decode: prefill tokens of one iteration while sessions decode; None for no such limit.
     """
 
-    def __init__(self, max_batch_tokens: int, max_queued_steps: int) -> None:
+    def __init__(
+        self, max_batch_tokens: int, max_queued_steps: int, *, max_prefill_tokens_beside_decode: int | None = None
+    ) -> None:
         self._max_batch_tokens = max_batch_tokens
+        self._max_prefill_tokens_beside_decode = max_prefill_tokens_beside_decode or max_batch_tokens
+        self._num_batches_since_decode = _DECODE_MEMORY
         self._max_queued_steps = max_queued_steps
         # In order of arrival.
         self._queue: list[_Entry[Item]] = []
@@ -116,11 +126,15 @@ class Scheduler(Generic[Item]):
         heads = self._heads()
         # The oldest step of all is a head, so some run has one.
         blocks = next(blocks for blocks in self._turns if any(entry.step.blocks == blocks for entry in heads))
+        has_decode = any(entry.step.is_decode for entry in heads)
+        self._num_batches_since_decode = 0 if has_decode else self._num_batches_since_decode + 1
         batch: list[_Entry[Item]] = []
         for is_decode in _DECODE_FIRST:
             waiting = [entry for entry in heads if (entry.step.blocks, entry.step.is_decode) == (blocks, is_decode)]
-            num_tokens = sum(entry.step.num_tokens for entry in batch)
-            batch += _first_due(waiting, self._accounts[blocks, is_decode], self._max_batch_tokens - num_tokens)
+            max_tokens = self._max_batch_tokens - sum(entry.step.num_tokens for entry in batch)
+            if not is_decode and self._num_batches_since_decode < _DECODE_MEMORY:
+                max_tokens = min(max_tokens, self._max_prefill_tokens_beside_decode)
+            batch += _first_due(waiting, self._accounts[blocks, is_decode], max_tokens)
         self._remove(batch, blocks)
         return [entry.step for entry in batch]
 

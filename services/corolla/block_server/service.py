@@ -49,7 +49,11 @@ class BlockServer:
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
         self._tasks = TaskGroup()
         self._peers = PeerTable()
-        self._scheduler: Scheduler[StepWork] = Scheduler(settings.max_batch_tokens, settings.max_queued_steps)
+        self._scheduler: Scheduler[StepWork] = Scheduler(
+            settings.max_batch_tokens,
+            settings.max_queued_steps,
+            max_prefill_tokens_beside_decode=settings.prefill_tokens_beside_decode,
+        )
         self._sessions: SessionTable[SessionCache] | None = None
         self._engine: Engine | None = None
         self._relay: Relay | None = None

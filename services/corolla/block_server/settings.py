@@ -50,6 +50,12 @@ class BlockServerSettings(ServiceSettings):
         True, description="Whether sessions of one tenant whose texts begin alike share the KV pages of that beginning."
     )
     max_batch_tokens: int = Field(256, ge=1, description="Tokens of one iteration; longer prompts come in chunks.")
+    prefill_tokens_beside_decode: int = Field(
+        64,
+        ge=1,
+        description="Prompt tokens of one iteration while others decode here: fewer keep answers flowing evenly, more "
+        "process prompts sooner. Fast GPUs want more.",
+    )
     max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")
     max_queued_steps: int = Field(1024, ge=1, description="Steps that may wait; further ones are refused.")
     zone: str = Field("", description="Failure domain; the planner prefers chains within one.")

@@ -132,6 +132,7 @@ class ClientService:
 def _limits(settings: ClientSettings) -> ChainLimits:
     return ChainLimits(
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        prefill_chunk_tokens_beside_decode=settings.prefill_chunk_tokens_beside_decode,
         step_timeout_s=settings.step_timeout_s,
         lease_ms=round(settings.lease_s * 1000),
         max_recoveries=settings.max_recoveries,

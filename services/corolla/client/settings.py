@@ -34,6 +34,9 @@ class ClientSettings(ServiceSettings):
     )
     default_max_tokens: int = Field(256, ge=1, description="New tokens when the request does not say.")
     prefill_chunk_tokens: int = Field(256, ge=1, description="Tokens of one prefill step.")
+    prefill_chunk_tokens_beside_decode: int = Field(
+        64, ge=1, description="Tokens of one prefill step while other requests decode on the same chain, at most."
+    )
     step_timeout_s: float = Field(60.0, gt=0, description="Seconds after which a step counts as lost.")
     probe_after_s: float = Field(
         1.0, gt=0, description="Seconds of silence after which a block server is asked whether it lives."

@@ -28,7 +28,9 @@ Result = TypeVar("Result")
 _STOP_TIMEOUT_S: Final = 5.0
 
 # A session lives as long as this process keeps its streams; its lease only has to outlast a thinking user.
-LIMITS: Final = ChainLimits(prefill_chunk_tokens=256, step_timeout_s=60.0, lease_ms=3_600_000)
+LIMITS: Final = ChainLimits(
+    prefill_chunk_tokens=256, prefill_chunk_tokens_beside_decode=256, step_timeout_s=60.0, lease_ms=3_600_000
+)
 
 
 class Connection:

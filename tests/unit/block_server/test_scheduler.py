@@ -50,9 +50,13 @@ def steps(draw: st.DrawFn) -> Arriving:
 HAPPENINGS = st.lists(st.one_of(steps(), st.none()), max_size=80)
 
 
-def play(happenings: Sequence[Arriving | None]) -> tuple[list[Step], list[list[Step]]]:
+def play(
+    happenings: Sequence[Arriving | None], max_prefill_tokens_beside_decode: int | None = None
+) -> tuple[list[Step], list[list[Step]]]:
     """All steps in order of arrival, and all batches until the queue is empty."""
-    scheduler: Scheduler[int] = Scheduler(BUDGET, max_queued_steps=1000)
+    scheduler: Scheduler[int] = Scheduler(
+        BUDGET, max_queued_steps=1000, max_prefill_tokens_beside_decode=max_prefill_tokens_beside_decode
+    )
     numbers = count()
     arrived: list[Step] = []
     batches: list[list[Step]] = []
@@ -93,6 +97,27 @@ def test_a_batch_is_one_run_of_blocks_within_the_budget(happenings: list[Arrivin
         firsts = {step.is_decode: step for step in reversed(batch)}.values()
         assert sum(step.num_tokens for step in batch) <= BUDGET or len(batch) == len(firsts)
         assert [step.is_decode for step in batch] == sorted((step.is_decode for step in batch), reverse=True)
+
+
+@given(HAPPENINGS, st.integers(1, BUDGET))
+def test_what_decodes_waits_for_few_prompt_tokens(happenings: list[Arriving | None], most_beside: int) -> None:
+    arrived, batches = play(happenings, most_beside)
+    assert sorted(step.item for batch in batches for step in batch) == [step.item for step in arrived]
+    for number, batch in enumerate(batches):
+        chunks = [step.num_tokens for step in batch if not step.is_decode]
+        if any(step.is_decode for each in batches[max(0, number - 1) : number + 1] for step in each):
+            assert sum(chunks) <= most_beside or len(chunks) == 1
+
+
+def test_prompts_have_the_whole_budget_again_when_nobody_decodes() -> None:
+    scheduler: Scheduler[str] = Scheduler(
+        max_batch_tokens=40, max_queued_steps=1000, max_prefill_tokens_beside_decode=10
+    )
+    scheduler.add(QueuedStep(frozenset({b"d"}), {"ada": 1}, True, RUNS[0], "token"))
+    for number in range(100):
+        scheduler.add(QueuedStep(frozenset({bytes([number])}), {"ada": 10}, False, RUNS[0], "chunk"))
+    sizes = [sum(step.item == "chunk" for step in scheduler.next_batch()) for _ in range(20)]
+    assert sizes == [1] * 8 + [4] * 12
 
 
 @given(

@@ -62,6 +62,11 @@ class Gang:
         # Sessions that decode on this chain now; each has at most one step waiting or under way.
         self._num_sessions = 0
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that decode on this chain now."""
+        return self._num_sessions
+
     def join(self) -> None:
         """Counts a session in, from its first decode step on."""
         self._num_sessions += 1

@@ -71,6 +71,7 @@ class ChainOpener:
             self._edges,
             self._compute,
             max_chunk_tokens=self._limits.prefill_chunk_tokens,
+            max_chunk_tokens_beside_decode=self._limits.prefill_chunk_tokens_beside_decode,
             step_timeout_s=self._limits.step_timeout_s,
         )
         try:

@@ -39,6 +39,7 @@ class ChainLimits:
     """
 
     prefill_chunk_tokens: int
+    prefill_chunk_tokens_beside_decode: int
     step_timeout_s: float
     lease_ms: int
     max_recoveries: int = 16

@@ -41,6 +41,8 @@ class ChainSession:
         reservation: what the hops held of it when it was opened.
         gang_of: the gang of the chain that a session is on.
         max_chunk_tokens: of a prompt's chunks; hops may take less.
+        max_chunk_tokens_beside_decode: while others decode on the chain: a hop computes a chunk in one piece, and they
+            wait for it.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ChainSession:
         compute: ComputeThread,
         *,
         max_chunk_tokens: int,
+        max_chunk_tokens_beside_decode: int,
         step_timeout_s: float,
     ) -> None:
         self._places = places
@@ -67,6 +70,7 @@ class ChainSession:
         self._edges = edges
         self._compute = compute
         self._max_chunk_tokens = max_chunk_tokens
+        self._max_chunk_tokens_beside_decode = max_chunk_tokens_beside_decode
         self._step_timeout_s = step_timeout_s
         self._history = TokenHistory()
         self._in_gang = False
@@ -193,6 +197,11 @@ class ChainSession:
     def _chunk_tokens(self) -> int:
         return min(self._max_chunk_tokens, self._places.max_step_tokens)
 
+    @property
+    def _max_prefill_chunk_tokens(self) -> int:
+        num_tokens = self._chunk_tokens
+        return min(num_tokens, self._max_chunk_tokens_beside_decode) if self._gang.num_sessions else num_tokens
+
     async def _surely(self, step: Callable[[], Awaitable[Answer]]) -> Answer:
         """Takes a step, again after each failure that a recovery mends; raises the others."""
         while True:
@@ -211,14 +220,15 @@ class ChainSession:
         under_way: list[tuple[Sequence[int], RowFuture]] = []
         max_under_way = MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops)
         try:
-            chunk_size = chunk_tokens(len(token_ids), len(self.chain.hops), self._chunk_tokens)
-            for start in range(0, len(token_ids), chunk_size):
-                chunk = token_ids[start : start + chunk_size]
-                is_last = start + len(chunk) == len(token_ids)
+            start = 0
+            while start < len(token_ids):
                 if len(under_way) == max_under_way:
                     await self._arrived(*under_way.pop(0))
+                size = chunk_tokens(len(token_ids), len(self.chain.hops), self._max_prefill_chunk_tokens)
+                chunk = token_ids[start : start + size]
+                start += len(chunk)
                 position = self.position + sum(len(chunk) for chunk, _ in under_way)
-                under_way.append((chunk, await self._send_chunk(chunk, position, int(is_last))))
+                under_way.append((chunk, await self._send_chunk(chunk, position, int(start == len(token_ids)))))
             while len(under_way) > 1:
                 await self._arrived(*under_way.pop(0))
             last_chunk, last = under_way.pop()
