@@ -12,6 +12,7 @@ import torch
 
 from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
 from corolla.chassis.lifecycle import TaskGroup
+from corolla.client.chain.attendance import Attendance
 from corolla.client.chain.awaited import RowFuture
 from corolla.client.chain.departure import GangRules
 from corolla.client.chain.reading import Arrival, Reader, Reading, read
@@ -59,21 +60,17 @@ class Gang:
         self._tasks = TaskGroup()
         self._waiting: list[_Member] = []
         self._num_under_way = 0
-        # Sessions that decode on this chain now; each has at most one step waiting or under way.
-        self._num_sessions = 0
+        # Each session has at most one step waiting or under way.
+        self._attendance = Attendance(round_departures=len(hops))
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that decode on this chain now."""
-        return self._num_sessions
+        """Sessions that decode on this chain now; those that have paused for long are not counted."""
+        return self._attendance.num_sessions
 
-    def join(self) -> None:
-        """Counts a session in, from its first decode step on."""
-        self._num_sessions += 1
-
-    def leave(self) -> None:
-        """Counts it out; those who waited for it go on."""
-        self._num_sessions -= 1
+    def leave(self, session_id: bytes) -> None:
+        """No more steps of a session come; those who waited for it go on."""
+        self._attendance.leave(session_id)
         asyncio.get_running_loop().call_soon(self._depart)
 
     async def step(self, row: pb.StepRow, hidden: torch.Tensor, reader: Reader) -> Reading:
@@ -90,10 +87,14 @@ class Gang:
         loop = asyncio.get_running_loop()
         member = _Member(row, hidden, reader, loop.create_future())
         self._waiting.append(member)
+        self._attendance.come(row.session_id)
         # Sessions that become ready in the same turn of the event loop share a gang: only a complete one leaves now.
         self._depart(may_come=True)
         loop.call_soon(self._depart)
-        return await member.reading
+        try:
+            return await member.reading
+        finally:
+            self._attendance.answer(row.session_id)
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -102,11 +103,12 @@ class Gang:
         self._waiting = [member for member in self._waiting if not member.reading.done()]
         while True:
             waiting = [member.row.num_tokens for member in self._waiting]
-            num_leaving = self._rules.num_leaving(waiting, self._num_sessions, self._num_under_way, may_come=may_come)
+            num_leaving = self._rules.num_leaving(waiting, self.num_sessions, self._num_under_way, may_come=may_come)
             if not num_leaving:
                 return
             members, self._waiting = self._waiting[:num_leaving], self._waiting[num_leaving:]
             self._num_under_way += 1
+            self._attendance.depart()
             self._tasks.start(self._finish(members, self._send(members)), "gang")
 
     def _send(self, members: Sequence[_Member]) -> list[RowFuture]:

@@ -73,7 +73,6 @@ class ChainSession:
         self._max_chunk_tokens_beside_decode = max_chunk_tokens_beside_decode
         self._step_timeout_s = step_timeout_s
         self._history = TokenHistory()
-        self._in_gang = False
         self._newest: Reading | None = None
 
     @property
@@ -189,9 +188,7 @@ class ChainSession:
 
     def leave_gang(self) -> None:
         """No more decode steps come; the gang must not wait for them."""
-        if self._in_gang:
-            self._gang.leave()
-            self._in_gang = False
+        self._gang.leave(self._places.identities[0].session_id)
 
     @property
     def _chunk_tokens(self) -> int:
@@ -240,9 +237,6 @@ class ChainSession:
         return self._row(self.position - len(last_chunk), len(last_chunk), 1), result
 
     async def _take_step(self, hidden: torch.Tensor, reader: Reader) -> Reading:
-        if not self._in_gang:
-            self._gang.join()
-            self._in_gang = True
         return await self._gang.step(self._row(self.position, len(hidden), len(hidden)), hidden, reader)
 
     async def _input(self, token_id: int, guesses: Sequence[int]) -> torch.Tensor:
