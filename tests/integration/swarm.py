@@ -33,7 +33,7 @@ class Swarm:
         model: checkpoint folder.
         spans: one block server for each, `"start:end"` or `"auto"`.
         num_clients: client services.
-        server: further settings of the block servers; `client` likewise.
+        server: further settings of the block servers; `client` and `router` likewise.
         api_key: what its own calls are made with, where the client services have keys configured.
     """
 
@@ -46,6 +46,7 @@ class Swarm:
         num_clients: int = 1,
         server: dict[str, Any] | None = None,
         client: dict[str, Any] | None = None,
+        router: dict[str, Any] | None = None,
         api_key: str | None = None,
     ) -> None:
         self._folder = folder
@@ -54,6 +55,7 @@ class Swarm:
         self._num_clients = num_clients
         self._server_settings = server or {}
         self._client_settings = client or {}
+        self._router_settings = router or {}
         self._api_key = api_key
         self.router: RouterProcess
         self.servers: list[BlockServer] = []
@@ -61,7 +63,7 @@ class Swarm:
 
     async def __aenter__(self) -> Self:
         self.redis = await asyncio.to_thread(EmbeddedRedis.start, self._folder)
-        settings = RouterSettings(port=0, redis_url=SecretStr(self.redis.url), **_HERE)
+        settings = RouterSettings(port=0, redis_url=SecretStr(self.redis.url), **{**_HERE, **self._router_settings})
         self.router = RouterProcess(settings)
         await self.router.start()
         for span in self._spans:

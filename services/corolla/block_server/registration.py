@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc
 
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import CorollaError, LeaseLost, SpanRefused, StartupError
+from corolla.chassis.errors import CorollaError, SpanRefused, StartupError
 from corolla.chassis.status import from_rpc_error
 from corolla.v1 import common_pb2, router_pb2, router_pb2_grpc
 from corolla.wire.span import Span
@@ -16,11 +16,13 @@ from corolla.wire.span import Span
 log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 2.0
-_RETRY_INTERVAL_S = 1.0
+_RETRY_INTERVAL_S = 0.5
 
 
 class Registration:
-    """Registers, renews the lease in the background and registers again when the lease was lost.
+    """Registers, and renews the lease in the background.
+
+    Each heartbeat says all that the router needs to register this server again, should the store have lost it.
 
     Args:
         router: host:port.
@@ -37,6 +39,7 @@ class Registration:
         self._server = server
         self._load = load
         self._interval_s = 1.0
+        self._span: Span | None = None
         self._soon = asyncio.Event()
         self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
 
@@ -63,9 +66,10 @@ class Registration:
                 await asyncio.sleep(_RETRY_INTERVAL_S)
                 continue
             self._interval_s = answer.heartbeat_interval_ms / 1000
-            return Span(answer.span.start, answer.span.end)
+            self._span = Span(answer.span.start, answer.span.end)
+            return self._span
 
-    async def keep(self, span: Span) -> None:
+    async def keep(self) -> None:
         """Heartbeats for ever. Nothing that the router says or fails to say stops the data plane."""
         reachable = True
         while True:
@@ -74,20 +78,15 @@ class Registration:
                 if not reachable:
                     log.info("router is back", extra={"router": self._router})
                 reachable = True
-            except LeaseLost:
-                log.warning("lease lost; registering again")
-                try:
-                    await self.register(span)
-                    continue
-                except SpanRefused as error:
-                    log.error("cannot register again", extra={"reason": error.reason})
             except CorollaError as error:
                 if reachable:
                     log.warning("heartbeat failed; streams go on", extra={"reason": error.reason})
                 reachable = False
             self._soon.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._soon.wait(), self._interval_s)
+                # Who was not heard tries again soon: routes return as soon as the router does.
+                interval_s = self._interval_s if reachable else min(self._interval_s, _RETRY_INTERVAL_S)
+                await asyncio.wait_for(self._soon.wait(), interval_s)
 
     def hurry(self) -> None:
         """The next heartbeat goes out now: the state has changed."""
@@ -96,8 +95,14 @@ class Registration:
     async def heartbeat(self) -> None:
         """One heartbeat with the current state and load."""
         request = router_pb2.HeartbeatRequest(
-            model=self._server.model, server_id=self._server.server_id, state=self.state, load=self._load()
+            model=self._server.model,
+            server_id=self._server.server_id,
+            state=self.state,
+            load=self._load(),
+            server=self._server,
         )
+        if self._span is not None:
+            request.span.CopyFrom(common_pb2.BlockSpan(start=self._span.start, end=self._span.end))
         try:
             await self._stub.Heartbeat(request, timeout=_CALL_TIMEOUT_S)
         except grpc.RpcError as failure:

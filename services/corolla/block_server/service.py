@@ -101,7 +101,7 @@ class BlockServer:
         self._rpc.announce(_SERVICE)
         await self._rpc.start()
         span = await self._registration.register(settings.span)
-        self._heartbeats = self._tasks.start(self._registration.keep(span), "heartbeats")
+        self._heartbeats = self._tasks.start(self._registration.keep(), "heartbeats")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
 
         model = await asyncio.to_thread(

@@ -113,10 +113,16 @@ class SessionNotFound(ResourceNotFound):
 
 
 class LeaseLost(CorollaError):
-    """The router does not know this block server: its lease ran out, or a newer incarnation took its address."""
+    """The router does not know this block server, and was not told enough to register it."""
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "LEASE_LOST"
+
+
+class LeaseTaken(LeaseLost):
+    """Another block server, the newer incarnation, has this one's address."""
+
+    reason = "LEASE_TAKEN"
 
 
 class SessionBusy(CorollaError):

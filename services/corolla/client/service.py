@@ -53,6 +53,7 @@ class ClientService:
         self._plane: DataPlane | None = None
         self._routes: Routes | None = None
         self._opener: ChainOpener | None = None
+        self._transcripts: Transcripts | None = None
 
     @property
     def port(self) -> int:
@@ -79,7 +80,7 @@ class ClientService:
         opener = self._opener = ChainOpener(
             routes, plane, edges, self._compute, _limits(settings), self._metrics.recovered
         )
-        transcripts = Transcripts(control, settings.session_ttl_s)
+        transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s)
         chat = ChatTemplate(tokenizer)
         answering = Answering(
             opener,
@@ -107,7 +108,7 @@ class ClientService:
         """Lets running answers end, and frees everything."""
         await self._rpc.stop(self.settings.grace_s)
         await self._tasks.close()
-        for part in (self._opener, self._routes, self._plane, self._control):
+        for part in (self._transcripts, self._opener, self._routes, self._plane, self._control):
             if part is not None:
                 await part.close()
         self._compute.close()

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from corolla.chassis.errors import CorollaError, RouterUnavailable, SessionNotFound, StoreUnavailable
+from corolla.chassis.lifecycle import TaskGroup
 from corolla.client.chain.control import ControlPlane
 from corolla.v1 import router_pb2 as pb
 
@@ -15,8 +16,10 @@ log = logging.getLogger(__name__)
 
 _LOCK_MS: Final = 15_000
 _RENEW_INTERVAL_S: Final = 5.0
-_MAX_WRITE_ATTEMPTS: Final = 4
+_WRITE_PATIENCE_S: Final = 30.0
 _WRITE_RETRY_INTERVAL_S: Final = 0.5
+_RELEASE_INTERVAL_S: Final = 0.5
+_MAX_RELEASES: Final = round(_LOCK_MS / 1000 / _RELEASE_INTERVAL_S)
 
 
 class Turn:
@@ -47,6 +50,7 @@ class Transcripts:
     def __init__(self, control: ControlPlane, session_ttl_s: float) -> None:
         self._control = control
         self._ttl_ms = round(session_ttl_s * 1000)
+        self._tasks = TaskGroup()
 
     @property
     def ttl_ms(self) -> int:
@@ -83,6 +87,9 @@ class Transcripts:
                 # The lock must go also when the caller is gone.
                 await asyncio.shield(asyncio.ensure_future(self._discard(turn.record, turn_id)))
 
+    async def close(self) -> None:
+        await self._tasks.close()
+
     async def _begin(self, session_id: str, tenant: str, turn_id: str) -> pb.SessionRecord:
         beginning = asyncio.ensure_future(self._control.begin_turn(session_id, tenant, turn_id, _LOCK_MS))
         try:
@@ -90,6 +97,9 @@ class Transcripts:
         except asyncio.CancelledError:
             # The router may hold the lock for us by now; only its answer tells, so it is waited for all the same.
             await asyncio.shield(asyncio.ensure_future(self._end_unused(beginning, turn_id)))
+            raise
+        except (RouterUnavailable, StoreUnavailable):
+            self._tasks.start(self._release(session_id, tenant, turn_id), "release of a turn")
             raise
 
     async def _end_unused(self, beginning: asyncio.Future[pb.SessionRecord], turn_id: str) -> None:
@@ -99,13 +109,28 @@ class Transcripts:
             return
         await self._discard(record, turn_id)
 
+    async def _release(self, session_id: str, tenant: str, turn_id: str) -> None:
+        """Takes back a begin that nobody answered: a store that was frozen may do it when it wakes up."""
+        record = pb.SessionRecord(session_id=session_id, tenant=tenant, model=self._control.model)
+        for _ in range(_MAX_RELEASES):
+            await asyncio.sleep(_RELEASE_INTERVAL_S)
+            try:
+                return await self._control.end_turn(record, turn_id, self._ttl_ms, discard=True)
+            except (RouterUnavailable, StoreUnavailable):
+                continue
+            except CorollaError:
+                return None  # it never began, or is over
+
     async def _write_back(self, record: pb.SessionRecord, turn_id: str) -> None:
-        for attempt in range(1, _MAX_WRITE_ATTEMPTS + 1):
+        """Waits for a router or a store that is away: the answer is there, and so is its caller."""
+        clock = asyncio.get_running_loop().time
+        give_up_s = clock() + _WRITE_PATIENCE_S
+        while True:
             try:
                 return await self._control.end_turn(record, turn_id, self._ttl_ms, discard=False)
             except (RouterUnavailable, StoreUnavailable):
                 # The same call again is no error, should the first one have got through.
-                if attempt == _MAX_WRITE_ATTEMPTS:
+                if clock() >= give_up_s:
                     raise
             await asyncio.sleep(_WRITE_RETRY_INTERVAL_S)
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from corolla.chassis.errors import InternalError, LeaseLost, SpanRefused, StoreUnavailable
-from corolla.planning.candidates import block_span
+from corolla.chassis.errors import InternalError, LeaseLost, LeaseTaken, SpanRefused, StoreUnavailable
+from corolla.planning.candidates import block_span, span_of
 from corolla.router.placement import choose_span
 from corolla.router.roster import Roster, sort_servers
 from corolla.router.store import Store
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 MOST_ATTEMPTS: Final = 100
 _LONGEST_PAUSE_S: Final = 0.01
+_UNKNOWN: Final = 0
+_TAKEN: Final = 2
 
 
 class Registry:
@@ -39,18 +41,24 @@ class Registry:
         Raises:
             SpanRefused: the wanted span does not fit, or the model's number of blocks is not that of the others.
         """
+        return await self._place(server, wanted, _lease(pb.SERVER_STATE_JOINING, pb.ServerLoad()), replaces=True)
+
+    async def _place(self, server: pb.ServerDescription, wanted: Span | None, lease: bytes, *, replaces: bool) -> Span:
         await self._store.remember_model(server.model)
         # Within one process they queue up; between routers the version decides.
         async with self._choosing.setdefault(server.model, asyncio.Lock()):
             for attempt in range(MOST_ATTEMPTS):
-                roster = (await self.snapshot(server.model)).without(server)
+                roster = await self.snapshot(server.model)
+                if not replaces and roster.has_other_at_address(server):
+                    raise LeaseTaken("another server has this one's address")
+                roster = roster.without(server)
                 span = _choose(roster, server, wanted)
-                if await self._commit(roster, server, span):
+                if await self._commit(roster, server, span, lease):
                     return span
                 await asyncio.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * (attempt + 1))))
         raise StoreUnavailable("the placement changes too fast to take part in it")
 
-    async def _commit(self, roster: Roster, server: pb.ServerDescription, span: Span) -> bool:
+    async def _commit(self, roster: Roster, server: pb.ServerDescription, span: Span, lease: bytes) -> bool:
         description = pb.PlacedServer(server=server, span=block_span(span))
         reply = await self._store.run(
             "register",
@@ -59,18 +67,29 @@ class Registry:
             server.server_id,
             server.address,
             description.SerializeToString(),
-            _lease(pb.SERVER_STATE_JOINING, pb.ServerLoad()),
-            self._lease_ms,
+            lease,
             server.num_model_blocks,
         )
         return bool(reply == 1)
 
-    async def heartbeat(
-        self, model: str, server_id: str, state: "pb.ServerState.ValueType", load: pb.ServerLoad
-    ) -> None:
-        """Renews the lease. Raises LeaseLost when there is none."""
-        if await self._store.run("heartbeat", model, server_id, _lease(state, load), self._lease_ms) != 1:
-            raise LeaseLost("this server has no lease; register again")
+    async def heartbeat(self, beat: pb.HeartbeatRequest) -> None:
+        """Renews the lease. A server that is not known, but describes itself, is registered as it is.
+
+        Raises:
+            LeaseLost: it is not known and does not say what it is.
+            LeaseTaken: another server has its address.
+            SpanRefused: the other servers' model has another number of blocks by now.
+        """
+        lease = _lease(beat.state, beat.load)
+        reply = await self._store.run(
+            "heartbeat", beat.model, beat.server_id, beat.server.address, lease, self._lease_ms
+        )
+        if reply == _TAKEN:
+            raise LeaseTaken("another server has this one's address")
+        if reply == _UNKNOWN:
+            if not beat.HasField("server"):
+                raise LeaseLost("this server has no lease; register again")
+            await self._place(beat.server, span_of(beat.span), lease, replaces=False)
 
     async def report(self, model: str, server_id: str) -> None:
         """Suspects a server until its next heartbeat; an unknown one is no error."""
@@ -87,7 +106,9 @@ class Registry:
 
     async def snapshot_for(self, model: str, session_id: str) -> tuple[Roster, common_pb2.Chain | None]:
         """The same, and in the same moment the chain that a session is pinned to."""
-        version, num_blocks, last_change, servers, chain = await self._store.run("snapshot", model, session_id)
+        version, num_blocks, last_change, servers, chain = await self._store.run(
+            "snapshot", model, session_id, self._lease_ms
+        )
         try:
             roster = Roster(
                 model,

@@ -37,6 +37,11 @@ class Roster:
             if each.server.fingerprint == fingerprint
         ]
 
+    def has_other_at_address(self, server: pb.ServerDescription) -> bool:
+        return any(
+            each.server.address == server.address and each.server.server_id != server.server_id for each in self.servers
+        )
+
     def without(self, server: pb.ServerDescription) -> "Roster":
         """The roster as it is once `server` has replaced what was registered under its id or at its address."""
         kept = tuple(

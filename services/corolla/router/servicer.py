@@ -46,8 +46,10 @@ class RouterServicer:
         validation.check_name("server_id", request.server_id)
         if request.state not in _STATES:
             raise InvalidRequest("state", "must be JOINING, READY or DRAINING")
-        load = validation.check_load(request.load)
-        await self._registry.heartbeat(request.model, request.server_id, request.state, load)
+        validation.check_load(request.load)
+        if request.HasField("server"):
+            validation.check_self_description(request)
+        await self._registry.heartbeat(request)
         return pb.HeartbeatResponse()
 
     async def DeregisterServer(

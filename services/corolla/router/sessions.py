@@ -39,10 +39,24 @@ class SessionRecords:
         _checked(await self._store.run("renew_turn", model, session_id, turn_id, lock_ms))
 
     async def end_turn(self, record: pb.SessionRecord, turn_id: str, ttl_ms: int, *, discard: bool) -> None:
-        """Writes the record, unless discarded, and unlocks. Raises SessionBusy when the turn no longer holds it."""
+        """Writes the record, unless discarded, and unlocks. A session that the store has lost since is written anew.
+
+        Raises:
+            SessionBusy: the turn no longer holds it, and another one may have begun.
+        """
         changes = () if discard else _stored(record)
         _checked(
-            await self._store.run("end_turn", record.model, record.session_id, record.tenant, turn_id, ttl_ms, *changes)
+            await self._store.run(
+                "end_turn",
+                record.model,
+                record.session_id,
+                record.tenant,
+                turn_id,
+                ttl_ms,
+                record.epoch,
+                record.store_id,
+                *changes,
+            )
         )
 
     async def delete(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:
@@ -60,6 +74,7 @@ def _stored(record: pb.SessionRecord) -> tuple[bytes, bytes]:
     kept.ClearField("epoch")
     kept.ClearField("busy")
     kept.ClearField("expires_in_ms")
+    kept.ClearField("store_id")
     return kept.SerializeToString(deterministic=True), record.chain.SerializeToString(deterministic=True)
 
 
@@ -75,7 +90,7 @@ def _checked(reply: list[Any]) -> list[Any]:
 
 
 def _record(reply: list[Any]) -> pb.SessionRecord:
-    _, data, busy, expires_in_ms, epoch = _checked(reply)
+    _, data, busy, expires_in_ms, epoch, store_id = _checked(reply)
     try:
         record = pb.SessionRecord.FromString(data)
     except DecodeError:
@@ -83,4 +98,5 @@ def _record(reply: list[Any]) -> pb.SessionRecord:
     record.epoch = int(epoch)
     record.busy = bool(busy)
     record.expires_in_ms = max(0, expires_in_ms)
+    record.store_id = store_id.decode()
     return record

@@ -15,6 +15,7 @@ from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
+from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import StartupError, StoreUnavailable
 from corolla.router.metrics import RouterMetrics
 
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS: Final = 64
 _NUM_RETRIES: Final = 1
+_MAX_SILENCES: Final = 2
+_REST_S: Final = 0.5
 _MODELS_KEY: Final = "corolla:models"
 
 
@@ -40,7 +43,8 @@ class Store:
     """A Redis server.
 
     Every method raises StoreUnavailable when Redis is silent for `timeout_s`, twice, or refuses. A script may then have
-    run all the same, so each of them bears being run again.
+    run all the same, so each of them bears being run again. After two such calls a breaker refuses further ones at
+    once, save one in half a second: requests do not queue up behind a Redis that is frozen.
 
     Raises:
         StartupError: `url` is no Redis address.
@@ -50,6 +54,7 @@ class Store:
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._is_up = True
+        self._breaker = Breaker(_MAX_SILENCES, _REST_S)
         self._scripts: dict[str, AsyncScript] = {}
         try:
             self._client = self._connect(url, timeout_s, Retry(NoBackoff(), _NUM_RETRIES))
@@ -115,7 +120,7 @@ class Store:
 
     async def wait_for_change(self, model: str, last_change: str, wait_s: float) -> None:
         """Returns as soon as the model's placement has changed since `last_change`, at the latest after `wait_s`."""
-        async with self._translated(), asyncio.timeout(wait_s + self._timeout_s):
+        async with self._translated(is_wait=True), asyncio.timeout(wait_s + self._timeout_s):
             await self._waiting.xread({key_prefix(model) + "changes": last_change}, block=max(1, round(wait_s * 1000)))
 
     async def close(self) -> None:
@@ -123,7 +128,10 @@ class Store:
             await client.aclose(close_connection_pool=True)
 
     @asynccontextmanager
-    async def _translated(self) -> AsyncIterator[None]:
+    async def _translated(self, *, is_wait: bool = False) -> AsyncIterator[None]:
+        clock = asyncio.get_running_loop().time
+        if not is_wait and not self._breaker.admits(clock()):
+            raise StoreUnavailable("the store does not answer")
         task = asyncio.current_task()
         num_cancels = task.cancelling() if task else 0
         failure: Exception | None = None
@@ -134,6 +142,10 @@ class Store:
         # The client sends through asyncio.wait_for, which before Python 3.12 loses a cancellation that comes just then.
         if task and task.cancelling() > num_cancels:
             raise asyncio.CancelledError
+        if failure is None or isinstance(failure, ResponseError):
+            self._breaker.succeeded()
+        elif not is_wait:
+            self._breaker.failed(clock())
         self._note(up=failure is None, cause=type(failure).__name__)
         if failure is not None:
             raise StoreUnavailable("the store does not answer") from None

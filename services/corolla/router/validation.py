@@ -74,6 +74,13 @@ def check_server(server: pb.ServerDescription) -> pb.ServerDescription:
     return server
 
 
+def check_self_description(beat: pb.HeartbeatRequest) -> None:
+    server = check_server(beat.server)
+    if (server.model, server.server_id) != (beat.model, beat.server_id):
+        raise InvalidRequest("server", "is of another server or model than the heartbeat")
+    check_span("span", beat.span)
+
+
 def check_load(load: pb.ServerLoad) -> pb.ServerLoad:
     if not math.isfinite(load.decode_step_seconds) or load.decode_step_seconds < 0:
         raise InvalidRequest("load.decode_step_seconds", "must be a finite number, at least 0")

@@ -199,11 +199,19 @@ class HeartbeatRequest(_message.Message):
     SERVER_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     server_id: _builtins.str
     state: Global___ServerState.ValueType
     @_builtins.property
     def load(self) -> Global___ServerLoad: ...
+    @_builtins.property
+    def server(self) -> Global___ServerDescription:
+        """What it is and what it holds."""
+
+    @_builtins.property
+    def span(self) -> _common_pb2.BlockSpan: ...
     def __init__(
         self,
         *,
@@ -211,10 +219,12 @@ class HeartbeatRequest(_message.Message):
         server_id: _builtins.str = ...,
         state: Global___ServerState.ValueType = ...,
         load: Global___ServerLoad | None = ...,
+        server: Global___ServerDescription | None = ...,
+        span: _common_pb2.BlockSpan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "server", b"server", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model", "server_id", b"server_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model", "server", b"server", "server_id", b"server_id", "span", b"span", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -526,6 +536,7 @@ class SessionRecord(_message.Message):
     NUM_TURNS_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Hexadecimal."""
     tenant: _builtins.str
@@ -539,6 +550,10 @@ class SessionRecord(_message.Message):
     busy: _builtins.bool
     """Filled on reading."""
     expires_in_ms: _builtins.int
+    store_id: _builtins.str
+    """Names the store's memory that it was read from. A turn that ends after the store has lost its memory brings the
+    session back; one that ends after the session was deleted does not.
+    """
     @_builtins.property
     def chain(self) -> _common_pb2.Chain:
         """Of the chain that it is pinned to; unset before the first turn."""
@@ -562,10 +577,11 @@ class SessionRecord(_message.Message):
         num_turns: _builtins.int = ...,
         busy: _builtins.bool = ...,
         expires_in_ms: _builtins.int = ...,
+        store_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "model", b"model", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "model", b"model", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

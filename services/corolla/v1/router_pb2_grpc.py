@@ -119,7 +119,9 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Renews the lease. NOT_FOUND/LEASE_LOST: register again.
+        """Renews the lease. A server that is not known, since the store lost its memory or the lease ran out, is registered
+        again by the same call if it describes itself; else NOT_FOUND/LEASE_LOST. NOT_FOUND/LEASE_TAKEN: a newer
+        incarnation has its address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

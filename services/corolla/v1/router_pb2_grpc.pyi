@@ -38,7 +38,10 @@ class RouterServiceStub:
     RegisterServer: _grpc.UnaryUnaryMultiCallable[_router_pb2.RegisterServerRequest, _router_pb2.RegisterServerResponse]
     """Hands out a span, or confirms the one asked for."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_router_pb2.HeartbeatRequest, _router_pb2.HeartbeatResponse]
-    """Renews the lease. NOT_FOUND/LEASE_LOST: register again."""
+    """Renews the lease. A server that is not known, since the store lost its memory or the lease ran out, is registered
+    again by the same call if it describes itself; else NOT_FOUND/LEASE_LOST. NOT_FOUND/LEASE_TAKEN: a newer
+    incarnation has its address.
+    """
     DeregisterServer: _grpc.UnaryUnaryMultiCallable[_router_pb2.DeregisterServerRequest, _router_pb2.DeregisterServerResponse]
     PlanChain: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlanChainRequest, _router_pb2.PlanChainResponse]
     """--- for client services ---
@@ -71,7 +74,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     RegisterServer: _aio.UnaryUnaryMultiCallable[_router_pb2.RegisterServerRequest, _router_pb2.RegisterServerResponse]  # type: ignore[assignment]
     """Hands out a span, or confirms the one asked for."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_router_pb2.HeartbeatRequest, _router_pb2.HeartbeatResponse]  # type: ignore[assignment]
-    """Renews the lease. NOT_FOUND/LEASE_LOST: register again."""
+    """Renews the lease. A server that is not known, since the store lost its memory or the lease ran out, is registered
+    again by the same call if it describes itself; else NOT_FOUND/LEASE_LOST. NOT_FOUND/LEASE_TAKEN: a newer
+    incarnation has its address.
+    """
     DeregisterServer: _aio.UnaryUnaryMultiCallable[_router_pb2.DeregisterServerRequest, _router_pb2.DeregisterServerResponse]  # type: ignore[assignment]
     PlanChain: _aio.UnaryUnaryMultiCallable[_router_pb2.PlanChainRequest, _router_pb2.PlanChainResponse]  # type: ignore[assignment]
     """--- for client services ---
@@ -113,7 +119,10 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.HeartbeatResponse, _abc.Awaitable[_router_pb2.HeartbeatResponse]]:
-        """Renews the lease. NOT_FOUND/LEASE_LOST: register again."""
+        """Renews the lease. A server that is not known, since the store lost its memory or the lease ran out, is registered
+        again by the same call if it describes itself; else NOT_FOUND/LEASE_LOST. NOT_FOUND/LEASE_TAKEN: a newer
+        incarnation has its address.
+        """
 
     @_abc_1.abstractmethod
     def DeregisterServer(

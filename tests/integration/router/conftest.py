@@ -109,6 +109,7 @@ class BlockServer:
         }
         self.description = pb.ServerDescription(**{**described, **facts})
         self.state: pb.ServerState.ValueType = pb.SERVER_STATE_READY
+        self.span = common_pb2.BlockSpan()
         self.load = pb.ServerLoad(num_pages=100, num_free_pages=100, page_tokens=16)
 
     @property
@@ -121,11 +122,24 @@ class BlockServer:
             start, end = span.split(":")
             request.span.CopyFrom(common_pb2.BlockSpan(start=int(start), end=int(end)))
         answer = await self.router.stub.RegisterServer(request, timeout=10)
+        self.span = answer.span
         return f"{answer.span.start}:{answer.span.end}"
 
     async def beat(self) -> None:
         request = pb.HeartbeatRequest(
             model=self.description.model, server_id=self.server_id, state=self.state, load=self.load
+        )
+        await self.router.stub.Heartbeat(request, timeout=10)
+
+    async def beat_in_full(self) -> None:
+        """As a real one does: with all that the router needs to register it again."""
+        request = pb.HeartbeatRequest(
+            model=self.description.model,
+            server_id=self.server_id,
+            state=self.state,
+            load=self.load,
+            server=self.description,
+            span=self.span,
         )
         await self.router.stub.Heartbeat(request, timeout=10)
 

@@ -4,8 +4,9 @@ if redis.call('EXISTS', key) == 1 then
   if owned(ARGV[1], ARGV[2]) == ARGV[3] then return found(ARGV[1], ARGV[3]) end
   return {'taken'}
 end
-redis.call('ZREMRANGEBYSCORE', SESSIONS, '-inf', string.format('%.0f', now_ms()))
+-- First, since a full store refuses only a script's first write.
 redis.call('HSET', key, 'tenant', ARGV[2], 'record', ARGV[3], 'chain', ARGV[4])
 redis.call('DEL', turn_key(ARGV[1]))
+redis.call('ZREMRANGEBYSCORE', SESSIONS, '-inf', string.format('%.0f', now_ms()))
 keep(ARGV[1], tonumber(ARGV[5]))
 return found(ARGV[1], ARGV[3])

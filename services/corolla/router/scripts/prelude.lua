@@ -6,10 +6,13 @@ local SERVERS = PREFIX .. 'servers'        -- hash: server id -> address, newlin
 local ADDRESSES = PREFIX .. 'addresses'    -- hash: address -> server id
 local CHANGES = PREFIX .. 'changes'        -- stream: an entry for each change of the version
 local SESSIONS = PREFIX .. 'sessions'      -- sorted set: session id by the millisecond at which it expires
+local LEASES = PREFIX .. 'leases'          -- hash: server id -> one digit, its state, then serialised PlacedServer with only state and load
+local HEARD = PREFIX .. 'heard'            -- sorted set: server id by the millisecond of its last heartbeat
+local LISTENING = PREFIX .. 'listening'    -- hash: since when a router has been there to hear heartbeats, and when one was last
+local STORE_ID = PREFIX .. 'store'          -- string: names this memory of the store; another one after it was lost
 local FORGOTTEN_AFTER_MS = 86400000        -- a model that nobody has served for so long is forgotten
+local MOST_SESSION_TTL_MS = 2592000000
 
--- String with a TTL: one digit, the server's state, then serialised PlacedServer with only state and load.
-local function lease_key(server_id) return PREFIX .. 'lease:' .. server_id end
 -- String with a TTL: somebody reported that the server failed.
 local function suspect_key(server_id) return PREFIX .. 'suspect:' .. server_id end
 -- Hash with a TTL: tenant, record, chain, epoch, and the id of the turn that ended last.
@@ -39,9 +42,29 @@ end
 local function address_of(entry) return string.sub(entry, 1, string.find(entry, '\n', 1, true) - 1) end
 local function description_of(entry) return string.sub(entry, string.find(entry, '\n', 1, true) + 1) end
 
+-- Silence counts against a server only while somebody listened: not while routers were away, nor while the store was
+-- frozen, nor while it was too full to note a heartbeat.
+local function listening_since(lease_ms)
+  local now = now_ms()
+  local listened = redis.call('HMGET', LISTENING, 'since', 'last')
+  local since = tonumber(listened[1])
+  if not since or now - tonumber(listened[2]) > lease_ms / 2 then since = now end
+  local noted = redis.pcall('HSET', LISTENING, 'since', string.format('%.0f', since), 'last', string.format('%.0f', now))
+  if type(noted) == 'table' and noted.err then return now end
+  return since
+end
+
+-- A heartbeat.
+local function hear(server_id, lease)
+  redis.call('HSET', LEASES, server_id, lease)
+  redis.call('ZADD', HEARD, string.format('%.0f', now_ms()), server_id)
+end
+
 local function remove(server_id, entry)
-  redis.call('DEL', lease_key(server_id), suspect_key(server_id))
+  redis.call('DEL', suspect_key(server_id))
   redis.call('HDEL', SERVERS, server_id)
+  redis.call('HDEL', LEASES, server_id)
+  redis.call('ZREM', HEARD, server_id)
   local address = address_of(entry)
   if redis.call('HGET', ADDRESSES, address) == server_id then redis.call('HDEL', ADDRESSES, address) end
 end
@@ -53,10 +76,22 @@ local function owned(session_id, tenant)
   return false
 end
 
+local function store_id()
+  local id = redis.call('GET', STORE_ID)
+  if not id then
+    local time = redis.call('TIME')
+    id = time[1] .. '-' .. time[2]
+    redis.call('SET', STORE_ID, id, 'PX', MOST_SESSION_TTL_MS)
+  end
+  return id
+end
+
 local function keep(session_id, ttl_ms)
   local expires = string.format('%.0f', now_ms() + ttl_ms)
   redis.call('PEXPIREAT', session_key(session_id), expires)
   redis.call('ZADD', SESSIONS, expires, session_id)
+  store_id()
+  redis.call('PEXPIRE', STORE_ID, MOST_SESSION_TTL_MS)
 end
 
 -- A running turn outlasts the session's own time to live.
@@ -67,5 +102,5 @@ end
 local function found(session_id, record)
   local busy = redis.call('EXISTS', turn_key(session_id))
   local epoch = redis.call('HGET', session_key(session_id), 'epoch') or '0'
-  return {'ok', record, busy, redis.call('PTTL', session_key(session_id)), epoch}
+  return {'ok', record, busy, redis.call('PTTL', session_key(session_id)), epoch, store_id()}
 end

@@ -1,5 +1,5 @@
 -- Commits a span if the placement is still the one that it was chosen on. Returns 1, or 0 when it is not.
--- ARGV: expected version, server id, address, description, lease, lease in ms, number of blocks.
+-- ARGV: expected version, server id, address, description, lease, number of blocks.
 if version() ~= ARGV[1] then return 0 end
 local server_id, address = ARGV[2], ARGV[3]
 local older = redis.call('HGET', ADDRESSES, address)
@@ -9,7 +9,7 @@ for _, replaced in ipairs({older or server_id, server_id}) do
 end
 redis.call('HSET', SERVERS, server_id, address .. '\n' .. ARGV[4])
 redis.call('HSET', ADDRESSES, address, server_id)
-redis.call('SET', lease_key(server_id), ARGV[5], 'PX', ARGV[6])
-redis.call('HSET', PLACEMENT, 'blocks', ARGV[7])
+hear(server_id, ARGV[5])
+redis.call('HSET', PLACEMENT, 'blocks', ARGV[6])
 changed(server_id)
 return 1

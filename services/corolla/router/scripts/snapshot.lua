@@ -1,12 +1,16 @@
--- Lists the live servers and removes those whose lease ran out: whoever looks first turns an expiry into a change.
--- ARGV: session id or ''. Returns version, number of blocks, id of the last change, the servers, the session's chain.
+-- Lists the servers and removes those that were silent for a lease: whoever looks first turns an expiry into a change.
+-- ARGV: session id or '', lease in ms.
+-- Returns version, number of blocks, id of the last change, the servers, the session's chain.
 local SUSPECTED = string.char(0x28, 1)    -- PlacedServer.suspected = true, serialised
+local silent_since = now_ms() - tonumber(ARGV[2])
+local may_expire = listening_since(tonumber(ARGV[2])) < silent_since
 local live = {}
 local entries = redis.call('HGETALL', SERVERS)
 for index = 1, #entries, 2 do
   local server_id, entry = entries[index], entries[index + 1]
-  local lease = redis.call('GET', lease_key(server_id))
-  if lease then
+  local lease = redis.call('HGET', LEASES, server_id)
+  local heard = tonumber(redis.call('ZSCORE', HEARD, server_id) or '0')
+  if lease and not (may_expire and heard < silent_since) then
     -- Two serialised halves of a message, one after the other, are the whole message.
     local suspected = redis.call('EXISTS', suspect_key(server_id)) == 1 and SUSPECTED or ''
     live[#live + 1] = description_of(entry) .. string.sub(lease, 2) .. suspected
@@ -16,9 +20,11 @@ for index = 1, #entries, 2 do
   end
 end
 if #live > 0 then
-  redis.call('PEXPIRE', PLACEMENT, FORGOTTEN_AFTER_MS)
-  redis.call('PEXPIRE', CHANGES, FORGOTTEN_AFTER_MS)
+  for _, key in ipairs({PLACEMENT, CHANGES, SERVERS, ADDRESSES, LEASES, HEARD}) do
+    redis.call('PEXPIRE', key, FORGOTTEN_AFTER_MS)
+  end
 end
+redis.call('PEXPIRE', LISTENING, FORGOTTEN_AFTER_MS)
 local last = redis.call('XREVRANGE', CHANGES, '+', '-', 'COUNT', 1)
 local chain = false
 if ARGV[1] ~= '' then chain = redis.call('HGET', session_key(ARGV[1]), 'chain') end

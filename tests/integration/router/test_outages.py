@@ -1,0 +1,212 @@
+"""What becomes of leases, placement and turns when Redis is frozen, flushed, full, or was away with all routers."""
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+from redis.asyncio import Redis
+
+from corolla.chassis.errors import LeaseTaken, SessionNotFound, StoreUnavailable
+from corolla.local.redis_server import EmbeddedRedis
+from corolla.v1 import router_pb2 as pb
+from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
+from tests.integration.router.test_registration import placement, plan
+from tests.integration.router.test_sessions import Session
+
+LEASE_S = 0.6
+
+
+@contextmanager
+def frozen(redis: EmbeddedRedis) -> Iterator[None]:
+    os.kill(redis.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(redis.pid, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def full(redis: EmbeddedRedis) -> AsyncIterator[None]:
+    client = Redis.from_url(redis.url)
+    try:
+        await client.config_set("maxmemory", "100kb")  # an empty one takes more
+        with pytest.raises(Exception, match="maxmemory"):
+            await client.set("one-more", "x" * 100)
+        yield
+        await client.config_set("maxmemory", "0")
+    finally:
+        await client.aclose()
+
+
+async def flush(redis: EmbeddedRedis) -> None:
+    client = Redis.from_url(redis.url)
+    await client.flushall()
+    await client.aclose()
+
+
+async def names(router: Router, model: str) -> set[str]:
+    return {each.server.server_id for each in (await placement(router, model)).servers}
+
+
+async def test_a_flushed_store_has_the_placement_back_with_one_heartbeat_each(
+    start_router: StartRouter, own_redis: EmbeddedRedis, model: str
+) -> None:
+    router = await start_router(redis_url=own_redis.url)
+    servers = [BlockServer(router, model) for _ in range(3)]
+    for each in servers:
+        await each.join()
+    before = await placement(router, model)
+    await flush(own_redis)
+    assert (await refusal(plan(router, model))).reason == "MODEL_NOT_FOUND"
+    for each in servers:
+        await each.beat_in_full()
+    after = await placement(router, model)
+    assert list(after.servers) == list(before.servers)
+    assert after.version > before.version
+    assert spans((await plan(router, model)).chain) == ["0:10", "10:20", "20:30"]
+
+
+async def test_a_heartbeat_in_full_comes_back_ready_after_a_lost_lease(router: Router, model: str) -> None:
+    server = BlockServer(router, model, capacity_blocks=30)
+    await server.join()
+    await asyncio.sleep(1.5 * LEASE_S)
+    assert await names(router, model) == set()
+    await server.beat_in_full()
+    assert spans((await plan(router, model)).chain) == ["0:30"]
+
+
+async def test_a_heartbeat_takes_no_address_from_a_newer_incarnation(router: Router, model: str) -> None:
+    old = BlockServer(router, model, address="pod-0:50051", capacity_blocks=30)
+    await old.join()
+    new = BlockServer(router, model, address="pod-0:50051", capacity_blocks=30)
+    await new.join()
+    for _ in range(2):
+        assert isinstance(await refusal(old.beat_in_full()), LeaseTaken)
+    assert await names(router, model) == {new.server_id}
+    await new.beat_in_full()
+    # Should the newer one be gone for good, the older one may serve again.
+    await asyncio.sleep(1.5 * LEASE_S)
+    assert await names(router, model) == set()
+    await old.beat_in_full()
+    assert await names(router, model) == {old.server_id}
+
+
+async def test_a_heartbeat_describes_its_own_server(router: Router, model: str) -> None:
+    server, other = BlockServer(router, model), BlockServer(router, model)
+    await server.join()
+    for described, span in ((other.description, (0, 10)), (server.description, (5, 5))):
+        request = pb.HeartbeatRequest(
+            model=model, server_id=server.server_id, state=pb.SERVER_STATE_READY, server=described
+        )
+        request.span.start, request.span.end = span
+        assert (await refusal(router.stub.Heartbeat(request, timeout=10))).reason == "INVALID_REQUEST"
+
+
+async def test_silence_does_not_count_while_redis_is_frozen(
+    start_router: StartRouter, own_redis: EmbeddedRedis, model: str
+) -> None:
+    router = await start_router(redis_url=own_redis.url)
+    server = BlockServer(router, model, capacity_blocks=30)
+    await server.join()
+    with frozen(own_redis):
+        await asyncio.sleep(2 * LEASE_S)
+        started = time.monotonic()
+        error = await refusal(plan(router, model))
+        assert isinstance(error, StoreUnavailable)
+        assert error.retry_after_s
+        for _ in range(20):
+            assert isinstance(await refusal(plan(router, model)), StoreUnavailable)
+        # Without the breaker, each of them would wait for two time-outs of 250 ms.
+        assert time.monotonic() - started < 20 * 0.5 / 2
+    async with asyncio.timeout(2):
+        while True:
+            try:
+                listed = await names(router, model)
+                break
+            except Exception:
+                await asyncio.sleep(0.05)
+    assert listed == {server.server_id}
+    # From then on it counts again.
+    await asyncio.sleep(2 * LEASE_S)
+    assert await names(router, model) == set()
+
+
+async def test_silence_does_not_count_while_no_router_listens(redis_url: str, start_router: StartRouter) -> None:
+    model = f"model-{secrets.token_hex(6)}"
+    first = await start_router(redis_url=redis_url)
+    server = BlockServer(first, model, capacity_blocks=30)
+    await server.join()
+    await first.process.stop()
+    await asyncio.sleep(2 * LEASE_S)
+    second = await start_router(redis_url=redis_url)
+    assert await names(second, model) == {server.server_id}
+    assert spans((await plan(second, model)).chain) == ["0:30"]
+    await asyncio.sleep(2 * LEASE_S)
+    assert await names(second, model) == set()
+
+
+async def test_a_full_store_still_plans_and_refuses_the_rest_with_a_word(
+    start_router: StartRouter, own_redis: EmbeddedRedis, model: str
+) -> None:
+    router = await start_router(redis_url=own_redis.url)
+    server = BlockServer(router, model, capacity_blocks=30)
+    await server.join()
+    session = Session(router, model)
+    await session.create()
+    async with full(own_redis):
+        await asyncio.sleep(2 * LEASE_S)
+        assert spans((await plan(router, model)).chain) == ["0:30"]
+        for call in (server.beat_in_full(), session.begin("turn"), Session(router, model).create()):
+            error = await refusal(call)
+            assert isinstance(error, StoreUnavailable)
+            assert error.retry_after_s
+        assert (await session.get()).session_id == session.session_id
+    await server.beat_in_full()
+    await session.begin("turn")
+    assert await names(router, model) == {server.server_id}
+
+
+async def test_a_turn_brings_back_the_session_that_the_store_lost_meanwhile(
+    start_router: StartRouter, own_redis: EmbeddedRedis, model: str
+) -> None:
+    router = await start_router(redis_url=own_redis.url)
+    session = Session(router, model)
+    await session.create()
+    record = await session.begin("turn-1")
+    await flush(own_redis)
+    assert isinstance(await refusal(session.get()), SessionNotFound)
+    written = {"epoch": record.epoch, "store_id": record.store_id, "token_log": [1, 2], "position": 2}
+    for _ in range(2):  # the first answer may be lost
+        await session.end("turn-1", **written)
+    assert list((await session.get()).token_log) == [1, 2]
+    assert (await session.begin("turn-2")).epoch == record.epoch + 1
+    assert await session.count() == 1
+
+
+async def test_a_deleted_session_stays_deleted(router: Router, model: str) -> None:
+    session = Session(router, model)
+    await session.create()
+    record = await session.begin("turn-1", lock_ms=20)
+    await asyncio.sleep(0.05)
+    await session.delete()
+    late = session.end("turn-1", epoch=record.epoch, store_id=record.store_id, token_log=[1])
+    assert isinstance(await refusal(late), SessionNotFound)
+
+
+async def test_a_lock_that_ran_out_unused_does_not_cost_the_turn(router: Router, model: str) -> None:
+    session = Session(router, model)
+    await session.create()
+    first = await session.begin("turn-1", lock_ms=20)
+    await asyncio.sleep(0.05)
+    await session.end("turn-1", epoch=first.epoch, store_id=first.store_id, token_log=[1])
+    second = await session.begin("turn-2", lock_ms=20)
+    await asyncio.sleep(0.05)
+    await session.begin("turn-3")
+    error = await refusal(session.end("turn-2", epoch=second.epoch, store_id=second.store_id, token_log=[2]))
+    assert error.reason == "SESSION_BUSY"
+    assert list((await session.get()).token_log) == [1]
