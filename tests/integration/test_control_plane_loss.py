@@ -115,7 +115,7 @@ async def without_router(swarm: Swarm) -> AsyncIterator[None]:
 
 async def _tell(swarm: Swarm, *command: str) -> None:
     async with Redis.from_url(swarm.redis.url) as client:
-        await client.execute_command(*command)
+        await client.execute_command(*command)  # type: ignore[no-untyped-call]
 
 
 FAULTS: dict[str, Fault] = {

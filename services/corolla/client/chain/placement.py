@@ -16,14 +16,21 @@ from corolla.wire.span import Span
 log = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S: Final = 0.5
+_REMEMBERED_S: Final = 5.0
 
 
 class PlacementWatch:
-    """Follows the router's pushes and remembers the newest snapshot."""
+    """Follows the router's pushes and remembers the newest snapshot.
+
+    A snapshot that lacks blocks may be that of a store that has just lost its memory: for a few seconds, in which its
+    servers register again, those of the last complete one count beside it. The servers themselves have the last word.
+    """
 
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
         self._placement: pb.Placement | None = None
+        self._complete: pb.Placement | None = None
+        self._incomplete_since_s = 0.0
 
     @property
     def cheapest_chain(self) -> common_pb2.Chain | None:
@@ -35,7 +42,14 @@ class PlacementWatch:
     @property
     def servers(self) -> Sequence[pb.PlacedServer]:
         """All registered servers, as far as is known."""
-        return self._placement.servers if self._placement else ()
+        if self._placement is None:
+            return ()
+        is_recent = asyncio.get_running_loop().time() < self._incomplete_since_s + _REMEMBERED_S
+        if self._complete is None or self._complete is self._placement or not is_recent:
+            return self._placement.servers
+        listed = {each.server.address for each in self._placement.servers}
+        unlisted = [each for each in self._complete.servers if each.server.address not in listed]
+        return [*self._placement.servers, *unlisted]
 
     @property
     def uncovered(self) -> list[Span]:
@@ -49,7 +63,7 @@ class PlacementWatch:
             try:
                 request = pb.WatchPlacementRequest(model=self._control.model)
                 async for placement in self._control.stub.WatchPlacement(request):
-                    self._placement = placement
+                    self._take(placement)
                     told = False
             except grpc.RpcError as failure:
                 if not told:
@@ -58,3 +72,11 @@ class PlacementWatch:
                     )
                 told = True
             await asyncio.sleep(_RETRY_INTERVAL_S)
+
+    def _take(self, placement: pb.Placement) -> None:
+        was_complete = self._placement is self._complete
+        self._placement = placement
+        if placement.HasField("cheapest_chain"):
+            self._complete = placement
+        elif was_complete:
+            self._incomplete_since_s = asyncio.get_running_loop().time()

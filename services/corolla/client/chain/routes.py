@@ -20,7 +20,7 @@ from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.placement import PlacementWatch
 from corolla.client.chain.quarantine import Quarantine
 from corolla.planning.candidates import candidates, chain_of
-from corolla.planning.planner import plan_blocks
+from corolla.planning.planner import plan_around_suspects, plan_blocks
 from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 
@@ -30,7 +30,8 @@ _RETRY_INTERVAL_S: Final = 0.1
 class Routes:
     """Plans chains, and remembers which servers failed lately.
 
-    Replacements are planned here, on the placement as last pushed: a recovery needs no router.
+    Replacements are planned here, on the placement as last pushed: a recovery needs no router. So are chains while no
+    router or no store answers.
     """
 
     def __init__(self, control: ControlPlane, placement: PlacementWatch, fingerprint: str, num_blocks: int) -> None:
@@ -69,23 +70,32 @@ class Routes:
             except OutOfPages:
                 # What the router knows of pages is as old as the last heartbeat; the hops have the last word.
                 planned = await plan(num_tokens=0)
-        except (RouterUnavailable, StoreUnavailable):
-            chain = self._placement.cheapest_chain
-            if chain is None or chain.fingerprint != self._fingerprint:
-                raise
-            if any(hop.server_id in excluded for hop in chain.hops):
-                raise
-            return _cut(chain, blocks)
-        except ModelNotFound:
-            # We do have the model; only its blocks have no server, and never had one.
-            listed = f"0:{self._num_blocks}"
-            raise NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed}) from None
-        except NoChain:
-            # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
-            if too_full:
+        except (RouterUnavailable, StoreUnavailable, ModelNotFound, NoChain) as failure:
+            # No router, no store, or one that has lost its memory: the last snapshot may know better.
+            chain = self._planned_here(num_tokens, excluded)
+            if chain is not None:
+                return _cut(chain, blocks)
+            if isinstance(failure, ModelNotFound):
+                # We do have the model; only its blocks have no server, and never had one.
+                listed = f"0:{self._num_blocks}"
+                raise NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed}) from None
+            if isinstance(failure, NoChain) and too_full:
+                # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
                 raise OutOfPages("block servers have too few free KV pages for this request") from None
             raise
         return _cut(planned.chain, blocks)
+
+    def _planned_here(self, num_tokens: int, excluded: Collection[str]) -> common_pb2.Chain | None:
+        for wanted_tokens in (num_tokens, 0):
+            usable = candidates(
+                self._placement.servers, fingerprint=self._fingerprint, num_tokens=wanted_tokens, excluded=excluded
+            )
+            self._random.shuffle(usable)
+            try:
+                return chain_of(plan_around_suspects(usable, self._num_blocks).hops, self._fingerprint)
+            except (NoChain, OutOfPages):
+                continue
+        return None
 
     def is_gone(self, hop: common_pb2.Hop) -> bool:
         """Whether a hop is known to be of no use: avoided, or no longer in the placement."""
