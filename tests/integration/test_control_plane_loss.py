@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -30,7 +29,8 @@ from tests.integration.waiting import until
 
 PROMPT = "the thin man"
 OUTAGE_S = float(os.environ.get("COROLLA_TEST_OUTAGE_S", "2.5"))
-HEALED_WITHIN_S = 5.0
+# Four times what is promised, which a fault run of its own measures: here others may use the machine.
+HEALED_WITHIN_S = 20.0
 ROUTER = {"lease_ms": 1500, "heartbeat_interval_ms": 400}
 SEEDED: dict[str, Any] = {"ignore_eos": True, "temperature": 0.9, "seed": 11}
 
@@ -172,9 +172,7 @@ def check_retryable(error: CorollaError) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_running_answers_do_not_notice_and_routes_come_back(
-    tmp_path: Path, model: Path, fault: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_running_answers_do_not_notice_and_routes_come_back(tmp_path: Path, model: Path, fault: str) -> None:
     async with swarm_with_router_of_its_own(tmp_path, model) as swarm, swarm.connect() as client:
         num_tokens = 400
         expected = (await client.generate(PROMPT, max_tokens=num_tokens, **SEEDED)).token_ids
@@ -190,26 +188,15 @@ async def test_running_answers_do_not_notice_and_routes_come_back(
         first = await anext(turn)
         running = asyncio.gather(*map(tokens_of, streams))
         ending = asyncio.create_task(tokens_of(turn))
-        num_served = 0
         async with FAULTS[fault](swarm):
             for head, rest in zip(firsts, await running, strict=True):
                 assert (*head.token_ids, *rest) == expected
-            for _ in range(3):
-                try:
-                    answer = await client.generate(PROMPT, max_tokens=num_tokens, **SEEDED)
-                    assert answer.token_ids == expected
-                    num_served += 1
-                except CorollaError as error:
-                    check_retryable(error)
-        healing = time.monotonic()
-        await until(lambda: is_placed(swarm), timeout_s=4 * HEALED_WITHIN_S)
-        await until(lambda: serves_everything(client, expected), timeout_s=4 * HEALED_WITHIN_S)
-        healed_s = time.monotonic() - healing
+            # New ones take their chain from the last snapshot.
+            answer = await client.generate(PROMPT, max_tokens=num_tokens, **SEEDED)
+            assert answer.token_ids == expected
+        await until(lambda: is_placed(swarm), timeout_s=HEALED_WITHIN_S)
+        await until(lambda: serves_everything(client, expected), timeout_s=HEALED_WITHIN_S)
         # The turn that ran through it ends, at the latest when it can be written down, and with the right tokens.
         assert (*first.token_ids, *await ending) == turns[1].token_ids
         await client.delete_session(session)
-        with capsys.disabled():
-            sys.stdout.write(
-                f"\n{fault}: {num_served}/3 new sessions served meanwhile; routes again after {healed_s:.2f} s\n"
-            )
         await swarm.until_empty()
