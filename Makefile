@@ -87,7 +87,7 @@ test-exact: setup ## Compares every chain, prompt and sampling with the unsplit 
 .PHONY: test-faults
 test-faults: setup ## Breaks a running stack of real processes in every way and checks what must hold (minutes).
 	@echo "==> Testing faults"
-	@for row in kill library freeze cancel; do $(PY) -m tests.faults $$row $(ARGS) || exit 1; done
+	@$(PY) -m tests.faults all $(ARGS)
 
 # --- checks --------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """corolla-faults: breaks a running stack and checks what must hold.
 
     python -m tests.faults kill --runs 100 --seed 1
+    python -m tests.faults all
 
 One subcommand for each kind of fault; the exit status is 0 only if every figure held.
 """
@@ -38,13 +39,16 @@ async def run(row: str, model: str, spans: str, seed: int, num_runs: int) -> int
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="corolla-faults", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("row", choices=ROWS, help="; ".join(f"{name}: {what}" for name, (_, _, what) in ROWS.items()))
+    rows = "; ".join(f"{name}: {what}" for name, (_, _, what) in ROWS.items())
+    parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: one after the other")
     parser.add_argument("--runs", type=int, default=0, help="how often; by default what CI does")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
     parser.add_argument("--model", default="tiny", help="checkpoint folder, `demo`, or a random `tiny` one")
     parser.add_argument("--spans", default=TINY_SPANS, help="one block server for each; every span twice")
     given = parser.parse_args()
-    return asyncio.run(run(given.row, given.model, given.spans, given.seed, given.runs))
+    rows_to_run = list(ROWS) if given.row == "all" else [given.row]
+    statuses = [asyncio.run(run(row, given.model, given.spans, given.seed, given.runs)) for row in rows_to_run]
+    return max(statuses)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import time
 
 from tests.faults.figures import Figures, say
 from tests.faults.stand import Stand
-from tests.faults.streams import Answer, Question, listen, until_tokens
+from tests.faults.streams import Answer, Repertoire, listen, until_tokens
 
 MAX_STALL_S = 2.0
 CONTEXT_TOKENS = 256
@@ -18,19 +18,22 @@ CONTEXT_TOKENS = 256
 async def kill(stand: Stand, rng: random.Random, num_runs: int, max_streams: int = 4) -> int:
     """Of each run: 1 to `max_streams` streams of up to 256 tokens of context, and one server killed."""
     figures = Figures()
+    repertoire = Repertoire(stand.client)
     for number in range(num_runs):
         figures.num_runs += 1
-        await _run(stand, rng, figures, stand.spans[number % len(stand.spans)], max_streams)
+        await _run(stand, rng, figures, repertoire, number % len(stand.spans), max_streams)
     return figures.conclude(MAX_STALL_S)
 
 
-async def _run(stand: Stand, rng: random.Random, figures: Figures, span: str, max_streams: int) -> None:
+async def _run(
+    stand: Stand, rng: random.Random, figures: Figures, repertoire: Repertoire, lost_hop: int, max_streams: int
+) -> None:
+    span = stand.spans[lost_hop]
     questions = [
-        Question.draw(rng, rng.randint(1, 20), rng.randint(96, 128)) for _ in range(rng.randint(1, max_streams))
+        repertoire.draw(rng, rng.randint(1, 20), rng.randint(96, 128)) for _ in range(rng.randint(1, max_streams))
     ]
-    undisturbed = [Answer(question) for question in questions]
-    await asyncio.gather(*(listen(stand.client, answer) for answer in undisturbed))
-    recoveries_before = await stand.metric("corolla_session_recoveries_total")
+    undisturbed = await repertoire.undisturbed(questions)
+    counted_before = await _counted(stand)
     answers = [Answer(question) for question in questions]
     tasks = [asyncio.create_task(listen(stand.client, answer)) for answer in answers]
     watched = rng.randrange(len(answers))
@@ -45,7 +48,9 @@ async def _run(stand: Stand, rng: random.Random, figures: Figures, span: str, ma
         await asyncio.sleep(number * pause_s)
         stand.kill(victim)
     await asyncio.gather(*tasks)
-    num_recoveries = await stand.metric("corolla_session_recoveries_total") - recoveries_before
+    num_recoveries, num_by_outputs, num_recomputed = (
+        after - before for after, before in zip(await _counted(stand), counted_before, strict=True)
+    )
     hit = [answer for answer in answers if answer.usage is not None and answer.usage.recoveries]
     for answer, expected in zip(answers, undisturbed, strict=True):
         figures.check(expected.failure is None, f"the undisturbed answer failed: {expected.failure}")
@@ -55,9 +60,23 @@ async def _run(stand: Stand, rng: random.Random, figures: Figures, span: str, ma
     figures.check(num_recoveries <= num_hit, f"{num_recoveries:.0f} recoveries, but {num_hit} sessions were hit")
     told = sum(answer.usage.recoveries for answer in hit if answer.usage is not None)
     figures.check(told == num_recoveries, "what the callers learn of recoveries is not what is counted")
+    if len(victims) == 1 and hit:
+        longest = max(answer.usage.prompt_tokens + len(answer.token_ids) for answer in hit if answer.usage is not None)
+        # Where an earlier hop kept its outputs, only the lost span computes; else all hops up to it.
+        num_passes = num_by_outputs + (num_recoveries - num_by_outputs) * (lost_hop + 1)
+        figures.check(0 < num_recomputed <= num_passes * longest, f"{num_recomputed:.0f} tokens were computed again")
     stalls = [answer.longest_wait_s(killed_s) for answer in hit]
     figures.stalls_s += stalls
     blocks = " and ".join(victim.blocks for victim in victims)
     say(f"run {figures.num_runs}: {len(answers)} streams, server of {blocks} killed at token {at}; "
         f"{len(hit)} recovered, longest stall {max(stalls, default=0):.2f} s")  # fmt: skip
     await stand.restart(*victims)
+
+
+async def _counted(stand: Stand) -> tuple[float, float, float]:
+    """Recoveries so far, those among them by kept outputs alone, and the tokens computed again."""
+    return (
+        await stand.metric("corolla_session_recoveries_total"),
+        await stand.metric("corolla_session_recoveries_total", method="outputs"),
+        await stand.metric("corolla_recomputed_tokens_total"),
+    )

@@ -3,8 +3,9 @@
 import asyncio
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from corolla.chassis.errors import CorollaError
 from corolla.sdk.async_client import AsyncClient
@@ -59,6 +60,34 @@ class Answer:
             ),
             default=0.0,
         )
+
+
+class Repertoire:
+    """Questions, each of which was once answered without a disturbance.
+
+    Most are asked again and again: then hops find the beginning in their caches, which makes a recovery harder, and no
+    time goes into one more undisturbed answer.
+    """
+
+    _SHARE_OF_NEW: Final = 0.4
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._undisturbed: dict[Question, Answer] = {}
+
+    def draw(self, rng: random.Random, num_words: int, max_tokens: int) -> Question:
+        """A question asked before, or a new one."""
+        known = list(self._undisturbed)
+        if known and rng.random() > self._SHARE_OF_NEW:
+            return rng.choice(known)
+        return Question.draw(rng, num_words, max_tokens)
+
+    async def undisturbed(self, questions: Sequence[Question]) -> list[Answer]:
+        """Their answers. Nothing may be broken meanwhile."""
+        new = [Answer(question) for question in dict.fromkeys(questions) if question not in self._undisturbed]
+        await asyncio.gather(*(listen(self._client, answer) for answer in new))
+        self._undisturbed.update((answer.question, answer) for answer in new)
+        return [self._undisturbed[question] for question in questions]
 
 
 async def listen(client: AsyncClient, answer: Answer) -> None:
