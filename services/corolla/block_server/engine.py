@@ -48,7 +48,11 @@ class _Admitted:
 
 
 class Engine:
-    """Runs the iterations of one block server."""
+    """Runs the iterations of one block server.
+
+    Args:
+        clock: in seconds; of leases and of the durations of iterations.
+    """
 
     def __init__(
         self,
@@ -59,7 +63,9 @@ class Engine:
         peers: PeerTable,
         relay: Relay,
         metrics: BlockServerMetrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
         self._runner = runner
         self._scheduler = scheduler
         self._sessions = sessions
@@ -105,7 +111,7 @@ class Engine:
         try:
             for row in step.rows:
                 self._sessions.for_step(
-                    row.session_id, row.epoch, step.client_id, row.position, row.num_tokens, blocks, time.monotonic(),
+                    row.session_id, row.epoch, step.client_id, row.position, row.num_tokens, blocks, self.clock(),
                     computes=False,
                 )  # fmt: skip
                 parts.append(self._outputs.read(row.session_id, row.position, row.position + row.num_tokens))
@@ -134,7 +140,7 @@ class Engine:
                 if not admitted:
                     continue
                 blocks = steps[0].blocks
-                started = time.perf_counter()
+                started_s = self.clock()
                 try:
                     output = await loop.run_in_executor(self._compute_thread, self._compute, admitted, blocks)
                 except Exception as failure:
@@ -142,7 +148,7 @@ class Engine:
                     for batch in admitted:
                         self._fault(batch.work, InternalError("internal error"), [row for row, _, _ in batch.rows])
                     continue
-                self._observe(steps, admitted, time.perf_counter() - started)
+                self._observe(steps, admitted, self.clock() - started_s)
                 self._deliver(admitted, output)
 
     def close(self) -> None:
@@ -160,7 +166,7 @@ class Engine:
     def _admit(self, queued: QueuedStep[StepWork]) -> _Admitted:
         """Checks each row against its session; rows that fail are answered, the others go on."""
         step = queued.item.step
-        now_s = time.monotonic()
+        now_s = self.clock()
         admitted = _Admitted(queued.item, [])
         is_scratch = bool(step.scratch_hops & 1)
         forks: dict[bytes, SessionCache | CorollaError] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import grpc
 
-from corolla.chassis.channels import open_channel
+from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import CorollaError, SpanRefused, StartupError
 from corolla.chassis.status import from_rpc_error
 from corolla.v1 import common_pb2, router_pb2, router_pb2_grpc
@@ -28,13 +28,18 @@ class Registration:
         router: host:port.
         server: what the router is told; the same at each registration of this incarnation.
         load: called for each heartbeat.
+        channels: to the router.
     """
 
     def __init__(
-        self, router: str, server: router_pb2.ServerDescription, load: Callable[[], router_pb2.ServerLoad]
+        self,
+        router: str,
+        server: router_pb2.ServerDescription,
+        load: Callable[[], router_pb2.ServerLoad],
+        channels: Channels = open_channel,
     ) -> None:
         self._router = router
-        self._channel = open_channel(router)
+        self._channel = channels(router)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._server = server
         self._load = load

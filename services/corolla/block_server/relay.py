@@ -8,13 +8,14 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import grpc
 
 from corolla.block_server.peers import PeerTable, step_fault
-from corolla.chassis.channels import open_channel
+from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import HopUnavailable
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
@@ -36,11 +37,24 @@ class _Link:
 
 
 class Relay:
-    """One stream per next hop, opened at first use and again after it broke."""
+    """One stream per next hop, opened at first use and again after it broke.
 
-    def __init__(self, fingerprint: str, peers: PeerTable) -> None:
+    Args:
+        channels: to next hops.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        fingerprint: str,
+        peers: PeerTable,
+        channels: Channels = open_channel,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._fingerprint = fingerprint
         self._peers = peers
+        self._channels = channels
+        self._clock = clock
         self._tasks = TaskGroup()
         self._links: dict[str, _Link] = {}
 
@@ -56,13 +70,13 @@ class Relay:
         except OutboxFull:
             self._fault(step, address)
             return
-        link.sent.append((time.monotonic(), step))
+        link.sent.append((self._clock(), step))
 
     async def close(self) -> None:
         await self._tasks.close()
 
     async def _run(self, address: str, link: _Link) -> None:
-        channel = open_channel(address)
+        channel = self._channels(address)
         try:
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
             reader = asyncio.create_task(self._read(call))
@@ -79,7 +93,7 @@ class Relay:
             if self._links.get(address) is link:
                 del self._links[address]
             link.outbox.close()
-            oldest_s = time.monotonic() - _REMEMBERED_S
+            oldest_s = self._clock() - _REMEMBERED_S
             for sent_s, step in link.sent:
                 if sent_s > oldest_s:
                     self._fault(step, address)

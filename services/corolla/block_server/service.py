@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import secrets
-import time
 
 from corolla.block_server.engine import Engine, StepWork
 from corolla.block_server.frame_checks import Identity
-from corolla.block_server.kv.store import KVStore, LayerGroups, SessionCache
+from corolla.block_server.housekeeping import keep_house
+from corolla.block_server.kv.store import LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import PeerTable
@@ -34,7 +34,6 @@ from corolla.wire.tensors import DTYPES, tensor_type
 log = logging.getLogger(__name__)
 
 _SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
-_HOUSEKEEPING_INTERVAL_S = 1.0
 
 
 class BlockServer:
@@ -134,7 +133,10 @@ class BlockServer:
             ),
         )
         self._tasks.start(engine.run(), "engine")
-        self._tasks.start(self._keep_house(self._sessions, outputs, runner.store, engine), "housekeeping")
+        housekeeping = keep_house(
+            engine, self._scheduler, self._sessions, outputs, self._metrics, page_bytes=lambda: runner.store.page_bytes
+        )
+        self._tasks.start(housekeeping, "housekeeping")
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.hurry()
@@ -194,16 +196,3 @@ class BlockServer:
             num_queued_steps=len(self._scheduler),
             decode_step_seconds=self._engine.decode_step_seconds,
         )
-
-    async def _keep_house(
-        self, sessions: SessionTable[SessionCache], outputs: OutputStore, store: KVStore, engine: Engine
-    ) -> None:
-        """Ends leases and refreshes the gauges."""
-
-        def expire() -> None:
-            self._metrics.expired.inc(sessions.expire(time.monotonic()))
-
-        while True:
-            engine.between_iterations(expire, max_released_pages=0)  # nobody is told to wait for a lease to run out
-            self._metrics.observe_sessions(sessions, outputs, store.page_bytes, len(self._scheduler))
-            await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)

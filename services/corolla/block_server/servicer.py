@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -153,7 +152,7 @@ class BlockServicer:
 
         def open_session() -> None:
             try:
-                session = self._sessions.open(request, time.monotonic())
+                session = self._sessions.open(request, self._engine.clock())
             except CorollaError as error:
                 refuse(error)
                 return

@@ -3,6 +3,7 @@
 Keepalive alone notices a frozen peer only after a minute; with the HTTP/2 ping time-out it takes about two seconds.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -38,6 +39,10 @@ _SERVER: Final[list[tuple[str, Any]]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
+
+
+Channels = Callable[[str], grpc.aio.Channel]
+"""What opens channels: `open_channel`, or a network that does not exist."""
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

@@ -27,7 +27,6 @@ class RouterServicer:
         self._registry = registry
         self._sessions = sessions
         self._watches = watches
-        self._random = random.Random()
 
     # --- for block servers ---
 
@@ -77,7 +76,7 @@ class RouterServicer:
             fingerprint=request.fingerprint, num_tokens=request.num_tokens, excluded=excluded
         )
         # The planner keeps to the order between equals: shuffled, they share the sessions.
-        self._random.shuffle(candidates)
+        random.shuffle(candidates)
         planned = plan_around_suspects(candidates, roster.num_blocks)
         return pb.PlanChainResponse(chain=chain_of(planned.hops, planned.fingerprint))
 

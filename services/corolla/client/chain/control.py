@@ -6,7 +6,7 @@ from typing import Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from corolla.chassis.channels import open_channel
+from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import RouterUnavailable
 from corolla.chassis.status import from_rpc_error
 from corolla.v1 import router_pb2 as pb
@@ -20,9 +20,9 @@ Reply = TypeVar("Reply", bound=Message)
 class ControlPlane:
     """Calls to the router. Each raises an error of the tree: the router's own, or RouterUnavailable."""
 
-    def __init__(self, router: str, model: str) -> None:
+    def __init__(self, router: str, model: str, channels: Channels = open_channel) -> None:
         self.model = model
-        self._channel = open_channel(router)
+        self._channel = channels(router)
         self.stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     async def plan_chain(

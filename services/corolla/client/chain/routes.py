@@ -40,7 +40,6 @@ class Routes:
         self._fingerprint = fingerprint
         self._num_blocks = num_blocks
         self._quarantine = Quarantine()
-        self._random = random.Random()
         self._tasks = TaskGroup()
 
     def avoid(self, server_id: str) -> None:
@@ -157,7 +156,7 @@ class Routes:
             if is_careful:
                 usable = [each for each in usable if not each.is_suspected]
             # The planner keeps to the order between equals: shuffled, they share the sessions.
-            self._random.shuffle(usable)
+            random.shuffle(usable)
             try:
                 return chain_of(plan_blocks(usable, blocks).hops, self._fingerprint).hops
             except (NoChain, OutOfPages) as none:

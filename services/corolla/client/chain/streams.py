@@ -11,7 +11,7 @@ from typing import Final
 
 import grpc
 
-from corolla.chassis.channels import open_channel
+from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import CorollaError, HopUnavailable, NonFiniteOutput
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.chassis.status import from_reason, from_rpc_error
@@ -49,11 +49,19 @@ class DataPlane:
         fingerprint: the weights and protocol that every server must have.
         probe_after_s: how long a server may be silent while something is awaited from it.
         probe_timeout_s: how long it may take to say that it lives.
+        channels: to servers.
     """
 
-    def __init__(self, fingerprint: str, probe_after_s: float = 1.0, probe_timeout_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        fingerprint: str,
+        probe_after_s: float = 1.0,
+        probe_timeout_s: float = 1.0,
+        channels: Channels = open_channel,
+    ) -> None:
         self.client_id = secrets.token_bytes(16)
         self._fingerprint = fingerprint
+        self._channels = channels
         self._tasks = TaskGroup()
         self._streams: dict[str, _Stream] = {}
         self._numbers = itertools.count(1)
@@ -78,7 +86,7 @@ class DataPlane:
         """
         stream = self._streams.get(address)
         if stream is None:
-            stream = _Stream(Outbox(), asyncio.get_running_loop().create_future(), open_channel(address))
+            stream = _Stream(Outbox(), asyncio.get_running_loop().create_future(), self._channels(address))
             stream.outbox.put(pb.Hello(client_id=self.client_id, fingerprint=self._fingerprint))
             self._streams[address] = stream
             stream.task = self._tasks.start(self._run(address, stream), f"stream to {address}")
