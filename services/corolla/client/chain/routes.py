@@ -89,7 +89,7 @@ class Routes:
             usable = candidates(
                 self._placement.servers, fingerprint=self._fingerprint, num_tokens=wanted_tokens, excluded=excluded
             )
-            self._random.shuffle(usable)
+            random.shuffle(usable)
             try:
                 return chain_of(plan_around_suspects(usable, self._num_blocks).hops, self._fingerprint)
             except (NoChain, OutOfPages):
