@@ -13,6 +13,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from tests.faults.cancel import cancel
+from tests.faults.control_plane import control_plane
 from tests.faults.figures import say
 from tests.faults.freeze import freeze
 from tests.faults.kill import kill
@@ -25,15 +26,16 @@ ROWS: dict[str, tuple[Row, int, str]] = {
     "kill": (kill, 100, "kill -9 of each hop at a random token"),
     "library": (library, 10, "kill -9 of each hop while `generate` of transformers runs"),
     "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
+    "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
     "cancel": (cancel, 500, "callers that leave"),
 }
 
 
-async def run(row: str, model: str, spans: str, seed: int, num_runs: int) -> int:
+async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage_s: float) -> int:
     work, default_runs, what = ROWS[row]
     num_runs = num_runs or default_runs
     say(f"==> {what}: {num_runs} runs on {model} as {spans}, seed {seed}")
-    async with standing(model, spans) as stand:
+    async with standing(model, spans, outage_s=outage_s) as stand:
         return await work(stand, random.Random(seed), num_runs)
 
 
@@ -45,10 +47,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
     parser.add_argument("--model", default="tiny", help="checkpoint folder, `demo`, or a random `tiny` one")
     parser.add_argument("--spans", default=TINY_SPANS, help="one block server for each; every span twice")
+    parser.add_argument("--outage", type=float, default=60, help="seconds that Redis or the router stays away")
     given = parser.parse_args()
     rows_to_run = list(ROWS) if given.row == "all" else [given.row]
-    statuses = [asyncio.run(run(row, given.model, given.spans, given.seed, given.runs)) for row in rows_to_run]
-    return max(statuses)
+    facts = (given.model, given.spans, given.seed, given.runs, given.outage)
+    return max([asyncio.run(run(row, *facts)) for row in rows_to_run])
 
 
 if __name__ == "__main__":

@@ -42,10 +42,15 @@ _WORDS = (
 
 
 class Stand:
-    """Each span of the model twice, and one client service."""
+    """Each span of the model twice, and one client service.
 
-    def __init__(self, stack: Stack, client: AsyncClient) -> None:
+    Attributes:
+        outage_s: how long that stays away which is to come back.
+    """
+
+    def __init__(self, stack: Stack, client: AsyncClient, outage_s: float) -> None:
         self.stack = stack
+        self.outage_s = outage_s
         self.client = client
         self.servers = stack.servers
         self.spans = sorted({server.blocks for server in self.servers}, key=lambda span: int(span.partition(":")[0]))
@@ -104,7 +109,9 @@ class Stand:
 
 
 @asynccontextmanager
-async def standing(model: str, spans: str, environment: Mapping[str, str] | None = None) -> AsyncIterator[Stand]:
+async def standing(
+    model: str, spans: str, environment: Mapping[str, str] | None = None, *, outage_s: float = 60.0
+) -> AsyncIterator[Stand]:
     """A stack that is ready; "tiny" is a random model of six blocks."""
     with tempfile.TemporaryDirectory(prefix="corolla-faults-") as name:
         folder = Path(name)
@@ -118,7 +125,7 @@ async def standing(model: str, spans: str, environment: Mapping[str, str] | None
         await asyncio.to_thread(stack.start)
         try:
             async with AsyncClient(stack.client_address) as client:
-                stand = Stand(stack, client)
+                stand = Stand(stack, client, outage_s)
                 await stand.until_whole()
                 yield stand
         finally:

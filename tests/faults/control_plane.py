@@ -1,0 +1,139 @@
+"""Redis freezes, forgets, restarts empty, stays away, is full; the router is killed: streams do not notice.
+
+New requests are served meanwhile, from the last snapshot, and soon afterwards everything is as it was.
+"""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from redis.asyncio import Redis
+
+from corolla.chassis.errors import CorollaError
+from tests.faults.figures import Figures, percentile, say
+from tests.faults.stand import Stand
+from tests.faults.streams import Answer, Question, listen, until_tokens
+from tests.integration.waiting import until
+
+MAX_STALL_S = 2.0
+MAX_HEALING_S = 5.0
+_GIVE_UP_S = 60.0
+_NUM_STREAMS = 4
+_NUM_QUESTIONS = 6
+
+
+async def control_plane(stand: Stand, rng: random.Random, num_runs: int) -> int:
+    """Each fault in turn, with `_NUM_STREAMS` streams that run without a pause."""
+    figures = Figures()
+    questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(96, 256)) for _ in range(_NUM_QUESTIONS)]
+    undisturbed = [Answer(question) for question in questions]
+    await asyncio.gather(*(listen(stand.client, answer) for answer in undisturbed))
+    healings_s = [await _run(stand, rng, figures, undisturbed, number) for number in range(num_runs)]
+    say(f"routes again after p50 {percentile(healings_s, 0.5):.2f} s, longest {max(healings_s):.2f} s; "
+        f"limit {MAX_HEALING_S:.1f} s")  # fmt: skip
+    return figures.conclude(MAX_STALL_S)
+
+
+async def _run(stand: Stand, rng: random.Random, figures: Figures, undisturbed: Sequence[Answer], number: int) -> float:
+    figures.num_runs += 1
+    what = list(_FAULTS)[number % len(_FAULTS)]
+    is_over = asyncio.Event()
+    answers: list[tuple[Answer, Answer]] = []
+
+    async def ask_on(rng: random.Random) -> None:
+        while not is_over.is_set():
+            expected = rng.choice(undisturbed)
+            answers.append((Answer(expected.question), expected))
+            await listen(stand.client, answers[-1][0])
+
+    asking = [asyncio.create_task(ask_on(random.Random(rng.random()))) for _ in range(_NUM_STREAMS)]
+    await asyncio.sleep(0)  # each asks its first question
+    await until_tokens(answers[0][0], rng.randint(1, 64), asking[0])
+    broken_s = time.monotonic()
+    await _FAULTS[what](stand)
+    mended_s = time.monotonic()
+    await _until_all_is_served(stand)
+    healing_s = time.monotonic() - mended_s
+    is_over.set()
+    await asyncio.gather(*asking)
+    for answer, expected in answers:
+        figures.check(expected.failure is None, f"the undisturbed answer failed: {expected.failure}")
+        figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
+        figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
+    figures.check(healing_s <= MAX_HEALING_S, f"routes were there again only after {healing_s:.2f} s")
+    stalls_s = [answer.longest_wait_s(broken_s) for answer, _ in answers]
+    figures.stalls_s += stalls_s
+    say(f"run {figures.num_runs}: {what} for {mended_s - broken_s:.1f} s; {len(answers)} streams, longest wait "
+        f"{max(stalls_s):.2f} s; routes again after {healing_s:.2f} s")  # fmt: skip
+    await stand.until_whole()
+    return healing_s
+
+
+async def _until_all_is_served(stand: Stand) -> None:
+    """Until the router gives out chains, and a conversation goes through two turns."""
+    give_up_s = time.monotonic() + _GIVE_UP_S
+    while True:
+        placement = await asyncio.to_thread(stand.stack.placement)
+        try:
+            if placement is not None and placement.HasField("cheapest_chain"):
+                async with stand.client.session() as session:
+                    for _ in range(2):
+                        await session.generate("the thin man", max_tokens=4)
+                return
+        except CorollaError:
+            pass
+        if time.monotonic() > give_up_s:
+            return
+        await asyncio.sleep(0.05)
+
+
+Fault = Callable[[Stand], Awaitable[None]]
+
+
+async def _freeze(stand: Stand) -> None:
+    stand.stack.kill("redis", signal.SIGSTOP)
+    await asyncio.sleep(stand.outage_s)
+    stand.stack.kill("redis", signal.SIGCONT)
+
+
+async def _flush(stand: Stand) -> None:
+    await _tell(stand, "FLUSHALL")
+
+
+async def _fill(stand: Stand) -> None:
+    await _tell(stand, "CONFIG", "SET", "maxmemory", "1kb")
+    await asyncio.sleep(stand.outage_s)
+    await _tell(stand, "CONFIG", "SET", "maxmemory", "0")
+
+
+async def _kill(stand: Stand, name: str, *, stays_away: bool) -> None:
+    process = next(process for process in stand.stack.processes if process.name == name)
+    pid = stand.stack.pid(name)
+
+    async def is_gone() -> bool:
+        return stand.stack.pid(name) != pid
+
+    stand.kill(process)
+    await until(is_gone)
+    if stays_away:
+        await asyncio.sleep(stand.outage_s)
+    stand.stack.launch(process)
+
+
+async def _tell(stand: Stand, *command: str) -> None:
+    async with Redis.from_url(stand.stack.redis_url) as client:
+        await client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+_FAULTS: dict[str, Fault] = {
+    "redis frozen": _freeze,
+    "redis flushed": _flush,
+    "redis restarted empty": partial(_kill, name="redis", stays_away=False),
+    "redis away": partial(_kill, name="redis", stays_away=True),
+    "redis full": _fill,
+    "router restarted": partial(_kill, name="router", stays_away=False),
+    "router away": partial(_kill, name="router", stays_away=True),
+}
