@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from tests.faults.cancel import cancel
 from tests.faults.control_plane import control_plane
+from tests.faults.drain import drain
 from tests.faults.figures import say
 from tests.faults.freeze import freeze
 from tests.faults.kill import kill
@@ -25,6 +26,7 @@ Row = Callable[[Stand, random.Random, int], Awaitable[int]]
 ROWS: dict[str, tuple[Row, int, str]] = {
     "kill": (kill, 100, "kill -9 of each hop at a random token"),
     "library": (library, 10, "kill -9 of each hop while `generate` of transformers runs"),
+    "drain": (drain, 1, "rolling drain of every server under 16 streams"),
     "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
     "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
     "cancel": (cancel, 500, "callers that leave"),

@@ -1,6 +1,7 @@
 """A stack of real processes in which things can be broken and mended."""
 
 import asyncio
+import queue
 import random
 import signal
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import grpc
 
 from corolla.chassis.channels import open_channel
+from corolla.local.events import StackEvent
 from corolla.local.options import StackOptions
 from corolla.local.processes import ManagedProcess
 from corolla.local.stack import Stack
@@ -48,10 +50,13 @@ class Stand:
         outage_s: how long that stays away which is to come back.
     """
 
-    def __init__(self, stack: Stack, client: AsyncClient, outage_s: float) -> None:
+    def __init__(
+        self, stack: Stack, client: AsyncClient, ends: "queue.SimpleQueue[StackEvent]", outage_s: float
+    ) -> None:
         self.stack = stack
         self.outage_s = outage_s
         self.client = client
+        self._ends = ends
         self.servers = stack.servers
         self.spans = sorted({server.blocks for server in self.servers}, key=lambda span: int(span.partition(":")[0]))
         self._service = next(process for process in stack.processes if process.name == "client")
@@ -70,20 +75,33 @@ class Stand:
     def kill(self, server: ManagedProcess, number: int = signal.SIGKILL) -> None:
         self.stack.kill(server.name, number)
 
+    async def end(self, server: ManagedProcess, number: int = signal.SIGTERM) -> tuple[str, float]:
+        """Asks a server to end. Returns how it did, in words, and after how many seconds."""
+        while not self._ends.empty():
+            self._ends.get()
+        started_s = time.monotonic()
+        self.kill(server, number)
+        event = await asyncio.to_thread(self._ends.get, True, _MENDED_WITHIN_S)
+        return event.text.partition(") ")[2], time.monotonic() - started_s
+
     async def metric(self, name: str, **labels: str) -> float:
         """A counter or gauge of the client service."""
         return await sample(self._service.metrics_port, name, **labels)
 
-    async def restart(self, *servers: ManagedProcess) -> None:
-        """Starts killed servers again, and waits until all is as it was."""
+    async def restart(self, *servers: ManagedProcess, is_idle: bool = True) -> None:
+        """Starts servers again that have ended, and waits until all is as it was.
+
+        Args:
+            is_idle: whether that includes that no server holds a session.
+        """
         for server in servers:
             self.stack.launch(server)
-        await self.until_whole()
+        await self.until_whole(is_idle=is_idle)
 
-    async def until_whole(self) -> None:
+    async def until_whole(self, *, is_idle: bool = True) -> None:
         """Until the router knows every server as ready and suspects none, and no server holds a session."""
         give_up_s = time.monotonic() + _MENDED_WITHIN_S
-        while not (await asyncio.to_thread(self._is_placed) and await self.is_empty()):
+        while not (await asyncio.to_thread(self._is_placed) and (not is_idle or await self.is_empty())):
             if time.monotonic() > give_up_s:
                 raise TimeoutError("the stack did not mend")
             await asyncio.sleep(0.1)
@@ -119,13 +137,16 @@ async def standing(
             changes = {"max_position_embeddings": 8192}
             model = str(make_tiny_checkpoint("llama", folder / "tiny", num_blocks=NUM_BLOCKS, config_changes=changes))
         options = StackOptions(
-            model=model, blocks=spans, log_folder=folder / "logs", restarts=False, environment=environment or {}
-        )
+            model=model, blocks=spans, log_folder=folder / "logs", restarts=False,
+            # A stack in a terminal ends at once; what is proved here are the times of a cluster.
+            environment={"COROLLA_GRACE_S": "25", **(environment or {})},
+        )  # fmt: skip
+        ends: queue.SimpleQueue[StackEvent] = queue.SimpleQueue()
         stack = Stack(options)
-        await asyncio.to_thread(stack.start)
+        await asyncio.to_thread(stack.start, lambda event: ends.put(event) if event.kind == "problem" else None)
         try:
             async with AsyncClient(stack.client_address) as client:
-                stand = Stand(stack, client, outage_s)
+                stand = Stand(stack, client, ends, outage_s)
                 await stand.until_whole()
                 yield stand
         finally:

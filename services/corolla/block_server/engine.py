@@ -1,6 +1,7 @@
 """The loop: take what is ready, compute it, send it on.
 
 Session state changes only between iterations, on the event loop; torch runs only within one, in a thread of its own.
+Copies of keys and values have that thread between iterations.
 """
 
 import asyncio
@@ -8,43 +9,27 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 
+from corolla.block_server.copies import CopyQueue
+from corolla.block_server.iteration import Admitted, StepWork, packed
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.outputs import OutputStore
-from corolla.block_server.peers import Peer, PeerTable, step_fault
+from corolla.block_server.peers import PeerTable, step_fault
 from corolla.block_server.relay import Relay
-from corolla.block_server.runner import BatchOutput, RowWork, Runner
+from corolla.block_server.runner import BatchOutput, Runner
 from corolla.block_server.scheduler import QueuedStep, Scheduler
-from corolla.block_server.sessions import HopSession, SessionTable
+from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput
 from corolla.chassis.handlers import where
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
-from corolla.wire.tensors import from_payload, tensor_type, to_payload
+from corolla.wire.tensors import tensor_type, to_payload
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """A step as it arrived, with the stream that it came on."""
-
-    step: pb.Step
-    payload: Buffer
-    sender: Peer
-
-
-@dataclass(slots=True)
-class _Admitted:
-    """The rows of one step that may be computed, with where they lie in the step's payload."""
-
-    work: StepWork
-    rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]
 
 
 class Engine:
@@ -76,6 +61,7 @@ class Engine:
         self._commands: list[tuple[Callable[[], None], int | None]] = []
         self._wake = asyncio.Event()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self.copies = CopyQueue(self._compute_thread, self._wake)
         self.decode_step_seconds = 0.0
 
     def submit(self, queued: QueuedStep[StepWork]) -> None:
@@ -132,9 +118,10 @@ class Engine:
             await self._wake.wait()
             self._wake.clear()
             while True:
+                await self.copies.make_next()
                 self._run_commands()
                 steps = self._scheduler.next_batch()
-                if not steps:
+                if not steps and not self.copies:
                     break
                 admitted = [batch for step in steps if (batch := self._admit(step)).rows]
                 if not admitted:
@@ -163,11 +150,11 @@ class Engine:
                 # One bad command must not end the loop on which every session depends.
                 log.error("command failed", extra={"where": where(failure)})
 
-    def _admit(self, queued: QueuedStep[StepWork]) -> _Admitted:
+    def _admit(self, queued: QueuedStep[StepWork]) -> Admitted:
         """Checks each row against its session; rows that fail are answered, the others go on."""
         step = queued.item.step
         now_s = self.clock()
-        admitted = _Admitted(queued.item, [])
+        admitted = Admitted(queued.item, [])
         is_scratch = bool(step.scratch_hops & 1)
         forks: dict[bytes, SessionCache | CorollaError] = {}
         # All sources are read before any row changes: rows may swap.
@@ -207,24 +194,12 @@ class Engine:
         except CorollaError as error:
             return error
 
-    def _compute(self, admitted: list[_Admitted], blocks: Span) -> BatchOutput:
-        """In the compute thread: all rows of all steps as one batch."""
-        work: list[RowWork] = []
-        hidden: list[torch.Tensor] = []
-        for batch in admitted:
-            step = batch.work.step
-            num_tokens = sum(row.num_tokens for row in step.rows)
-            states = from_payload(batch.work.payload, step.dtype, num_tokens, step.hidden_size)
-            for row, session, offset in batch.rows:
-                work.append(RowWork(session.cache, row.position, row.num_tokens, session.request.prompts))
-                if len(batch.rows) < len(step.rows):
-                    hidden.append(states[offset : offset + row.num_tokens])
-            if len(batch.rows) == len(step.rows):
-                hidden.append(states)
-        packed = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-        return self._runner.run_each(work, packed, blocks)
+    def _compute(self, admitted: list[Admitted], blocks: Span) -> BatchOutput:
+        """In the compute thread."""
+        work, hidden = packed(admitted)
+        return self._runner.run_each(work, hidden, blocks)
 
-    def _deliver(self, admitted: list[_Admitted], output: BatchOutput) -> None:
+    def _deliver(self, admitted: list[Admitted], output: BatchOutput) -> None:
         start = row_number = 0
         for batch in admitted:
             parts: list[torch.Tensor] = []
@@ -283,7 +258,7 @@ class Engine:
         self._metrics.faults.labels(error.reason).inc(len(rows))
         (self._peers.get(work.step.client_id) or work.sender).send(step_fault(work.step, error, rows))
 
-    def _observe(self, steps: list[QueuedStep[StepWork]], admitted: list[_Admitted], seconds: float) -> None:
+    def _observe(self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted], seconds: float) -> None:
         is_decode = all(step.is_decode for step in steps)
         kind = "decode" if is_decode else "prefill"
         num_rows = sum(len(batch.rows) for batch in admitted)

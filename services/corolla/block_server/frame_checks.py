@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from corolla.block_server.held import OpenRequest
 from corolla.block_server.kv.prefixes import HASH_BYTES, ExpectedText, salt_of
 from corolla.block_server.peers import Peer
 from corolla.block_server.prompts import BlockPrompts
-from corolla.block_server.sessions import OpenRequest
 from corolla.chassis.errors import MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -64,6 +64,27 @@ class FrameChecks:
             text=self._text(control, blocks),
         )
 
+    def handover(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
+        """As what a session is offered that another block server holds."""
+        if peer.client_id or len(control.session_id) != ID_BYTES or len(control.client_id) != ID_BYTES:
+            raise MalformedMessage("handover", f"ids have {ID_BYTES} bytes, and only servers hand sessions over")
+        blocks = self._blocks(control.blocks)
+        if control.epoch == 0 or control.max_tokens == 0 or control.lease_ms == 0:
+            raise MalformedMessage("handover", "epoch, max_tokens and lease_ms must be positive")
+        return OpenRequest(
+            session_id=control.session_id,
+            epoch=control.epoch,
+            tenant=control.tenant,
+            client_id=control.client_id,
+            resume=False,
+            max_tokens=control.max_tokens,
+            blocks=blocks,
+            lease_s=min(control.lease_ms / 1000, MAX_LEASE_S),
+            transient=control.transient,
+            keep_outputs=control.keep_outputs,
+            prompts=self._prompts(control, payload, len(blocks)),
+        )
+
     def _text(self, control: pb.Open, blocks: Span) -> ExpectedText | None:
         if not control.HasField("text"):
             return None
@@ -78,7 +99,7 @@ class FrameChecks:
         parts = tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
         return ExpectedText(salt_of(control.tenant, blocks), parts, control.text.num_tokens)
 
-    def _prompts(self, control: pb.Open, payload: Buffer, num_blocks: int) -> BlockPrompts | None:
+    def _prompts(self, control: pb.Open | pb.Handover, payload: Buffer, num_blocks: int) -> BlockPrompts | None:
         if control.HasField("block_prompts"):
             identity = self._identity
             return BlockPrompts.read(control.block_prompts, payload, num_blocks, identity.dtype, identity.hidden_size)

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from corolla.block_server.engine import Engine, StepWork
+from corolla.block_server.engine import Engine
+from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.outputs import OutputStore

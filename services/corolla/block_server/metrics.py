@@ -66,6 +66,21 @@ class BlockServerMetrics:
         self.outputs_evicted = Counter(
             "corolla_kept_outputs_evicted", "Sessions whose kept outputs gave way to others'.", registry=registry
         )
+        self.handover_bytes = Counter(
+            "corolla_handover_bytes",
+            "Bytes of keys and values that were handed over, by direction (in, out).",
+            ["direction"],
+            registry=registry,
+        )
+        self.handed_over = Counter(
+            "corolla_sessions_handed_over",
+            "Attempts to hand a session over, by outcome: moved, refused (by every peer), failed, no_peer.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.drain_seconds = Gauge(
+            "corolla_drain_seconds", "How long the drain of this server took, in seconds.", registry=registry
+        )
         self._num_evicted_told = 0
         self.evicted = Counter("corolla_hop_sessions_evicted", "Idle sessions freed for others.", registry=registry)
 

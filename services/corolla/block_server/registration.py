@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -110,6 +110,25 @@ class Registration:
             request.span.CopyFrom(common_pb2.BlockSpan(start=self._span.start, end=self._span.end))
         try:
             await self._stub.Heartbeat(request, timeout=_CALL_TIMEOUT_S)
+        except grpc.RpcError as failure:
+            raise from_rpc_error(failure) from None
+
+    async def placement(self) -> Sequence[router_pb2.PlacedServer]:
+        """All servers of the model, as the router knows them now. Raises what it says, or RouterUnavailable."""
+        request = router_pb2.GetPlacementRequest(model=self._server.model)
+        try:
+            return (await self._stub.GetPlacement(request, timeout=_CALL_TIMEOUT_S)).servers
+        except grpc.RpcError as failure:
+            raise from_rpc_error(failure) from None
+
+    async def move_session(self, session_id: bytes, tenant: str, hop: common_pb2.Hop) -> None:
+        """Tells that `hop` has an idle session in place of this server. Raises as `placement` does."""
+        request = router_pb2.MoveSessionRequest(
+            model=self._server.model, session_id=session_id.hex(), tenant=tenant, server_id=self._server.server_id,
+            hop=hop,
+        )  # fmt: skip
+        try:
+            await self._stub.MoveSession(request, timeout=_CALL_TIMEOUT_S)
         except grpc.RpcError as failure:
             raise from_rpc_error(failure) from None
 

@@ -4,9 +4,13 @@ import asyncio
 import logging
 import secrets
 
-from corolla.block_server.engine import Engine, StepWork
+from corolla.block_server.drain import Drain
+from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
+from corolla.block_server.handover.intake import Intake
+from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.housekeeping import keep_house
+from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.outputs import OutputStore
@@ -58,6 +62,7 @@ class BlockServer:
         self._relay: Relay | None = None
         self._registration: Registration | None = None
         self._heartbeats: asyncio.Task[None] | None = None
+        self._drain: Drain | None = None
 
     @property
     def port(self) -> int:
@@ -121,7 +126,13 @@ class BlockServer:
             max_tokens_per_frame=settings.max_tokens_per_frame,
             prefix_page_tokens=settings.page_tokens if settings.prefix_cache else 0,
         )  # fmt: skip
-        servicer = BlockServicer(identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store)
+        most = settings.max_tokens_per_frame
+        intake = Intake(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
+        servicer = BlockServicer(
+            identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, intake
+        )
+        sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
+        self._drain = Drain(description, self._sessions, engine, self._peers, self._registration, sender, self._metrics)
         self._rpc.add(
             _SERVICE,
             service_handler(
@@ -143,15 +154,18 @@ class BlockServer:
         log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": pool.num_pages})
 
     async def stop(self) -> None:
-        """Leaves the placement, lets running calls end and frees everything."""
+        """Hands sessions over, leaves the placement and frees everything."""
         await self._rpc.not_ready()
+        if self._drain is not None:
+            await self._drain.run(self.settings.grace_s)
         if self._heartbeats is not None:
             # A heartbeat after the farewell would find the lease gone and register a server that is about to end.
             self._heartbeats.cancel()
             await asyncio.wait({self._heartbeats})
         if self._registration is not None:
             await self._registration.leave()
-        await self._rpc.stop(self.settings.grace_s)
+        # Streams do not end by themselves; those who still use them had their time.
+        await self._rpc.stop(0)
         await self._tasks.close()
         if self._relay is not None:
             await self._relay.close()

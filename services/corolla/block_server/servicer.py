@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import psutil
 from grpc import aio
 
-from corolla.block_server.engine import Engine, StepWork
+from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, is_decode
+from corolla.block_server.handover.intake import Intake
+from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
@@ -35,6 +37,7 @@ class BlockServicer:
         outputs: OutputStore,
         peers: PeerTable,
         store: KVStore,
+        intake: Intake,
     ) -> None:
         self._identity = identity
         self._checks = FrameChecks(identity)
@@ -44,12 +47,15 @@ class BlockServicer:
         self._outputs = outputs
         self._peers = peers
         self._store = store
+        self._intake = intake
         self._frame_handlers: dict[type, Callable[[Frame, Peer], None]] = {
             pb.Open: self._open,
             pb.Step: self._step,
             pb.Resend: self._resend,
             pb.Close: self._close,
             pb.Truncate: self._truncate,
+            pb.Handover: self._handover,
+            pb.HandoverTokens: self._handover_tokens,
         }
 
     async def Exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
@@ -222,6 +228,15 @@ class BlockServicer:
             lambda: self._sessions.truncate(control.session_id, control.epoch, control.position, idle=control.idle),
             max_released_pages=self._sessions.num_pages_in_use(control.session_id),
         )
+
+    def _handover(self, frame: Frame, peer: Peer) -> None:
+        request = self._checks.handover(frame.control, frame.payload, peer)  # type: ignore[arg-type]
+        self._engine.between_iterations(lambda: self._intake.offered(request, peer))
+
+    def _handover_tokens(self, frame: Frame, peer: Peer) -> None:
+        if peer.client_id:
+            raise MalformedMessage("handover", "only servers hand sessions over")
+        self._intake.part(frame.control, frame.payload, peer)  # type: ignore[arg-type]
 
     def _forget(self, client_id: bytes) -> None:
         """The client's stream ended; if it has not come back by now, what lived only with it is freed."""

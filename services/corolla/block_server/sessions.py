@@ -1,53 +1,14 @@
 """The sessions that this hop holds: epochs, owners, leases and reserved pages. Pure: time is passed in."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import replace
+from typing import Generic
 
+from corolla.block_server.held import AnyCache, HopSession, OpenRequest
 from corolla.block_server.kv.pages import PagePool, too_few_pages
-from corolla.block_server.kv.prefixes import ExpectedText
-from corolla.block_server.kv.session_pages import SessionPages
 from corolla.block_server.prompts import BlockPrompts
-from corolla.chassis.errors import HopSessionLost, OutOfPages, PositionGap, StaleEpoch
+from corolla.chassis.errors import HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
-
-AnyCache = TypeVar("AnyCache", bound=SessionPages)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRequest:
-    """What a client service asks of this hop. See `Open` in blocks.proto.
-
-    Keys and values of a session with `prompts` are its own: no other text has them, however it begins.
-    """
-
-    session_id: bytes
-    epoch: int
-    tenant: str
-    client_id: bytes
-    resume: bool
-    max_tokens: int
-    blocks: Span
-    lease_s: float
-    transient: bool
-    keep_outputs: bool = False
-    prompts: BlockPrompts | None = None
-    text: ExpectedText | None = None
-
-
-@dataclass(slots=True)
-class HopSession(Generic[AnyCache]):
-    """One session on this hop."""
-
-    request: OpenRequest
-    cache: AnyCache
-    lease_deadline_s: float
-    is_idle: bool = False
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that it was promised."""
-        return self.cache.num_pages
 
 
 class SessionTable(Generic[AnyCache]):
@@ -60,6 +21,7 @@ class SessionTable(Generic[AnyCache]):
 
     Attributes:
         on_forget: is told of each session whose tokens are all forgotten, so that nothing of them stays elsewhere.
+        is_draining: no session comes any more; those that are held may be reopened until they leave.
     """
 
     def __init__(self, pool: PagePool, new_cache: Callable[[], AnyCache], *, max_prompt_bytes: int = 0) -> None:
@@ -70,6 +32,7 @@ class SessionTable(Generic[AnyCache]):
         # Least recently used first.
         self._sessions: dict[bytes, HopSession[AnyCache]] = {}
         self.num_evicted = 0
+        self.is_draining = False
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -113,15 +76,21 @@ class SessionTable(Generic[AnyCache]):
         if num_pages > num_available:
             raise too_few_pages(num_pages, num_available)
 
+    def get(self, session_id: bytes) -> HopSession[AnyCache] | None:
+        return self._sessions.get(session_id)
+
     def open(self, request: OpenRequest, now_s: float) -> HopSession[AnyCache]:
         """Opens a session, or reopens it with a higher epoch.
 
         Raises:
+            HopLeaving: this server drains.
             StaleEpoch: it was opened with a higher epoch before, or with this one and not taken back.
             HopSessionLost: it belongs to another tenant.
             OutOfPages: the worst case does not fit, or its prompts; a session that was there before stays as it was.
         """
         held = self._sessions.get(request.session_id)
+        if (held is None and self.is_draining) or (held is not None and held.is_leaving):
+            raise HopLeaving("a block server takes no new sessions")
         if held is not None:
             if held.request.tenant != request.tenant:
                 raise HopSessionLost("the session is not held here")
@@ -136,16 +105,53 @@ class SessionTable(Generic[AnyCache]):
         if held is None:
             held = HopSession(request, cache, 0.0)
             self._sessions[request.session_id] = held
-        elif not request.resume or not _agree(held.request, request):
+        elif not request.resume or held.is_arriving or not _agree(held.request, request):
             cache.clear()
             self.on_forget(request.session_id)
         elif cache.num_tokens > request.max_tokens:
             cache.truncate(cache.nearest_position(request.max_tokens))
         cache.open(request.max_tokens, request.text)
         held.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
-        held.is_idle = False
+        held.is_idle = held.is_arriving = held.is_copy = False
         self._touch(held, now_s)
         return held
+
+    def receive(self, request: OpenRequest, now_s: float) -> HopSession[AnyCache]:
+        """Makes room for a session that another server hands over, or goes on with it after a broken stream.
+
+        Raises:
+            HopLeaving: this server drains, too.
+            StaleEpoch: its client opened it here in the meantime, or knows of a later epoch.
+            HopSessionLost: it belongs to another tenant.
+            OutOfPages: the worst case does not fit, or its prompts.
+        """
+        if self.is_draining:
+            raise HopLeaving("a block server takes no new sessions")
+        held = self._sessions.get(request.session_id)
+        if held is not None and held.is_copy and held.request.tenant == request.tenant:
+            if held.request.epoch > request.epoch:
+                raise StaleEpoch("the session was handed over with a later epoch")
+            if held.is_arriving and replace(request, prompts=None) == replace(held.request, prompts=None):
+                self._touch(held, now_s)
+                return held
+            self._free(held)
+        held = self.open(request, now_s)
+        held.is_arriving = held.is_copy = True
+        return held
+
+    def arriving(self, session_id: bytes, epoch: int) -> HopSession[AnyCache]:
+        """The session that is being handed over. Raises HopSessionLost where there is none with this epoch."""
+        held = self._sessions.get(session_id)
+        if held is None or not held.is_arriving or held.request.epoch != epoch:
+            raise HopSessionLost("no such session is being handed over")
+        return held
+
+    def arrived(self, held: HopSession[AnyCache], *, is_idle: bool) -> None:
+        """All of it is here. An idle one keeps no more pages than it needs, and gives way to others."""
+        held.is_arriving = False
+        held.is_idle = is_idle
+        if is_idle:
+            held.cache.reserve(held.cache.num_tokens)
 
     def for_step(
         self,
@@ -163,7 +169,7 @@ class SessionTable(Generic[AnyCache]):
         """The session of a step, checked. `forked`, if given, becomes its cache. What computes looks at earlier tokens.
 
         Raises:
-            HopSessionLost, StaleEpoch, PositionGap, OutOfPages: the step must not be computed.
+            HopLeaving, HopSessionLost, StaleEpoch, PositionGap, OutOfPages: the step must not be computed.
 
         An epoch ends with its turn: a step that was forwarded by another hop may come after the client's own word that
         the turn is over, and must not wake the session.
@@ -171,7 +177,9 @@ class SessionTable(Generic[AnyCache]):
         held = self._sessions.get(session_id)
         if held is None or held.request.client_id != client_id or held.request.blocks != blocks:
             raise HopSessionLost("the session is not held here")
-        if held.request.epoch != epoch or held.is_idle:
+        if held.is_leaving:
+            raise HopLeaving("the session is handed over to another block server")
+        if held.request.epoch != epoch or held.is_idle or held.is_arriving:
             raise StaleEpoch("the session was opened with another epoch, or its turn is over")
         cache = held.cache if forked is None else forked
         if position > cache.num_tokens:

@@ -212,6 +212,22 @@ class HopUnavailable(CorollaError):
         self.address = address
 
 
+class HopLeaving(CorollaError):
+    """A block server drains: no new sessions, and its own go to others. Nobody is to blame. `address` is its own."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "HOP_LEAVING"
+    retry_after_default_s = 1.0
+    address = ""
+
+
+class ChecksumMismatch(CorollaError):
+    """Bytes of a handover were changed on the way; they are sent again."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "CHECKSUM_MISMATCH"
+
+
 class ServiceStopping(CorollaError):
     code = grpc.StatusCode.UNAVAILABLE
     reason = "SERVICE_STOPPING"

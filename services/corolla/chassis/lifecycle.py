@@ -50,8 +50,14 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
 async def _serve_until_signal(build: Callable[[], Service]) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+
+    def terminate() -> None:
+        # A second SIGTERM ends the process at once.
+        loop.remove_signal_handler(signal.SIGTERM)
+        stopping.set()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGINT, stopping.set)
     service = build()
     starting = asyncio.create_task(service.start())
     waiting = asyncio.create_task(stopping.wait())

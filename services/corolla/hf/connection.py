@@ -146,7 +146,7 @@ class _Planes:
         self.routes = Routes(self.control, placement, fingerprint, num_blocks)
         self.reservations = Reservations(self.routes, self.data, LIMITS)
         replayer = Replayer(self.reservations, self.data, LIMITS)
-        self.recovery = Recovery(self.routes, self.reservations, replayer, LIMITS)
+        self.recovery = Recovery(self.routes, self.reservations, replayer, self.data.moves, LIMITS)
 
     async def close(self) -> None:
         await self.tasks.close()

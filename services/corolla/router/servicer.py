@@ -128,6 +128,12 @@ class RouterServicer:
         await self._sessions.end_turn(record, turn_id, self._ttl_ms(request.ttl_ms), discard=request.discard)
         return pb.EndTurnResponse()
 
+    async def MoveSession(self, request: pb.MoveSessionRequest, context: Context) -> pb.MoveSessionResponse:
+        model, session_id = self._session(request)
+        server_id = validation.check_name("server_id", request.server_id)
+        await self._sessions.move(model, session_id, request.tenant, server_id, validation.check_hop(request.hop))
+        return pb.MoveSessionResponse()
+
     async def DeleteSessionRecord(self, request: pb.DeleteSessionRecordRequest, context: Context) -> pb.SessionRecord:
         return await self._sessions.delete(*self._session(request), request.tenant)
 
@@ -139,7 +145,11 @@ class RouterServicer:
 
     def _session(
         self,
-        request: pb.GetSessionRecordRequest | pb.BeginTurnRequest | pb.RenewTurnRequest | pb.DeleteSessionRecordRequest,
+        request: pb.GetSessionRecordRequest
+        | pb.BeginTurnRequest
+        | pb.RenewTurnRequest
+        | pb.MoveSessionRequest
+        | pb.DeleteSessionRecordRequest,
     ) -> tuple[str, str]:
         model = validation.check_text("model", request.model)
         return model, validation.check_session_id("session_id", request.session_id)

@@ -6,6 +6,7 @@ from google.protobuf.message import DecodeError
 
 from corolla.chassis.errors import InternalError, InvalidRequest, SessionBusy, SessionNotFound
 from corolla.router.store import Store
+from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 
 
@@ -58,6 +59,25 @@ class SessionRecords:
                 *changes,
             )
         )
+
+    async def move(self, model: str, session_id: str, tenant: str, server_id: str, hop: common_pb2.Hop) -> None:
+        """Puts `hop` into the recorded chain, in place of the server that held the same blocks.
+
+        Raises:
+            SessionBusy: a turn runs, or ended just now.
+            SessionNotFound: also where the chain has no such hop.
+        """
+        record = await self.get(model, session_id, tenant)
+        before, _ = _stored(record)
+        if hop in record.chain.hops:
+            return
+        for each in record.chain.hops:
+            if each.server_id == server_id and each.span == hop.span:
+                each.CopyFrom(hop)
+                break
+        else:
+            raise SessionNotFound("the session has no such hop")
+        _checked(await self._store.run("move_session", model, session_id, tenant, before, *_stored(record)))
 
     async def delete(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:
         """Returns the record, so that the caller can free its hops. Raises SessionBusy while a turn runs."""

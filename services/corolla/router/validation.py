@@ -104,6 +104,14 @@ def check_record(record: pb.SessionRecord) -> pb.SessionRecord:
     return record
 
 
+def check_hop(hop: common_pb2.Hop) -> common_pb2.Hop:
+    check_name("hop.server_id", hop.server_id)
+    if not _ADDRESS.fullmatch(hop.address):
+        raise InvalidRequest("hop.address", "must be host:port")
+    check_span("hop.span", hop.span)
+    return hop
+
+
 def check_excluded(server_ids: list[str]) -> frozenset[str]:
     if len(server_ids) > MOST_EXCLUDED:
         raise InvalidRequest("excluded_server_ids", f"has more than {MOST_EXCLUDED} entries")

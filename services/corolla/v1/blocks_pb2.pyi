@@ -66,6 +66,16 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """Fault, to the originating client"""
     FRAME_KIND_RESEND: _FrameKind.ValueType  # 10
     """Resend"""
+    FRAME_KIND_HANDOVER: _FrameKind.ValueType  # 11
+    """Between block servers, on a stream without a client id:
+    Handover, payload: the session's trained prompts, if it has some
+    """
+    FRAME_KIND_HANDOVER_TOKENS: _FrameKind.ValueType  # 12
+    """HandoverTokens, payload: keys and values"""
+    FRAME_KIND_HANDOVER_ANSWER: _FrameKind.ValueType  # 13
+    """HandoverAnswer, answer to both"""
+    FRAME_KIND_MOVED: _FrameKind.ValueType  # 14
+    """Moved, to the originating client"""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper): ...
 
@@ -90,6 +100,16 @@ FRAME_KIND_FAULT: FrameKind.ValueType  # 9
 """Fault, to the originating client"""
 FRAME_KIND_RESEND: FrameKind.ValueType  # 10
 """Resend"""
+FRAME_KIND_HANDOVER: FrameKind.ValueType  # 11
+"""Between block servers, on a stream without a client id:
+Handover, payload: the session's trained prompts, if it has some
+"""
+FRAME_KIND_HANDOVER_TOKENS: FrameKind.ValueType  # 12
+"""HandoverTokens, payload: keys and values"""
+FRAME_KIND_HANDOVER_ANSWER: FrameKind.ValueType  # 13
+"""HandoverAnswer, answer to both"""
+FRAME_KIND_MOVED: FrameKind.ValueType  # 14
+"""Moved, to the originating client"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 class _TensorType:
@@ -626,6 +646,173 @@ class Fault(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_about) -> _WhichOneofReturnType_about | None: ...
 
 Global___Fault: _TypeAlias = Fault  # noqa: Y015
+
+@_typing.final
+class Handover(_message.Message):
+    """A draining server offers a session that it holds. The receiver reserves its pages or refuses. After a broken stream the
+    same offer is made again, and what arrived counts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    TRANSIENT_FIELD_NUMBER: _builtins.int
+    KEEP_OUTPUTS_FIELD_NUMBER: _builtins.int
+    BLOCK_PROMPTS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    epoch: _builtins.int
+    """The one that the session is open with; its client opens it on the receiver with a higher one."""
+    tenant: _builtins.str
+    client_id: _builtins.bytes
+    max_tokens: _builtins.int
+    lease_ms: _builtins.int
+    transient: _builtins.bool
+    keep_outputs: _builtins.bool
+    @_builtins.property
+    def blocks(self) -> _common_pb2.BlockSpan: ...
+    @_builtins.property
+    def block_prompts(self) -> Global___BlockPrompts: ...
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        client_id: _builtins.bytes = ...,
+        max_tokens: _builtins.int = ...,
+        blocks: _common_pb2.BlockSpan | None = ...,
+        lease_ms: _builtins.int = ...,
+        transient: _builtins.bool = ...,
+        keep_outputs: _builtins.bool = ...,
+        block_prompts: Global___BlockPrompts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "client_id", b"client_id", "epoch", b"epoch", "keep_outputs", b"keep_outputs", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transient", b"transient"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Handover: _TypeAlias = Handover  # noqa: Y015
+
+@_typing.final
+class HandoverTokens(_message.Message):
+    """Keys and values of the tokens [position, position + num_tokens). As with a step, a receiver that holds more forgets what
+    lies beyond position, and one that holds fewer answers POSITION_GAP. The payload has for each block the keys, then the
+    values, [tokens, key heads, head size] each, in the dtype of the weights; of a block only tokens from its first one on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    IS_IDLE_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    epoch: _builtins.int
+    position: _builtins.int
+    num_tokens: _builtins.int
+    checksum: _builtins.int
+    """CRC-32 of the payload."""
+    is_last: _builtins.bool
+    """Nothing follows; the session may be opened."""
+    is_idle: _builtins.bool
+    """With the last one: the session is between two turns."""
+    @_builtins.property
+    def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each block the first token that is still held: a sliding window has given back those before."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        position: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        first_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        checksum: _builtins.int = ...,
+        is_last: _builtins.bool = ...,
+        is_idle: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_tokens", b"first_tokens", "is_idle", b"is_idle", "is_last", b"is_last", "num_tokens", b"num_tokens", "position", b"position", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandoverTokens: _TypeAlias = HandoverTokens  # noqa: Y015
+
+@_typing.final
+class HandoverAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    epoch: _builtins.int
+    num_tokens: _builtins.int
+    """That the receiver holds; what is sent next begins there."""
+    reason: _builtins.str
+    """Label in the error tree; empty: taken."""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "num_tokens", b"num_tokens", "reason", b"reason", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandoverAnswer: _TypeAlias = HandoverAnswer  # noqa: Y015
+
+@_typing.final
+class Moved(_message.Message):
+    """This server holds the session no longer; the client opens it elsewhere with its next epoch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    HOP_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    epoch: _builtins.int
+    @_builtins.property
+    def hop(self) -> _common_pb2.Hop:
+        """Who took it over, for the same blocks."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        hop: _common_pb2.Hop | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hop", b"hop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hop", b"hop", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Moved: _TypeAlias = Moved  # noqa: Y015
 
 @_typing.final
 class GetBlockServerStatusRequest(_message.Message):

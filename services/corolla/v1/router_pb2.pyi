@@ -757,6 +757,56 @@ class EndTurnResponse(_message.Message):
 Global___EndTurnResponse: _TypeAlias = EndTurnResponse  # noqa: Y015
 
 @_typing.final
+class MoveSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    HOP_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    session_id: _builtins.str
+    tenant: _builtins.str
+    server_id: _builtins.str
+    """The server that leaves."""
+    @_builtins.property
+    def hop(self) -> _common_pb2.Hop:
+        """Who takes its place in the chain, for the same blocks."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        server_id: _builtins.str = ...,
+        hop: _common_pb2.Hop | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hop", b"hop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hop", b"hop", "model", b"model", "server_id", b"server_id", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveSessionRequest: _TypeAlias = MoveSessionRequest  # noqa: Y015
+
+@_typing.final
+class MoveSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveSessionResponse: _TypeAlias = MoveSessionResponse  # noqa: Y015
+
+@_typing.final
 class DeleteSessionRecordRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -95,6 +95,11 @@ class RouterServiceStub:
                 request_serializer=corolla_dot_v1_dot_router__pb2.EndTurnRequest.SerializeToString,
                 response_deserializer=corolla_dot_v1_dot_router__pb2.EndTurnResponse.FromString,
                 _registered_method=True)
+        self.MoveSession = channel.unary_unary(
+                '/corolla.v1.RouterService/MoveSession',
+                request_serializer=corolla_dot_v1_dot_router__pb2.MoveSessionRequest.SerializeToString,
+                response_deserializer=corolla_dot_v1_dot_router__pb2.MoveSessionResponse.FromString,
+                _registered_method=True)
         self.DeleteSessionRecord = channel.unary_unary(
                 '/corolla.v1.RouterService/DeleteSessionRecord',
                 request_serializer=corolla_dot_v1_dot_router__pb2.DeleteSessionRecordRequest.SerializeToString,
@@ -197,6 +202,14 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveSession(self, request, context):
+        """A block server that leaves has handed an idle session over: its recorded chain names the new hop from now on.
+        ABORTED/SESSION_BUSY while a turn runs: then its client learns of it, and writes its own chain back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteSessionRecord(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -272,6 +285,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.EndTurn,
                     request_deserializer=corolla_dot_v1_dot_router__pb2.EndTurnRequest.FromString,
                     response_serializer=corolla_dot_v1_dot_router__pb2.EndTurnResponse.SerializeToString,
+            ),
+            'MoveSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveSession,
+                    request_deserializer=corolla_dot_v1_dot_router__pb2.MoveSessionRequest.FromString,
+                    response_serializer=corolla_dot_v1_dot_router__pb2.MoveSessionResponse.SerializeToString,
             ),
             'DeleteSessionRecord': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteSessionRecord,
@@ -609,6 +627,33 @@ class RouterService:
             '/corolla.v1.RouterService/EndTurn',
             corolla_dot_v1_dot_router__pb2.EndTurnRequest.SerializeToString,
             corolla_dot_v1_dot_router__pb2.EndTurnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corolla.v1.RouterService/MoveSession',
+            corolla_dot_v1_dot_router__pb2.MoveSessionRequest.SerializeToString,
+            corolla_dot_v1_dot_router__pb2.MoveSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

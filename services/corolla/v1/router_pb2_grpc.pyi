@@ -62,6 +62,10 @@ class RouterServiceStub:
     """Keeps the lock of a long turn."""
     EndTurn: _grpc.UnaryUnaryMultiCallable[_router_pb2.EndTurnRequest, _router_pb2.EndTurnResponse]
     """Writes the record back and unlocks, if the turn still holds the lock."""
+    MoveSession: _grpc.UnaryUnaryMultiCallable[_router_pb2.MoveSessionRequest, _router_pb2.MoveSessionResponse]
+    """A block server that leaves has handed an idle session over: its recorded chain names the new hop from now on.
+    ABORTED/SESSION_BUSY while a turn runs: then its client learns of it, and writes its own chain back.
+    """
     DeleteSessionRecord: _grpc.UnaryUnaryMultiCallable[_router_pb2.DeleteSessionRecordRequest, _router_pb2.SessionRecord]
     CountSessionRecords: _grpc.UnaryUnaryMultiCallable[_router_pb2.CountSessionRecordsRequest, _router_pb2.CountSessionRecordsResponse]
     """How many session records there are."""
@@ -98,6 +102,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Keeps the lock of a long turn."""
     EndTurn: _aio.UnaryUnaryMultiCallable[_router_pb2.EndTurnRequest, _router_pb2.EndTurnResponse]  # type: ignore[assignment]
     """Writes the record back and unlocks, if the turn still holds the lock."""
+    MoveSession: _aio.UnaryUnaryMultiCallable[_router_pb2.MoveSessionRequest, _router_pb2.MoveSessionResponse]  # type: ignore[assignment]
+    """A block server that leaves has handed an idle session over: its recorded chain names the new hop from now on.
+    ABORTED/SESSION_BUSY while a turn runs: then its client learns of it, and writes its own chain back.
+    """
     DeleteSessionRecord: _aio.UnaryUnaryMultiCallable[_router_pb2.DeleteSessionRecordRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
     CountSessionRecords: _aio.UnaryUnaryMultiCallable[_router_pb2.CountSessionRecordsRequest, _router_pb2.CountSessionRecordsResponse]  # type: ignore[assignment]
     """How many session records there are."""
@@ -203,6 +211,16 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.EndTurnResponse, _abc.Awaitable[_router_pb2.EndTurnResponse]]:
         """Writes the record back and unlocks, if the turn still holds the lock."""
+
+    @_abc_1.abstractmethod
+    def MoveSession(
+        self,
+        request: _router_pb2.MoveSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.MoveSessionResponse, _abc.Awaitable[_router_pb2.MoveSessionResponse]]:
+        """A block server that leaves has handed an idle session over: its recorded chain names the new hop from now on.
+        ABORTED/SESSION_BUSY while a turn runs: then its client learns of it, and writes its own chain back.
+        """
 
     @_abc_1.abstractmethod
     def DeleteSessionRecord(

@@ -31,6 +31,10 @@ _CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
     pb.FRAME_KIND_TRUNCATE: pb.Truncate,
     pb.FRAME_KIND_FAULT: pb.Fault,
     pb.FRAME_KIND_RESEND: pb.Resend,
+    pb.FRAME_KIND_HANDOVER: pb.Handover,
+    pb.FRAME_KIND_HANDOVER_TOKENS: pb.HandoverTokens,
+    pb.FRAME_KIND_HANDOVER_ANSWER: pb.HandoverAnswer,
+    pb.FRAME_KIND_MOVED: pb.Moved,
 }
 _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in _CONTROL_CLASSES.items()}
 

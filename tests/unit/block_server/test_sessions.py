@@ -9,11 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from corolla.block_server.held import HopSession, OpenRequest
 from corolla.block_server.kv.pages import PagePool
 from corolla.block_server.kv.session_pages import SessionPages
 from corolla.block_server.kv.tables import GroupRule
 from corolla.block_server.prompts import BlockPrompts
-from corolla.block_server.sessions import HopSession, OpenRequest, SessionTable
+from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import CorollaError, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
 

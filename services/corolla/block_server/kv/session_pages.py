@@ -16,11 +16,15 @@ class SessionPages:
     Args:
         pool: of the server.
         rules: of the groups.
+
+    Attributes:
+        num_unchanged_tokens: the first tokens that are the same ones since somebody set this, for copies in parts.
     """
 
     def __init__(self, pool: PagePool, rules: Sequence[GroupRule]) -> None:
         self.pool = pool
         self._rules = tuple(rules)
+        self.num_unchanged_tokens = 0
         self.tables = tuple(PageTable(pool, rule) for rule in rules)
         self.num_tokens = 0
         self.num_reserved_tokens = 0
@@ -141,6 +145,7 @@ class SessionPages:
         if num_tokens == self.num_tokens:
             return
         self.num_tokens = num_tokens
+        self.num_unchanged_tokens = min(self.num_unchanged_tokens, num_tokens)
         num_whole = num_tokens // self.pool.page_tokens
         self._num_remembered = min(self._num_remembered, num_whole)
         if self._has_stepped and self._text is not None:
@@ -149,7 +154,7 @@ class SessionPages:
 
     def clear(self) -> None:
         """Gives everything back, the room too."""
-        self.num_tokens = 0
+        self.num_tokens = self.num_unchanged_tokens = 0
         self._text = None
         for table in self.tables:
             table.clear()
@@ -167,6 +172,7 @@ class SessionPages:
         for table, theirs in zip(self.tables, twin.tables, strict=True):
             table.adopt(theirs, twin.num_tokens)
         self._describe(twin)
+        self.num_unchanged_tokens = 0
         twin.num_tokens = 0
 
     def extents(self, end: int, start: int = 0, group: int = 0) -> tuple[Extent, ...]:

@@ -125,9 +125,12 @@ class PageTable:
     def slide(self, num_tokens: int) -> None:
         """Gives back the pages that no token after the first `num_tokens` can see."""
         kept = self._rule.num_kept_tokens
-        if kept is None:
-            return
-        num_gone = max(0, num_tokens - kept) // self._pool.page_tokens - self._first
+        if kept is not None:
+            self.forget_before(max(0, num_tokens - kept))
+
+    def forget_before(self, token: int) -> None:
+        """Gives back the whole pages before a token, as if the window had moved on."""
+        num_gone = min(token // self._pool.page_tokens - self._first, len(self._pages))
         if num_gone > 0:
             self._pool.drop(self._pages[:num_gone])
             del self._pages[:num_gone]

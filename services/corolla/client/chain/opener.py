@@ -38,7 +38,7 @@ class ChainOpener:
     ) -> None:
         self._reservations = Reservations(routes, plane, limits)
         replayer = Replayer(self._reservations, plane, limits)
-        self._recovery = Recovery(routes, self._reservations, replayer, limits, observe)
+        self._recovery = Recovery(routes, self._reservations, replayer, plane.moves, limits, observe)
         self._plane = plane
         self._edges = edges
         self._compute = compute

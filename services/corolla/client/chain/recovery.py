@@ -9,6 +9,7 @@ from typing import Final
 
 from corolla.chassis.errors import (
     CorollaError,
+    HopLeaving,
     HopSessionLost,
     HopUnavailable,
     NoChain,
@@ -18,6 +19,7 @@ from corolla.chassis.errors import (
     PositionGap,
 )
 from corolla.client.chain.account import Recovered, RecoveryAccount
+from corolla.client.chain.moves import Moves
 from corolla.client.chain.recovery_plan import CLIENT, HopState, plan_lanes
 from corolla.client.chain.replay import Member, Places, Replayer
 from corolla.client.chain.reservations import ChainLimits, NotOpened, Reservation, Reservations
@@ -27,7 +29,7 @@ from corolla.planning.candidates import span_of
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S: Final = 0.2
-_MENDABLE: Final = (HopUnavailable, HopSessionLost, PositionGap, NonFiniteOutput)
+_MENDABLE: Final = (HopUnavailable, HopLeaving, HopSessionLost, PositionGap, NonFiniteOutput)
 
 
 @dataclass(slots=True)
@@ -64,12 +66,14 @@ class Recovery:
         routes: Routes,
         reservations: Reservations,
         replayer: Replayer,
+        moves: Moves,
         limits: ChainLimits,
         observe: Callable[[Recovered], None] = lambda recovered: None,
     ) -> None:
         self._routes = routes
         self._reservations = reservations
         self._replayer = replayer
+        self._moves = moves
         self._patience_s = limits.recovery_patience_s
         self._observe = observe
 
@@ -105,6 +109,8 @@ class Recovery:
                 await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE_S))
             account.begin(latest)
             self._blame(latest, places, members, findings, account)
+            if isinstance(latest, HopLeaving) and latest.address:
+                await self._moves.settled(latest.address, places.identities)
             try:
                 latest = await self._attempt(places, members, findings, stale)
             except NoChain:
@@ -154,7 +160,7 @@ class Recovery:
                     account.died(span_of(hop.span), max(member.position for member in members))
         elif isinstance(failure, OutOfPages):
             findings.may_scratch = False
-        elif not isinstance(failure, HopSessionLost | PositionGap | OutputsNotKept):
+        elif not isinstance(failure, HopLeaving | HopSessionLost | PositionGap | OutputsNotKept):
             raise failure
 
     async def _attempt(
@@ -162,6 +168,7 @@ class Recovery:
     ) -> CorollaError | None:
         """Returns what stood in the way; raises what no further attempt could change."""
         places.reopened()
+        self._follow(places)
         before = places.chain
         chain = await self._routes.repaired(
             before,
@@ -183,13 +190,22 @@ class Recovery:
         places.max_step_tokens = reservation.max_step_tokens
         return await self._fill_all(places, members, reservation, findings, stale)
 
+    def _follow(self, places: Places) -> None:
+        """Hops that handed the sessions over make way for those that have them now, as if they always had."""
+        chain = self._moves.followed(places.chain, places.identities)
+        self._reservations.give_back(places.identities, [hop for hop in places.chain.hops if hop not in chain.hops])
+        self._moves.forget(places.identities)
+        places.chain = chain
+
     def _refusal(self, refused: NotOpened, findings: _Findings) -> CorollaError:
         told: CorollaError | None = None
         for hop, failure in refused.failures:
-            if not isinstance(failure, HopUnavailable | OutOfPages):
+            if not isinstance(failure, HopUnavailable | HopLeaving | OutOfPages):
                 raise failure
             if isinstance(failure, HopUnavailable):
                 self._routes.avoid(hop.server_id)
+            elif isinstance(failure, HopLeaving):
+                self._routes.leaves(hop.server_id)
             findings.lost.add(hop.server_id)
             told = failure
         # Who is to blame is written down; nobody died of the request's own step.

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from corolla.chassis.errors import CorollaError, HopUnavailable, InvalidRequest, NoChain, OutOfPages
+from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InvalidRequest, NoChain, OutOfPages
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.prefixes import page_hashes
 from corolla.client.chain.recovery_plan import HopState
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS: Final = 3
 _ALL_TOKENS: Final = 2**31
+_AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +143,11 @@ class Reservations:
             for hop, failure in failures:
                 if isinstance(failure, HopUnavailable):
                     self._routes.avoid(hop.server_id)
+                elif isinstance(failure, HopLeaving):
+                    self._routes.leaves(hop.server_id)
                 elif isinstance(failure, OutOfPages):
                     too_full.add(hop.server_id)
-            hard = [failure for _, failure in failures if not isinstance(failure, HopUnavailable | OutOfPages)]
+            hard = [failure for _, failure in failures if not isinstance(failure, _AVOIDABLE)]
             if hard or attempt == _MAX_ATTEMPTS or options.chain is not None:
                 raise (hard or [failure for _, failure in failures])[0]
             last_failure = failures[0][1]

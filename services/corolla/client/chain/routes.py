@@ -40,12 +40,17 @@ class Routes:
         self._fingerprint = fingerprint
         self._num_blocks = num_blocks
         self._quarantine = Quarantine()
+        self._leaving: set[str] = set()
         self._tasks = TaskGroup()
 
     def avoid(self, server_id: str) -> None:
         """Leaves a server out for a while, and tells the router so that others do."""
         if self._quarantine.add(server_id, asyncio.get_running_loop().time()):
             self._tasks.start(self._report(server_id), "report of a server")
+
+    def leaves(self, server_id: str) -> None:
+        """Leaves a server out for good: this incarnation drains, and is to blame for nothing."""
+        self._leaving.add(server_id)
 
     async def plan(
         self, *, num_tokens: int, record_id: str, blocks: Span | None, too_full: Collection[str]
@@ -164,7 +169,7 @@ class Routes:
         raise failure or NoChain(f"no server holds blocks {blocks}")
 
     def _avoided(self) -> frozenset[str]:
-        return self._quarantine.active(asyncio.get_running_loop().time())
+        return self._quarantine.active(asyncio.get_running_loop().time()) | self._leaving
 
     async def _report(self, server_id: str) -> None:
         # Should no router hear it, the server's lease ends, or it lives.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError, OutOfPages
+from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InternalError, OutOfPages
 from corolla.client.chain.account import RecoveryAccount
 from corolla.client.chain.awaited import RowFuture, RowResult
 from corolla.client.chain.history import StateHistory
@@ -97,6 +97,8 @@ class RowGroup:
             raise InternalError("a step has rows, and each row new tokens")
         pasts = [self._past(row) for row in rows]
         account = RecoveryAccount(self._max_recoveries)
+        if any(self._plane.moves.concerns(self.chain, identity) for identity in self.identities):
+            await self.recover(HopLeaving("a hop of the chain handed sessions over"), account)
         while True:
             try:
                 outputs = await self._try(rows)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
+from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InternalError
 from corolla.client.chain.account import RecoveryAccount
 from corolla.client.chain.awaited import RowFuture, RowResult
 from corolla.client.chain.chunks import chunk_tokens
@@ -78,6 +78,11 @@ class ChainSession:
     @property
     def chain(self) -> common_pb2.Chain:
         return self._places.chain
+
+    @property
+    def resting_chain(self) -> common_pb2.Chain:
+        """Where the next turn finds it, also where a hop has handed it over just now."""
+        return self._plane.moves.followed(self.chain, self._places.identities)
 
     @property
     def position(self) -> int:
@@ -203,6 +208,8 @@ class ChainSession:
         """Takes a step, again after each failure that a recovery mends; raises the others."""
         while True:
             try:
+                if self._plane.moves.concerns(self.chain, self._places.identities[0]):
+                    raise HopLeaving("a hop of the chain handed the session over")
                 return await step()
             except CorollaError as failure:
                 await self._mend(failure)

@@ -12,10 +12,11 @@ from typing import Final
 import grpc
 
 from corolla.chassis.channels import Channels, open_channel
-from corolla.chassis.errors import CorollaError, HopUnavailable, NonFiniteOutput
+from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, NonFiniteOutput
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.chassis.status import from_reason, from_rpc_error
 from corolla.client.chain.awaited import Awaited, RowFuture, fail
+from corolla.client.chain.moves import Moves
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import blocks_pb2_grpc, common_pb2
 from corolla.wire.frames import EXCHANGE, Buffer, decode
@@ -69,6 +70,7 @@ class DataPlane:
         self._probe_timeout_s = probe_timeout_s
         self._watching: asyncio.Task[None] | None = None
         self._awaited = Awaited()
+        self.moves = Moves()
 
     @property
     def num_awaited(self) -> int:
@@ -89,6 +91,7 @@ class DataPlane:
             stream = _Stream(Outbox(), asyncio.get_running_loop().create_future(), self._channels(address))
             stream.outbox.put(pb.Hello(client_id=self.client_id, fingerprint=self._fingerprint))
             self._streams[address] = stream
+            self.moves.reachable(address, is_so=True)
             stream.task = self._tasks.start(self._run(address, stream), f"stream to {address}")
             if self._watching is None:
                 self._watching = self._tasks.start(self._watch(), "watch over servers")
@@ -203,6 +206,7 @@ class DataPlane:
             if not stream.welcome.done():
                 stream.welcome.set_exception(error)
                 stream.welcome.exception()  # nobody may be waiting
+            self.moves.reachable(address, is_so=False)
             self._awaited.lost(address, error)
             await stream.channel.close(None)
 
@@ -242,6 +246,8 @@ class DataPlane:
                 self._awaited.opened(control)
             case pb.Fault():
                 self._awaited.fault(control, _error_of(control, address))
+            case pb.Moved():
+                self.moves.told(control, address)
             case pb.Welcome():
                 if not stream.welcome.done():
                     stream.welcome.set_result(control)
@@ -254,6 +260,6 @@ def _error_of(fault: pb.Fault, sender: str) -> CorollaError:
     if fault.address:
         metadata["address"] = fault.address
     error = from_reason(fault.reason, fault.message, metadata)
-    if isinstance(error, NonFiniteOutput):
+    if isinstance(error, NonFiniteOutput | HopLeaving):
         error.address = sender
     return error

@@ -223,7 +223,7 @@ def _write_back(
     answer: Answer,
     sampler: Sampler,
 ) -> None:
-    record.chain.CopyFrom(session.chain)
+    record.chain.CopyFrom(session.resting_chain)
     record.position = session.position
     record.token_log[:] = [*prompt_ids, *answer.token_ids]
     record.sampler_state = sampler.state()

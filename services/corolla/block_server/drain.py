@@ -1,0 +1,168 @@
+"""How a block server leaves: no new sessions, those that it holds go to others, and nothing is computed twice."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Final
+
+from corolla.block_server.engine import Engine
+from corolla.block_server.handover.link import HandoverLink
+from corolla.block_server.handover.plan import peers_for
+from corolla.block_server.handover.sender import HandoverSender
+from corolla.block_server.held import HopSession
+from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.peers import PeerTable
+from corolla.block_server.registration import Registration
+from corolla.block_server.sessions import SessionTable
+from corolla.chassis.errors import CorollaError, HopSessionLost, SessionBusy
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2, router_pb2
+
+log = logging.getLogger(__name__)
+
+LinkTo = Callable[[str], Awaitable[HandoverLink]]
+
+_NUM_AT_A_TIME: Final = 4
+_ROUND_INTERVAL_S: Final = 0.5
+_POLL_INTERVAL_S: Final = 0.02
+_FAREWELL_S: Final = 2.0
+
+
+class Drain:
+    """Hands the sessions of one block server over.
+
+    Rounds are repeated while somebody needs this server: a peer may come, or have room again. A session that finds none
+    is served until its time is over; then its client replays it elsewhere.
+    """
+
+    def __init__(
+        self,
+        server: router_pb2.ServerDescription,
+        sessions: SessionTable[SessionCache],
+        engine: Engine,
+        peers: PeerTable,
+        registration: Registration,
+        sender: HandoverSender,
+        metrics: BlockServerMetrics,
+    ) -> None:
+        self._server = server
+        self._sessions = sessions
+        self._engine = engine
+        self._peers = peers
+        self._registration = registration
+        self._sender = sender
+        self._metrics = metrics
+
+    async def run(self, timeout_s: float) -> None:
+        """Returns when nobody needs this server any more, at the latest after `timeout_s`."""
+        started_s = time.monotonic()
+        self._sessions.is_draining = True
+        self._registration.state = router_pb2.SERVER_STATE_DRAINING
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                with contextlib.suppress(CorollaError):
+                    await self._registration.heartbeat()
+                await self._rounds()
+        self._metrics.drain_seconds.set(time.monotonic() - started_s)
+        log.info("drained", extra={"sessions_left": len(self._sessions)})
+
+    async def _rounds(self) -> None:
+        while True:
+            next_round_s = time.monotonic() + _ROUND_INTERVAL_S
+            await self._round()
+            if await self._none(self._is_needed, next_round_s):
+                break
+        # Clients that were told let go of their sessions at their next step. Who takes longer knows where to go.
+        await self._none(self._is_connected, time.monotonic() + _FAREWELL_S)
+
+    async def _none(self, is_so: Callable[[HopSession[SessionCache]], bool], until_s: float) -> bool:
+        """Waits until no session is so; whether that came about in time."""
+        while any(map(is_so, self._sessions)):
+            if time.monotonic() >= until_s:
+                return False
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        return True
+
+    async def _round(self) -> None:
+        """Tries to hand over each session that is still served here."""
+        # The client of a session that has just come must find it where it was told.
+        waiting = [held for held in self._sessions if not held.is_leaving and (held.is_idle or not held.is_copy)]
+        if not waiting:
+            return
+        try:
+            servers = await self._registration.placement()
+        except CorollaError:
+            return
+        room = asyncio.Semaphore(_NUM_AT_A_TIME)
+        async with AsyncExitStack() as stack:
+            links: dict[str, HandoverLink] = {}
+
+            async def link_to(address: str) -> HandoverLink:
+                if address not in links:
+                    links[address] = HandoverLink(address)
+                    await stack.enter_async_context(links[address].open(self._server.fingerprint))
+                return links[address]
+
+            async def hand_over(held: HopSession[SessionCache]) -> None:
+                async with room:
+                    outcome = await self._hand_over(held, servers, link_to)
+                self._metrics.handed_over.labels(outcome).inc()
+
+            # Those that somebody waits for come first.
+            await asyncio.gather(*(hand_over(held) for held in sorted(waiting, key=lambda held: held.is_idle)))
+
+    async def _hand_over(
+        self, held: HopSession[SessionCache], servers: Sequence[router_pb2.PlacedServer], link_to: LinkTo
+    ) -> str:
+        request = held.request
+        num_tokens = held.cache.num_tokens if held.is_idle else request.max_tokens
+        usable = peers_for(servers, self._server.fingerprint, request.blocks, num_tokens, {self._server.server_id})
+        if not usable:
+            return "no_peer"
+        for each in usable:
+            hop = common_pb2.Hop(server_id=each.server.server_id, address=each.server.address)
+            hop.span.start, hop.span.end = request.blocks.start, request.blocks.end
+            try:
+                num_bytes = await self._sender.send(held, await link_to(hop.address))
+            except HopSessionLost:
+                return "failed"
+            except CorollaError as failure:
+                log.info("session not taken", extra={"address": hop.address, "reason": failure.reason})
+                # It may have refused a step for the last part; its client comes back.
+                self._tell(held, pb.Moved(session_id=request.session_id, epoch=request.epoch))
+                continue
+            self._metrics.handover_bytes.labels("out").inc(num_bytes)
+            return await self._settle(held, hop)
+        return "refused"
+
+    async def _settle(self, held: HopSession[SessionCache], hop: common_pb2.Hop) -> str:
+        """The session is at `hop` now: whoever comes next must find it there."""
+        request = held.request
+        if not held.is_idle:
+            self._tell(held, pb.Moved(session_id=request.session_id, epoch=request.epoch, hop=hop))
+            return "moved"
+        try:
+            await self._registration.move_session(request.session_id, request.tenant, hop)
+        except SessionBusy:
+            held.is_leaving = False  # a turn has just begun: it opens the session here, and moves with it
+            return "failed"
+        except CorollaError:
+            return "failed"  # the next turn replays it
+        self._engine.between_iterations(lambda: self._sessions.close(request.session_id, request.epoch))
+        return "moved"
+
+    def _tell(self, held: HopSession[SessionCache], moved: pb.Moved) -> None:
+        peer = self._peers.get(held.request.client_id)
+        if peer is not None:
+            peer.send(moved)
+
+    def _is_needed(self, held: HopSession[SessionCache]) -> bool:
+        """Whether somebody is in the middle of an answer that needs this server."""
+        return self._is_connected(held) and not held.is_leaving
+
+    def _is_connected(self, held: HopSession[SessionCache]) -> bool:
+        return not held.is_idle and not held.is_copy and self._peers.get(held.request.client_id) is not None

@@ -1,0 +1,99 @@
+"""Takes over sessions that other block servers hand over: offered, reserved, filled part by part, checked."""
+
+import logging
+import time
+import zlib
+
+from corolla.block_server.engine import Engine
+from corolla.block_server.held import OpenRequest
+from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.kv.transfer import TokenCopy, give_back, write_tokens
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.peers import Peer
+from corolla.block_server.sessions import SessionTable
+from corolla.chassis.errors import ChecksumMismatch, CorollaError, InternalError, MalformedMessage, PositionGap
+from corolla.chassis.handlers import where
+from corolla.chassis.lifecycle import TaskGroup
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
+from corolla.wire.span import Span
+
+log = logging.getLogger(__name__)
+
+
+class Intake:
+    """The receiving side.
+
+    Args:
+        span: of this server.
+        max_part_tokens: more tokens are not taken at once.
+        tasks: of the server.
+    """
+
+    def __init__(
+        self,
+        span: Span,
+        sessions: SessionTable[SessionCache],
+        engine: Engine,
+        metrics: BlockServerMetrics,
+        tasks: TaskGroup,
+        *,
+        max_part_tokens: int,
+    ) -> None:
+        self._span = span
+        self._sessions = sessions
+        self._engine = engine
+        self._metrics = metrics
+        self._tasks = tasks
+        self._max_part_tokens = max_part_tokens
+
+    def offered(self, request: OpenRequest, peer: Peer) -> None:
+        """Reserves pages for a session, or refuses. To be called between iterations."""
+        answer = pb.HandoverAnswer(session_id=request.session_id, epoch=request.epoch)
+        try:
+            answer.num_tokens = self._sessions.receive(request, time.monotonic()).cache.num_tokens
+        except CorollaError as error:
+            answer.reason, answer.message = error.reason, error.message
+        peer.send(answer)
+
+    def part(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
+        """Writes a part of a session that was offered before."""
+        self._tasks.start(self._take(control, payload, peer), "part of a handover")
+
+    async def _take(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
+        answer = pb.HandoverAnswer(session_id=control.session_id, epoch=control.epoch)
+        try:
+            answer.num_tokens = await self._engine.copies.make(lambda: self._write(control, payload))
+            self._metrics.handover_bytes.labels("in").inc(len(payload))
+        except PositionGap as error:
+            answer.reason, answer.message, answer.num_tokens = error.reason, error.message, error.held
+        except CorollaError as error:
+            answer.reason, answer.message = error.reason, error.message
+            held = self._sessions.get(control.session_id)
+            answer.num_tokens = held.cache.num_tokens if held is not None and held.is_arriving else 0
+        except Exception as failure:
+            # The other side waits for an answer, whatever happened.
+            log.error("part of a handover not written", extra={"where": where(failure)})
+            answer.reason, answer.message = InternalError.reason, "the part cannot be written"
+        peer.send(answer)
+
+    def _write(self, control: pb.HandoverTokens, payload: Buffer) -> int:
+        """In the compute thread. Returns how many tokens are held then."""
+        held = self._sessions.arriving(control.session_id, control.epoch)
+        blocks, cache = held.request.blocks, held.cache
+        if len(control.first_tokens) != len(blocks) or control.num_tokens > self._max_part_tokens:
+            raise MalformedMessage("handover", "a part has few tokens, and a first token for each block")
+        if control.position + control.num_tokens > held.request.max_tokens:
+            raise MalformedMessage("handover", "more tokens than the session was offered with")
+        if zlib.crc32(payload) != control.checksum:
+            raise ChecksumMismatch("a part of a session arrived changed")
+        if not cache.can_continue_from(control.position):
+            raise PositionGap("the part does not follow what is held", cache.nearest_position(control.position))
+        layers = range(blocks.start - self._span.start, blocks.end - self._span.start)
+        copy = TokenCopy(control.position, control.num_tokens, tuple(control.first_tokens), payload)
+        write_tokens(cache, layers, copy)
+        cache.blocks = blocks
+        if control.is_last:
+            give_back(cache, layers, copy.first_tokens)
+            self._sessions.arrived(held, is_idle=control.is_idle)
+        return cache.num_tokens

@@ -1,0 +1,108 @@
+"""Keys and values of one session as bytes, to be moved to another server, whose pages lie otherwise."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from corolla.block_server.kv.store import KVStore, SessionCache
+from corolla.chassis.errors import MalformedMessage
+from corolla.wire.frames import Buffer
+from corolla.wire.tensors import to_payload
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCopy:
+    """The keys and values of the tokens `[position, position + num_tokens)` in some layers.
+
+    Attributes:
+        first_tokens: for each layer the first token that is still held; those before were given back.
+        payload: for each layer keys, then values, `[tokens, key heads, head_dim]`, in the cache's dtype.
+    """
+
+    position: int
+    num_tokens: int
+    first_tokens: tuple[int, ...]
+    payload: Buffer
+
+    @property
+    def end(self) -> int:
+        return self.position + self.num_tokens
+
+
+def token_bytes(store: KVStore, layers: range) -> int:
+    """Bytes of one token in these layers."""
+    return sum(tensor[0].nbytes for layer in layers for tensor in store.layer(layer))
+
+
+@torch.inference_mode()
+def read_tokens(cache: SessionCache, layers: range, position: int, num_tokens: int) -> TokenCopy:
+    """Copies a part of what a session holds.
+
+    Args:
+        layers: of the session, counted from the first of the server's span.
+
+    Raises:
+        ValueError: it does not hold so many tokens.
+    """
+    if position + num_tokens > cache.num_tokens:
+        raise ValueError("tokens that are not there cannot be copied")
+    store = cache.store
+    first_tokens = tuple(cache.tables[store.group_of(layer)].first_token for layer in layers)
+    parts: list[Tensor] = []
+    for layer, first in zip(layers, first_tokens, strict=True):
+        start = max(position, first)
+        if start < position + num_tokens:
+            extents = cache.extents(position + num_tokens, start, store.group_of(layer))
+            for tensor in store.layer(layer):
+                parts += [tensor.narrow(0, slot, count).reshape(-1).view(torch.uint8) for slot, count in extents]
+    payload: Buffer = to_payload(torch.cat(parts)) if parts else b""
+    return TokenCopy(position, num_tokens, first_tokens, payload)
+
+
+@torch.inference_mode()
+def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
+    """Adds what was copied elsewhere, behind what a session holds already; it forgets what it holds beyond.
+
+    Raises:
+        MalformedMessage: the payload has another size than these layers' tokens.
+        OutOfPages: it goes beyond what was reserved.
+        ValueError: the cache cannot go on from there.
+    """
+    expected = sum(
+        max(0, copy.end - max(copy.position, first)) * tensor[0].nbytes
+        for layer, first in zip(layers, copy.first_tokens, strict=True)
+        for tensor in cache.store.layer(layer)
+    )
+    if len(copy.payload) != expected:
+        raise MalformedMessage("payload", "its size is not that of the tokens in these blocks")
+    cache.truncate(copy.position)
+    if not copy.num_tokens:
+        return
+    cache.prepare(copy.position, copy.num_tokens)
+    payload = torch.frombuffer(copy.payload, dtype=torch.uint8) if expected else torch.empty(0, dtype=torch.uint8)
+    for target, source in _pieces(cache, layers, copy, payload):
+        target.copy_(source.view(target.dtype).view(target.shape))
+    cache.commit(copy.end)
+
+
+def give_back(cache: SessionCache, layers: range, first_tokens: Sequence[int]) -> None:
+    """Gives back the pages of tokens that the session did not hold where it came from."""
+    for layer, first in zip(layers, first_tokens, strict=True):
+        cache.tables[cache.store.group_of(layer)].forget_before(first)
+
+
+def _pieces(cache: SessionCache, layers: range, copy: TokenCopy, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Runs of slots, and the bytes that belong there."""
+    offset = 0
+    for layer, first in zip(layers, copy.first_tokens, strict=True):
+        start = max(copy.position, first)
+        if start >= copy.end:
+            continue
+        extents = cache.extents(copy.end, start, cache.store.group_of(layer))
+        for tensor in cache.store.layer(layer):
+            for slot, count in extents:
+                target = tensor.narrow(0, slot, count)
+                yield target, payload[offset : offset + target.nbytes]
+                offset += target.nbytes

@@ -1,0 +1,67 @@
+"""Rolling drain: every server gets SIGTERM in turn under 16 streams; nobody sees an error, nothing is recomputed."""
+
+import asyncio
+import random
+
+from tests.faults.figures import Figures, say
+from tests.faults.stand import Stand
+from tests.faults.streams import Answer, Question, listen
+
+NUM_STREAMS = 16
+MAX_STALL_S = 0.5
+MAX_EXIT_S = 30.0
+
+
+async def drain(stand: Stand, rng: random.Random, num_runs: int) -> int:
+    """Of each run: every server ends and comes back, one after the other, while streams follow each other."""
+    figures = Figures()
+    for _ in range(num_runs):
+        figures.num_runs += 1
+        await _run(stand, rng, figures)
+    return figures.conclude(MAX_STALL_S, 0.95)
+
+
+async def _run(stand: Stand, rng: random.Random, figures: Figures) -> None:
+    questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(200, 400)) for _ in range(NUM_STREAMS)]
+    undisturbed = [Answer(question) for question in questions]
+    await asyncio.gather(*(listen(stand.client, answer) for answer in undisturbed))
+    recomputed_before = await stand.metric("corolla_recomputed_tokens_total")
+    is_over = asyncio.Event()
+    streams = [asyncio.create_task(_ask_again(stand, question, is_over)) for question in questions]
+    exits_s: list[float] = []
+    for server in stand.servers:
+        num_hit = (await stand.status(server)).num_sessions
+        how, exit_s = await stand.end(server)
+        exits_s.append(exit_s)
+        figures.check(how == "ended with status 0", f"the server {how}")
+        figures.check(exit_s <= MAX_EXIT_S, f"the server took {exit_s:.1f} s to end")
+        say(f"run {figures.num_runs}: {server.name} of {server.blocks} ended after {exit_s:.2f} s; "
+            f"it had {num_hit} sessions")  # fmt: skip
+        await stand.restart(server, is_idle=False)
+    is_over.set()
+    num_moved = 0
+    for expected, answers in zip(undisturbed, await asyncio.gather(*streams), strict=True):
+        figures.check(expected.failure is None, f"the undisturbed answer failed: {expected.failure}")
+        for answer in answers:
+            figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
+            figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
+            if answer.usage is not None and answer.usage.recoveries:
+                num_moved += 1
+                figures.stalls_s.append(answer.longest_wait_s(0))
+    num_recomputed = await stand.metric("corolla_recomputed_tokens_total") - recomputed_before
+    figures.check(num_recomputed == 0, f"{num_recomputed:.0f} tokens were computed again")
+    figures.check(num_moved > 0, "no stream was hit")
+    say(f"run {figures.num_runs}: {num_moved} answers moved, {num_recomputed:.0f} tokens recomputed, "
+        f"longest exit {max(exits_s):.2f} s")  # fmt: skip
+    await stand.until_whole()
+
+
+async def _ask_again(stand: Stand, question: Question, is_over: asyncio.Event) -> list[Answer]:
+    """The same question until it is over."""
+    answers = []
+    while not is_over.is_set():
+        answers.append(Answer(question))
+        await listen(stand.client, answers[-1])
+        if answers[-1].failure is not None:
+            break
+    return answers
