@@ -20,14 +20,18 @@ class HostedSpan:
     span: Span
     speed: float
 
+    @property
+    def share(self) -> int:
+        """What it gives each of its blocks, in micro-tokens per second."""
+        return _share(self.speed, len(self.span))
+
 
 def throughput(servers: Iterable[HostedSpan], num_blocks: int) -> list[int]:
     """Micro-tokens per second of each block; a server of k blocks gives each of them a k-th of its speed."""
     per_block = [0] * num_blocks
     for server in servers:
-        share = _share(server.speed, len(server.span))
         for block in range(server.span.start, min(server.span.end, num_blocks)):
-            per_block[block] += share
+            per_block[block] += server.share
     return per_block
 
 

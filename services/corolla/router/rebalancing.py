@@ -1,0 +1,156 @@
+"""Which server should hold another span than it does, if any. Pure.
+
+The search is breadth first over layouts, from the present one by single moves. Spans keep their lengths. A move that
+would leave a block without a server for its duration is none, so what is found is the best layout that can be reached,
+and a shortest way to it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from corolla.router.placement import HostedSpan, throughput
+from corolla.wire.span import Span
+
+MAX_LAYOUTS: Final = 4000
+"""Small pools are searched to the end; larger ones take some tenths of a second."""
+
+# Where the span of each movable server starts.
+_Layout = tuple[int, ...]
+# Index of a movable server, and where its span is to start.
+_Step = tuple[int, int]
+# How many blocks have a server, and the throughput of the slowest block in micro-tokens per second.
+_Worth = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A ready server, and whether it may be told to hold another span."""
+
+    server_id: str
+    hosted: HostedSpan
+    is_movable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`covers`: blocks get a server that have none. Otherwise the slowest block becomes faster."""
+
+    server_id: str
+    span: Span
+    covers: bool
+
+
+def next_move(
+    members: Sequence[Member], num_blocks: int, *, min_gain: float, max_layouts: int = MAX_LAYOUTS
+) -> Move | None:
+    """The first of the fewest moves to the best layout; None when that one is not worth it.
+
+    Layouts are compared by the number of blocks that have a server, then by the throughput of the slowest block. Who
+    follows the advice again and again comes to an end if nothing else changes: each move brings the goal nearer, or
+    shows a better one. To that end goals are at most two moves away where there are too many layouts for all of them.
+
+    Args:
+        members: of one fingerprint, all ready.
+        num_blocks: of the model.
+        min_gain: by which part the slowest block must become faster. Blocks that get a server always count.
+        max_layouts: to look at, about; those that are one move away are looked at in any case.
+    """
+    pool = _Pool(members, num_blocks)
+    goal, step = _search(pool, max_layouts)
+    if step is None:
+        return None
+    present = _worth(pool.standing(pool.layout)[0])
+    covers = goal[0] > present[0]
+    if not covers and goal[1] <= present[1] * (1 + min_gain):
+        return None
+    index, start = step
+    member = pool.movable[index]
+    return Move(member.server_id, Span(start, start + len(member.hosted.span)), covers)
+
+
+class _Pool:
+    """The servers; what is the same in all layouts."""
+
+    def __init__(self, members: Sequence[Member], num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        fixed = [each.hosted for each in members if not each.is_movable]
+        # Equal ones side by side.
+        self.movable = sorted(
+            (each for each in members if each.is_movable), key=lambda each: (*_kind(each), each.server_id)
+        )
+        self.layout: _Layout = tuple(each.hosted.span.start for each in self.movable)
+        self._facts = [_kind(each) for each in self.movable]
+        self._throughput = throughput(fixed, num_blocks)
+        self._num_holders = [
+            sum(each.span.start <= block < each.span.end for each in fixed) for block in range(num_blocks)
+        ]
+        equals = groupby(range(len(self.movable)), key=lambda index: self._facts[index])
+        self._equals = [list(group) for _, group in equals]
+
+    def standing(self, layout: _Layout) -> tuple[list[int], list[int]]:
+        """Of each block the throughput, and how many servers hold it."""
+        per_block, num_holders = list(self._throughput), list(self._num_holders)
+        for start, (length, share) in zip(layout, self._facts, strict=True):
+            for block in range(start, start + length):
+                per_block[block] += share
+                num_holders[block] += 1
+        return per_block, num_holders
+
+    def steps(self, layout: _Layout, num_holders: Sequence[int]) -> Iterator[_Step]:
+        """All that leave no block without a server."""
+        for index, (start, (length, _)) in enumerate(zip(layout, self._facts, strict=True)):
+            if min(num_holders[start : start + length]) > 1:
+                yield from ((index, other) for other in range(self.num_blocks - length + 1) if other != start)
+
+    def worth_after(self, layout: _Layout, per_block: Sequence[int], step: _Step) -> _Worth:
+        index, start = step
+        length, share = self._facts[index]
+        after = list(per_block)
+        for block in range(layout[index], layout[index] + length):
+            after[block] -= share
+        for block in range(start, start + length):
+            after[block] += share
+        return _worth(after)
+
+    def key(self, layout: _Layout) -> _Layout:
+        """The same for layouts that differ only by which of equal servers holds what."""
+        return tuple(start for group in self._equals for start in sorted(layout[index] for index in group))
+
+
+def _kind(member: Member) -> tuple[int, int]:
+    return len(member.hosted.span), member.hosted.share
+
+
+def _worth(per_block: list[int]) -> _Worth:
+    return len(per_block) - per_block.count(0), min(per_block)
+
+
+def _search(pool: _Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
+    """The worth of the best layout, and the first step on a shortest way to it; None: it is the present one."""
+    best: tuple[_Worth, _Step | None] = (_worth(pool.standing(pool.layout)[0]), None)
+    best_near = best
+    seen = {pool.key(pool.layout)}
+    frontier: list[tuple[_Layout, _Step | None]] = [(pool.layout, None)]
+    depth = 0
+    while frontier:
+        depth += 1
+        following: list[tuple[_Layout, _Step | None]] = []
+        for layout, first in frontier:
+            if depth > 1 and len(seen) >= max_layouts:
+                return best_near
+            per_block, num_holders = pool.standing(layout)
+            for step in pool.steps(layout, num_holders):
+                index, start = step
+                other = (*layout[:index], start, *layout[index + 1 :])
+                if (key := pool.key(other)) in seen:
+                    continue
+                seen.add(key)
+                following.append((other, first or step))
+                if (worth := pool.worth_after(layout, per_block, step)) > best[0]:
+                    best = (worth, first or step)
+                    if depth <= 2:
+                        best_near = best
+        frontier = following
+    return best
