@@ -41,7 +41,10 @@ async def _run(
     victims = [await stand.busiest(span)]
     if rng.random() < 0.25:
         victims.append(await stand.busiest(rng.choice([other for other in stand.spans if other != span])))
-    num_hit = sum([(await stand.status(victim)).num_sessions for victim in victims])
+    # What is not open yet is counted nowhere, and may be hit all the same.
+    num_hit = len(victims) * len(answers)
+    if all(answer.token_ids for answer in answers):
+        num_hit = sum([(await stand.status(victim)).num_sessions for victim in victims])
     pause_s = rng.choice((0.0, rng.uniform(0, 0.1)))
     killed_s = time.monotonic()
     for number, victim in enumerate(victims):

@@ -1,6 +1,7 @@
 """A stack of real processes in which things can be broken and mended."""
 
 import asyncio
+import contextlib
 import queue
 import random
 import signal
@@ -103,8 +104,19 @@ class Stand:
         give_up_s = time.monotonic() + _MENDED_WITHIN_S
         while not (await asyncio.to_thread(self._is_placed) and (not is_idle or await self.is_empty())):
             if time.monotonic() > give_up_s:
-                raise TimeoutError("the stack did not mend")
+                raise TimeoutError(f"the stack did not mend: {await self._state()}")
             await asyncio.sleep(0.1)
+
+    async def _state(self) -> str:
+        placement = await asyncio.to_thread(self.stack.placement)
+        placed = placement.servers if placement else ()
+        parts = [f"{each.server.address} state {each.state} suspected {each.suspected}" for each in placed]
+        for server in self.servers:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                status = await self.status(server)
+                num_used = status.num_pages - status.num_free_pages
+                parts.append(f"{server.address} holds {status.num_sessions} sessions and {num_used} pages")
+        return "; ".join(parts)
 
     async def is_empty(self) -> bool:
         """Whether all servers answer, and none holds a session or a page."""

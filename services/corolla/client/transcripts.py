@@ -69,13 +69,16 @@ class Transcripts:
         return await self._control.delete_session(_checked(session_id), tenant)
 
     @asynccontextmanager
-    async def turn(self, session_id: str, tenant: str) -> AsyncIterator[Turn]:
+    async def turn(self, session_id: str, tenant: str, name: str = "") -> AsyncIterator[Turn]:
         """Locks the session for one turn. A turn that is not committed leaves it as it was.
+
+        Args:
+            name: a turn of the same name that still holds the lock loses it.
 
         Raises:
             SessionNotFound, SessionBusy, RouterUnavailable, StoreUnavailable
         """
-        turn_id = secrets.token_hex(16)
+        turn_id = f"{name}.{secrets.token_hex(15)}" if name else secrets.token_hex(16)
         record = await self._begin(_checked(session_id), tenant, turn_id)
         turn = Turn(record, lambda changed: self._write_back(changed, turn_id))
         renewing = asyncio.create_task(self._keep_lock(session_id, turn_id))

@@ -32,6 +32,10 @@ class ChatOptions(TypedDict, total=False):
         speculation: how the answer is guessed ahead, which changes its speed and none of its tokens: "off",
             "prompt_lookup" or "draft_model"; the service's own choice otherwise.
         max_draft_tokens: tokens guessed in one step at most, 1 to 64.
+        request_id: names the request, so that it can go on after its stream broke: make it again with the same name, at
+            any client service. Draw a new one for each request.
+        resume_from: with the same `request_id`, what came of the answer: its token ids, or only how many there were,
+            in which case they are generated again. Only what follows is answered.
         logprobs: report each token's log-probability, and those of this many most likely tokens (0 to 20).
         model: empty takes the only model that the service has.
         timeout: seconds after which the call fails with DeadlineExceeded; the client's own default otherwise.
@@ -51,6 +55,8 @@ class ChatOptions(TypedDict, total=False):
     time_limit_s: float | None
     speculation: str | None
     max_draft_tokens: int | None
+    request_id: str | None
+    resume_from: Sequence[int] | int | None
     logprobs: int | None
     model: str
     timeout: float | None
@@ -120,6 +126,8 @@ _SPECULATION_MODES = {
 def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[str, Any]) -> None:
     _set(request, "model", options.get("model"), "model")
     _set(request, "logprobs", options.get("logprobs"), "logprobs")
+    _set(request, "request_id", options.get("request_id"), "request_id")
+    _set_received(request, options.get("resume_from"))
     for name in _SAMPLING:
         _set(request.sampling, name, options.get(name), name)
     speculation = options.get("speculation")
@@ -141,6 +149,15 @@ def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[s
         except (TypeError, ValueError, OverflowError):
             raise InvalidRequest("time_limit_s", "must be a number of seconds") from None
         _set(stopping, "time_limit_ms", milliseconds, "time_limit_s")
+
+
+def _set_received(request: pb.GenerateRequest | pb.ChatRequest, received: Sequence[int] | int | None) -> None:
+    if isinstance(received, str | bytes | bytearray):
+        raise InvalidRequest("resume_from", "must be token ids or their number")
+    if isinstance(received, Sequence):
+        _extend(request.received, "ids", received, "resume_from")
+        received = len(received)
+    _set(request, "resume_from_index", received, "resume_from")
 
 
 def _add_messages(target: Any, messages: Sequence[AnyMessage]) -> None:

@@ -259,6 +259,9 @@ class GenerateRequest(_message.Message):
     NUM_COMPLETIONS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RESUME_FROM_INDEX_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model that the service has."""
     text: _builtins.str
@@ -270,6 +273,13 @@ class GenerateRequest(_message.Message):
     """Report the log-probability of each token, and of the this many most likely ones (0 to 20), under the model's own
     distribution, before temperature, penalties and filters.
     """
+    request_id: _builtins.str
+    """Names the request, so that it can go on after its stream broke: send it again with the same name, to any client
+    service. Not with num_completions > 1. Up to 64 letters, digits, dots, dashes and underscores; draw a new one for each request. In a session a
+    named turn is never made twice. Without a seed, the name gives the random numbers.
+    """
+    resume_from_index: _builtins.int
+    """With a request_id: so many tokens of the answer have come; only what follows is sent."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -278,6 +288,12 @@ class GenerateRequest(_message.Message):
     def stopping(self) -> Global___StoppingParameters: ...
     @_builtins.property
     def speculation(self) -> Global___SpeculationParameters: ...
+    @_builtins.property
+    def received(self) -> Global___TokenIds:
+        """Just these tokens, from a caller that still has them: the answer goes on behind them at once. Otherwise it is
+        generated again from its first token. Usage counts what this call did.
+        """
+
     def __init__(
         self,
         *,
@@ -290,10 +306,13 @@ class GenerateRequest(_message.Message):
         num_completions: _builtins.int | None = ...,
         logprobs: _builtins.int | None = ...,
         speculation: Global___SpeculationParameters | None = ...,
+        request_id: _builtins.str = ...,
+        resume_from_index: _builtins.int = ...,
+        received: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "num_completions", b"num_completions", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -524,9 +543,15 @@ class ChatRequest(_message.Message):
     STOPPING_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RESUME_FROM_INDEX_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     session_id: _builtins.str
     logprobs: _builtins.int
+    request_id: _builtins.str
+    """As of GenerateRequest."""
+    resume_from_index: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Without a session the whole conversation; with one, what is new since its last turn. Ends with a user's message."""
@@ -537,6 +562,8 @@ class ChatRequest(_message.Message):
     def stopping(self) -> Global___StoppingParameters: ...
     @_builtins.property
     def speculation(self) -> Global___SpeculationParameters: ...
+    @_builtins.property
+    def received(self) -> Global___TokenIds: ...
     def __init__(
         self,
         *,
@@ -547,10 +574,13 @@ class ChatRequest(_message.Message):
         stopping: Global___StoppingParameters | None = ...,
         logprobs: _builtins.int | None = ...,
         speculation: Global___SpeculationParameters | None = ...,
+        request_id: _builtins.str = ...,
+        resume_from_index: _builtins.int = ...,
+        received: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "received", b"received", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "received", b"received", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -536,6 +536,9 @@ class SessionRecord(_message.Message):
     NUM_TURNS_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: _builtins.int
+    LAST_TURN_FIELD_NUMBER: _builtins.int
+    LAST_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    LAST_FINISH_REASON_FIELD_NUMBER: _builtins.int
     STORE_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Hexadecimal."""
@@ -550,6 +553,12 @@ class SessionRecord(_message.Message):
     busy: _builtins.bool
     """Filled on reading."""
     expires_in_ms: _builtins.int
+    last_turn: _builtins.str
+    """Of the last turn, if its caller named it: the name's digest, the tokens of the answer (the end of the token log),
+    and why it ended. A caller who asks for the turn again gets this one.
+    """
+    last_answer_tokens: _builtins.int
+    last_finish_reason: _builtins.str
     store_id: _builtins.str
     """Names the store's memory that it was read from. A turn that ends after the store has lost its memory brings the
     session back; one that ends after the session was deleted does not.
@@ -577,11 +586,14 @@ class SessionRecord(_message.Message):
         num_turns: _builtins.int = ...,
         busy: _builtins.bool = ...,
         expires_in_ms: _builtins.int = ...,
+        last_turn: _builtins.str = ...,
+        last_answer_tokens: _builtins.int = ...,
+        last_finish_reason: _builtins.str = ...,
         store_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "model", b"model", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "last_answer_tokens", b"last_answer_tokens", "last_finish_reason", b"last_finish_reason", "last_turn", b"last_turn", "model", b"model", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -649,7 +661,9 @@ class BeginTurnRequest(_message.Message):
     session_id: _builtins.str
     tenant: _builtins.str
     turn_id: _builtins.str
-    """Random; names the turn as the lock's holder."""
+    """Names the turn as the lock's holder: random, or a name and a random part behind a dot. A turn of the same name takes
+    over from one that holds the lock, whose writes are refused from then on.
+    """
     lock_ms: _builtins.int
     def __init__(
         self,

@@ -115,6 +115,20 @@ async def _raise(failure: BaseException) -> None:
     raise failure
 
 
+async def test_a_turn_of_the_same_name_takes_the_lock_over(session: Session) -> None:
+    await session.create()
+    assert (await session.begin("name.first")).epoch == 1
+    assert (await refusal(session.begin("other.first"))).reason == "SESSION_BUSY"
+    assert (await refusal(session.begin("name-too"))).reason == "SESSION_BUSY"
+    assert (await session.begin("name.second")).epoch == 2
+    for late in (session.end("name.first", num_turns=9), session.renew("name.first"), session.end("name.first")):
+        assert (await refusal(late)).reason == "SESSION_BUSY"
+    await session.end("name.second", num_turns=1)
+    assert (await session.get()).num_turns == 1
+    # The name is no key to a session that is free again: this is a turn like any other.
+    assert (await session.begin("name.first")).epoch == 3
+
+
 async def test_only_the_holder_ends_a_turn(session: Session) -> None:
     await session.create()
     await session.begin("one")

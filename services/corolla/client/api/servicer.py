@@ -166,7 +166,7 @@ class GenerationServicer:
     async def _answer(self, request: pb.ChatRequest, context: Context, usage: Usage) -> AsyncGenerator[Delta, None]:
         tenant = self._tenants.of(context)
         validation.check_model(request.model, self._facts.name)
-        call = validation.chat_call(request)
+        call = validation.chat_call(request, self._facts.vocab_size)
         self._answering.check_room(tenant)
         if not call.session_id:
             check_roles(call.messages)

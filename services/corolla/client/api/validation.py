@@ -1,11 +1,13 @@
 """Requests to values, or refusals that name the field. Pure: nothing is called, nothing is allocated."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.client.generation.options import AnswerOptions
+from corolla.client.generation.resumption import Resumption
 from corolla.client.generation.sampling import SamplingParams
 from corolla.client.generation.speculation import MAX_DRAFT_TOKENS
 from corolla.client.generation.speculator import SpeculationMode, SpeculationOptions
@@ -13,6 +15,7 @@ from corolla.client.text.chat import Message
 from corolla.v1 import generation_pb2 as pb
 
 MAX_COMPLETIONS: Final = 16
+REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_STOP_SEQUENCES: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_TIME_LIMIT_MS: Final = 24 * 3600 * 1000
@@ -57,21 +60,23 @@ def prompt_call(request: pb.GenerateRequest, vocab_size: int) -> PromptCall:
         raise InvalidRequest("num_completions", f"must be between 1 and {MAX_COMPLETIONS}")
     if request.session_id and num_completions > 1:
         raise InvalidRequest("num_completions", "must be 1 in a session")
+    if request.request_id and num_completions > 1:
+        raise InvalidRequest("num_completions", "must be 1 in a request with a name")
     logprobs = request.logprobs if request.HasField("logprobs") else None
     return PromptCall(
         prompt=_prompt(request, vocab_size),
-        options=_options(request, logprobs),
+        options=_options(request, logprobs, vocab_size),
         session_id=request.session_id,
         num_completions=num_completions,
     )
 
 
-def chat_call(request: pb.ChatRequest) -> ChatCall:
+def chat_call(request: pb.ChatRequest, vocab_size: int) -> ChatCall:
     """Checks a Chat request by itself; the order of roles depends on the session and is checked later."""
     logprobs = request.logprobs if request.HasField("logprobs") else None
     return ChatCall(
         messages=messages(request.messages),
-        options=_options(request, logprobs),
+        options=_options(request, logprobs, vocab_size),
         session_id=request.session_id,
     )
 
@@ -88,17 +93,34 @@ def _prompt(request: pb.GenerateRequest, vocab_size: int) -> str | Sequence[int]
             raise InvalidRequest("text", "must not be empty")
         return request.text
     if kind == "tokens":
-        token_ids = tuple(request.tokens.ids)
-        if not token_ids:
+        if not request.tokens.ids:
             raise InvalidRequest("tokens.ids", "must not be empty")
-        if (largest := max(token_ids)) >= vocab_size:
-            index = token_ids.index(largest)
-            raise InvalidRequest(f"tokens.ids[{index}]", f"must be less than the vocabulary's size, {vocab_size}")
-        return token_ids
+        return _token_ids("tokens.ids", request.tokens, vocab_size)
     raise InvalidRequest("prompt", "one of text and tokens must be set")
 
 
-def _options(request: pb.GenerateRequest | pb.ChatRequest, num_logprobs: int | None) -> AnswerOptions:
+def _token_ids(field: str, given: pb.TokenIds, vocab_size: int) -> tuple[int, ...]:
+    token_ids = tuple(given.ids)
+    if token_ids and (largest := max(token_ids)) >= vocab_size:
+        index = token_ids.index(largest)
+        raise InvalidRequest(f"{field}[{index}]", f"must be less than the vocabulary's size, {vocab_size}")
+    return token_ids
+
+
+def _resumption(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int) -> Resumption | None:
+    received_ids = _token_ids("received.ids", request.received, vocab_size)
+    if not request.request_id:
+        if request.resume_from_index or received_ids:
+            raise InvalidRequest("request_id", "must be the one with which the answer began")
+        return None
+    if not REQUEST_ID.fullmatch(request.request_id):
+        raise InvalidRequest("request_id", "must be 1 to 64 letters, digits, dots, dashes or underscores")
+    if received_ids and len(received_ids) != request.resume_from_index:
+        raise InvalidRequest("received.ids", "must be as many as resume_from_index says, or none")
+    return Resumption(request.request_id, request.resume_from_index, received_ids)
+
+
+def _options(request: pb.GenerateRequest | pb.ChatRequest, num_logprobs: int | None, vocab_size: int) -> AnswerOptions:
     sampling, stopping, speculation = request.sampling, request.stopping, request.speculation
     violations: list[tuple[str, str]] = []
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
@@ -134,6 +156,7 @@ def _options(request: pb.GenerateRequest | pb.ChatRequest, num_logprobs: int | N
         ignore_eos=stopping.ignore_eos,
         time_limit_s=None if time_limit_ms is None else time_limit_ms / 1000,
         speculation=SpeculationOptions(_SPECULATION_MODES[speculation.mode], max_draft_tokens),
+        resumption=_resumption(request, vocab_size),
     )
 
 

@@ -19,9 +19,10 @@ from corolla.client.generation.answer import Answer, Delta
 from corolla.client.generation.loop import generate
 from corolla.client.generation.merge import merge
 from corolla.client.generation.options import AnswerOptions
+from corolla.client.generation.resumption import Missing, told_again
 from corolla.client.generation.sampling import Sampler
-from corolla.client.generation.speculator import Speculator, Speculators
-from corolla.client.generation.stopping import StopDecider
+from corolla.client.generation.speculator import Speculators
+from corolla.client.generation.stopping import FinishReason, StopDecider
 from corolla.client.generation.usage import Usage
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
@@ -94,17 +95,28 @@ class Answering:
         options: AnswerOptions,
         usage: Usage,
     ) -> AsyncGenerator[Delta, None]:
-        """Runs one turn of a session. If it does not finish, the session stays as it was before."""
+        """Runs one turn of a session. If it does not finish, the session stays as it was before.
+
+        A turn that its caller named is run once: asked for again, it is told again.
+        """
         self._speculators.check(options.speculation)
+        resumption = options.resumption
+        turn_name = "" if resumption is None else resumption.name_of_turn(tenant)
         async with (
             self._admission.request(tenant, usage) as meter,
-            self._transcripts.turn(session_id, tenant) as turn,
+            self._transcripts.turn(session_id, tenant, turn_name) as turn,
         ):
             record = turn.record
+            if resumption is not None and record.last_turn == turn_name:
+                for delta in resumption.missing_of(self._last_answer(record, options, usage)):
+                    yield delta
+                return
             earlier = common_pb2.Chain()
             earlier.CopyFrom(record.chain)
             num_kept_tokens, prompt_ids = await asyncio.to_thread(next_prompt, record)
             max_tokens = self._max_tokens(len(prompt_ids), options)
+            answer = self._answer(prompt_ids, max_tokens, options)
+            text_ids = [*prompt_ids, *answer.token_ids]
             identity = SessionIdentity.of_turn(session_id, record.epoch, tenant)
             opening = OpenOptions(
                 max_tokens=len(prompt_ids) + max_tokens,
@@ -112,26 +124,23 @@ class Answering:
                 lease_ms=self._transcripts.ttl_ms,
                 recorded=earlier,
                 record_id=session_id,
-                texts=[prompt_ids],
+                texts=[text_ids],
                 max_position=min(num_kept_tokens, record.position) if earlier.hops else None,
             )
             async with self._opener.open(identity, opening, meter.recovered) as session:
                 position = num_past_tokens = min(num_kept_tokens, record.position)
                 try:
-                    await session.take_up(prompt_ids, num_past_tokens if earlier.hops else 0)
+                    await session.take_up(text_ids, num_past_tokens if earlier.hops else 0)
                     num_lost_tokens = max(0, num_past_tokens - session.position)
-                    meter.prompt(len(prompt_ids), session.num_cached_tokens, num_lost_tokens)
-                    sampler = self._sampler(options, prompt_ids, record.sampler_state)
-                    answer = self._answer(prompt_ids, max_tokens, options)
-                    speculator = self._speculators.make(options.speculation, sampler, prompt_ids, meter.draft)
-                    new_ids = prompt_ids[session.position :]
-                    deltas = self._deltas(session, sampler, answer, new_ids, 0, meter, speculator)
+                    meter.prompt(len(prompt_ids), min(session.num_cached_tokens, len(prompt_ids)), num_lost_tokens)
+                    sampler = self._sampler(options, tenant, prompt_ids, record.sampler_state)
+                    deltas = self._deltas(session, sampler, answer, text_ids, options, 0, meter)
                     async with aclosing(deltas):
                         async for delta in deltas:
                             if delta.finish_reason is not None:
                                 # Before the caller learns of the end: the next turn may follow at once.
                                 remember(record, answer.text)
-                                _write_back(record, session, prompt_ids, answer, sampler)
+                                _write_back(record, session, prompt_ids, answer, sampler, turn_name)
                                 await turn.commit()
                                 position = session.position
                             yield delta
@@ -148,18 +157,17 @@ class Answering:
         index: int,
         meter: RequestMeter,
     ) -> AsyncGenerator[tuple[int, Delta], None]:
+        answer = self._answer(prompt_ids, max_tokens, options)
+        text_ids = [*prompt_ids, *answer.token_ids]
         identity = SessionIdentity(secrets.token_bytes(16), 1, tenant)
-        opening = OpenOptions(max_tokens=len(prompt_ids) + max_tokens, transient=True, texts=[prompt_ids])
+        opening = OpenOptions(max_tokens=len(prompt_ids) + max_tokens, transient=True, texts=[text_ids])
         async with self._opener.open(identity, opening, meter.recovered) as session:
             try:
-                await session.take_up(prompt_ids)
+                await session.take_up(text_ids)
                 if index == 0:
-                    meter.prompt(len(prompt_ids), session.position, 0)
-                sampler = self._sampler(options, prompt_ids, b"")
-                answer = self._answer(prompt_ids, max_tokens, options)
-                speculator = self._speculators.make(options.speculation, sampler, prompt_ids, meter.draft)
-                new_ids = prompt_ids[session.position :]
-                deltas = self._deltas(session, sampler, answer, new_ids, index, meter, speculator)
+                    meter.prompt(len(prompt_ids), min(session.position, len(prompt_ids)), 0)
+                sampler = self._sampler(options, tenant, prompt_ids, b"")
+                deltas = self._deltas(session, sampler, answer, text_ids, options, index, meter)
                 async with aclosing(deltas):
                     async for delta in deltas:
                         yield index, delta
@@ -171,17 +179,26 @@ class Answering:
         session: ChainSession,
         sampler: Sampler,
         answer: Answer,
-        new_prompt_ids: Sequence[int],
+        text_ids: Sequence[int],
+        options: AnswerOptions,
         index: int,
         meter: RequestMeter,
-        speculator: Speculator | None,
     ) -> AsyncGenerator[Delta, None]:
-        async with aclosing(generate(session, sampler, answer, new_prompt_ids, meter.started_s, speculator)) as deltas:
+        """What the caller does not have yet of an answer.
+
+        Args:
+            text_ids: all tokens so far.
+        """
+        speculator = self._speculators.make(options.speculation, sampler, text_ids, meter.draft)
+        new_ids = text_ids[session.position :]
+        missing = Missing(options.resumption)
+        async with aclosing(generate(session, sampler, answer, new_ids, meter.started_s, speculator)) as deltas:
             async for delta in deltas:
                 meter.token(index)
-                if delta.finish_reason is not None:
-                    meter.finished(delta.finish_reason)
-                yield delta
+                if missing.includes(delta):
+                    if delta.finish_reason is not None:
+                        meter.finished(delta.finish_reason)
+                    yield delta
 
     def _max_tokens(self, num_prompt_tokens: int, options: AnswerOptions) -> int:
         room = self._limits.context_length - num_prompt_tokens
@@ -194,10 +211,20 @@ class Answering:
             )
         return min(self._limits.default_max_tokens, room) if options.max_tokens is None else wanted
 
-    def _sampler(self, options: AnswerOptions, prompt_ids: Sequence[int], state: bytes) -> Sampler:
+    def _sampler(self, options: AnswerOptions, tenant: str, prompt_ids: Sequence[int], state: bytes) -> Sampler:
         """With a seed the random stream begins there; without one a session's stream goes on."""
-        has_past = bool(state) and options.sampling.seed is None
-        return Sampler(options.sampling, prompt_ids, state=state if has_past else None)
+        params, resumption = options.sampling, options.resumption
+        has_past = bool(state) and params.seed is None
+        received_ids: Sequence[int] = ()
+        if resumption is not None:
+            params, received_ids = resumption.seeded(params, tenant), resumption.received_ids
+        return Sampler(
+            params,
+            prompt_ids,
+            generated_ids=received_ids,
+            num_skipped=len(received_ids),
+            state=state if has_past else None,
+        )
 
     def _answer(self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions) -> Answer:
         decider = StopDecider(
@@ -206,7 +233,21 @@ class Answering:
             ignore_eos=options.ignore_eos,
             time_limit_s=options.time_limit_s,
         )
-        return Answer(self._tokenizer, prompt_ids, decider, options.stop_sequences)
+        answer = Answer(self._tokenizer, prompt_ids, decider, options.stop_sequences)
+        if options.resumption is not None:
+            options.resumption.take_up(answer)
+        return answer
+
+    def _last_answer(self, record: router_pb2.SessionRecord, options: AnswerOptions, usage: Usage) -> list[Delta]:
+        """The answer of the session's last turn, which asks for no work."""
+        num_prompt_tokens = len(record.token_log) - record.last_answer_tokens
+        usage.prompt_tokens = usage.cached_tokens = num_prompt_tokens
+        unbounded = StopDecider(
+            max_new_tokens=len(record.token_log), eos_token_ids=frozenset(), ignore_eos=True, time_limit_s=None
+        )
+        prompt_ids = record.token_log[:num_prompt_tokens]
+        answer = Answer(self._tokenizer, prompt_ids, unbounded, options.stop_sequences)
+        return told_again(answer, record.token_log[num_prompt_tokens:], FinishReason(record.last_finish_reason))
 
 
 def _seeded(options: AnswerOptions, index: int) -> AnswerOptions:
@@ -222,9 +263,13 @@ def _write_back(
     prompt_ids: Sequence[int],
     answer: Answer,
     sampler: Sampler,
+    turn_name: str,
 ) -> None:
     record.chain.CopyFrom(session.resting_chain)
     record.position = session.position
     record.token_log[:] = [*prompt_ids, *answer.token_ids]
     record.sampler_state = sampler.state()
     record.num_turns += 1
+    if answer.finish_reason is not None:
+        record.last_turn, record.last_finish_reason = turn_name, answer.finish_reason.value
+    record.last_answer_tokens = len(answer.token_ids)

@@ -118,6 +118,7 @@ class Sampler:
         params: how to choose.
         prompt_ids: the tokens before the answer; only penalties look at them.
         generated_ids: tokens of the answer that another sampler chose already, when its `state` is taken over.
+        num_skipped: choices of other samplers with the same seed; the random stream goes on behind them.
         state: what `state()` gave; the random stream goes on from there, and `params.seed` has no effect.
 
     Raises:
@@ -130,6 +131,7 @@ class Sampler:
         prompt_ids: Sequence[int],
         *,
         generated_ids: Sequence[int] = (),
+        num_skipped: int = 0,
         state: bytes | None = None,
     ) -> None:
         self.params = params
@@ -137,6 +139,7 @@ class Sampler:
         self._penalties: TokenPenalties | None = None
         self._warpers = _warpers(params)
         self._generator: torch.Generator | None = None
+        self._num_skipped = num_skipped
         if state is not None:
             self._generator = _decode_state(state)
         if self._generator is None and not params.is_greedy:
@@ -211,6 +214,10 @@ class Sampler:
         for warper in self._warpers:
             rows = warper(_NO_IDS, rows)
         probabilities = rows.softmax(dim=-1)
+        for _ in range(self._num_skipped):
+            # How many numbers a draw takes depends on nothing but the vocabulary.
+            torch.multinomial(probabilities, num_samples=1, generator=self._generator)
+        self._num_skipped = 0
         return int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
 
     def _with_logprobs(self, token_id: int, logits: Tensor) -> SampledToken:

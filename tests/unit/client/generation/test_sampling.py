@@ -169,6 +169,19 @@ def test_state_continues_the_stream(num_before: int) -> None:
     assert second.state() == whole.state()
 
 
+@pytest.mark.parametrize("num_before", [0, 1, 13])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.4}, {"min_p": 0.3}], ids=str)
+def test_choices_of_others_are_skipped(num_before: int, filters: dict[str, Any]) -> None:
+    params = SamplingParams(0.9, presence_penalty=0.5, seed=12, **filters)
+    rows = random_rows(20)
+    whole = Sampler(params, PROMPT)
+    expected = [whole.sample(row).token_id for row in rows]
+    later = Sampler(params, PROMPT, generated_ids=expected[:num_before], num_skipped=num_before)
+    assert later.fork().sample(rows[num_before]).token_id == expected[num_before]
+    assert [later.sample(row).token_id for row in rows[num_before:]] == expected[num_before:]
+    assert later.state() == whole.state()
+
+
 def test_states_of_greedy_samplers_are_small_and_may_begin_a_stream() -> None:
     state = Sampler(SamplingParams(), PROMPT).state()
     assert len(state) < 16

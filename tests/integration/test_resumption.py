@@ -1,0 +1,171 @@
+"""Answers that go on in another client service: just the missing tokens and text, and no turn made twice."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from corolla.chassis.channels import open_channel
+from corolla.chassis.errors import InvalidRequest, SessionBusy, StaleEpoch
+from corolla.sdk.async_client import AsyncClient
+from corolla.sdk.requests import ChatOptions
+from corolla.v1 import generation_pb2 as pb
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.refusals import refusal
+from tests.integration.swarm import Swarm
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = "the thin man in the inner tent"
+MAX_TOKENS = 48
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.2, "top_p": 0.95, "seed": 7},
+    # Nobody chose its random numbers, and yet they are the same everywhere.
+    "without a seed": {"temperature": 1.2},
+    "penalties": {"temperature": 1.2, "top_k": 40, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    "guesses": {"speculation": "prompt_lookup", "temperature": 0.7},
+    # Text may be held back for a stop sequence that does not come.
+    "stop sequences": {"stop": ["\x00\x01\x02\x03"], "temperature": 1.5},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+    folder = tmp_path_factory.mktemp("resumption")
+    changes = {"max_position_embeddings": 8192}
+    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes=changes)
+    async with Swarm(folder, model, ["0:2", "2:5"], num_clients=2) as swarm:
+        yield swarm
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def clients(swarm: Swarm) -> AsyncIterator[Sequence[AsyncClient]]:
+    async with swarm.connect(0) as one, swarm.connect(1) as other:
+        yield one, other
+    await swarm.until_empty()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_received", [0, 1, 17, MAX_TOKENS - 1])
+@pytest.mark.parametrize("has_received", [True, False])
+async def test_another_service_gives_just_what_is_missing(
+    clients: Sequence[AsyncClient], way: str, num_received: int, has_received: bool
+) -> None:
+    one, other = clients
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, **WAYS[way]}
+    options["request_id"] = f"{way.replace(' ', '-')}-{num_received}-{has_received}"
+    whole = await one.generate(PROMPT, **options)
+    texts, received = await begin(one, options, num_received)
+    rest = await other.generate(PROMPT, **options, resume_from=received if has_received else len(received))
+    assert [*received, *rest.token_ids] == list(whole.token_ids)
+    assert texts + rest.text == whole.text
+    assert rest.finish_reason == whole.finish_reason
+    assert rest.usage.completion_tokens == MAX_TOKENS - (len(received) if has_received else 0)
+    assert rest.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+async def begin(client: AsyncClient, options: dict[str, Any], num_tokens: int) -> tuple[str, list[int]]:
+    """The first tokens of an answer, and their text."""
+    if not num_tokens:
+        return "", []
+    async with client.stream(PROMPT, **options) as stream:
+        async for _ in stream:
+            if len(stream.token_ids) >= num_tokens:
+                break
+        return stream.text, list(stream.token_ids)
+
+
+async def test_names_of_tenants_and_requests_give_other_random_numbers(clients: Sequence[AsyncClient]) -> None:
+    options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "temperature": 1.5}
+    answers = {
+        (await clients[number % 2].generate(PROMPT, **options, request_id=f"name-{number // 2}")).token_ids
+        for number in range(6)
+    }
+    assert len(answers) == 3
+
+
+@pytest.mark.parametrize("way", ["greedy", "without a seed"])
+async def test_a_turn_is_taken_over_while_the_first_service_still_holds_it(
+    clients: Sequence[AsyncClient], way: str
+) -> None:
+    one, other = clients
+    options: dict[str, Any] = {"ignore_eos": True, **WAYS[way]}
+    ids = [(await one.create_session()).session_id for _ in range(2)]
+    for session_id in ids:
+        await one.generate("the others", max_tokens=8, session=session_id, ignore_eos=True, temperature=1.0, seed=5)
+    turn = {**options, "max_tokens": 800, "request_id": f"turn-{way[:6]}"}
+    # The twin's turn is the same one, from the same past.
+    twin = asyncio.create_task(other.generate(PROMPT, session=ids[1], **turn))
+    abandoned = one.stream(PROMPT, session=ids[0], **turn)
+    received: list[int] = []
+    async for chunk in abandoned:
+        received.extend(chunk.token_ids)
+        if len(received) >= 20:
+            break
+    with pytest.raises(SessionBusy):
+        await other.generate(PROMPT, session=ids[0], max_tokens=4)
+    rest = await other.generate(PROMPT, session=ids[0], **turn, resume_from=received)
+    expected = await twin
+    assert (*received, *rest.token_ids) == expected.token_ids
+    # What the first service still does counts no longer, neither on the hops nor in the store.
+    with pytest.raises((StaleEpoch, SessionBusy)):
+        async for _ in abandoned:
+            pass
+    infos = [await one.get_session(session_id) for session_id in ids]
+    assert (infos[0].num_tokens, infos[0].num_turns) == (infos[1].num_tokens, 2)
+    # The conversations are the same, and go on alike.
+    again = [await one.generate(PROMPT, max_tokens=16, session=session_id, **options) for session_id in ids]
+    assert again[0].token_ids == again[1].token_ids or ("temperature" in options and way == "without a seed")
+    for session_id in ids:
+        await one.delete_session(session_id)
+
+
+@pytest.mark.parametrize("num_received", [0, 5])
+async def test_a_turn_that_was_made_is_told_again_and_not_made_again(
+    clients: Sequence[AsyncClient], num_received: int
+) -> None:
+    one, other = clients
+    options: ChatOptions = {"max_tokens": 12, "request_id": f"made-{num_received}", "temperature": 1.3}
+    async with one.chat() as chat:
+        session_id = await chat.open()
+        message = [{"role": "user", "content": "who are the others?"}]
+        first = await one._chat_turn(message, options, session_id)
+        received = list(first.token_ids[:num_received])
+        again = await other._chat_turn(message, ChatOptions(**options, resume_from=received), session_id)
+        assert [*received, *again.token_ids] == list(first.token_ids)
+        assert first.text.endswith(again.text)
+        assert again.finish_reason == first.finish_reason
+        info = await other.get_session(session_id)
+        assert info.num_turns == 1
+        assert (await chat.send("and then?", max_tokens=4)).finish_reason is not None
+        assert (await other.get_session(session_id)).num_turns == 2
+
+
+async def test_what_cannot_be_resumed_is_refused(swarm: Swarm, clients: Sequence[AsyncClient]) -> None:
+    named: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "request_id": "some-name"}
+    whole = await clients[0].generate(PROMPT, **named)
+    for client in clients:
+        for received in (list(whole.token_ids), 4, 9):
+            with pytest.raises(InvalidRequest) as caught:
+                await client.generate(PROMPT, **named, resume_from=received)
+            assert caught.value.violations[0][0] == "resume_from_index"
+    bad = [
+        ("request_id", pb.GenerateRequest(text="a", resume_from_index=3)),
+        ("request_id", pb.GenerateRequest(text="a", request_id="no/slash")),
+        ("request_id", pb.GenerateRequest(text="a", request_id="x" * 65)),
+        ("num_completions", pb.GenerateRequest(text="a", request_id="x", num_completions=2)),
+        (
+            "received.ids",
+            pb.GenerateRequest(text="a", request_id="x", resume_from_index=2, received=pb.TokenIds(ids=[1])),
+        ),
+        (
+            "received.ids[0]",
+            pb.GenerateRequest(text="a", request_id="x", resume_from_index=1, received=pb.TokenIds(ids=[1 << 30])),
+        ),
+    ]
+    async with open_channel(swarm.address) as channel:
+        for field, request in bad:
+            assert (await refusal(channel, "Generate", request)).fields == (field,)
