@@ -12,7 +12,7 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import peers_for
 from corolla.block_server.handover.sender import HandoverSender
-from corolla.block_server.held import HopSession
+from corolla.block_server.held import HopSession, OpenRequest
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
@@ -56,6 +56,8 @@ class Drain:
         self._registration = registration
         self._sender = sender
         self._metrics = metrics
+        # Sessions that others have, as they had been opened here, and who has them.
+        self._moved: dict[bytes, tuple[OpenRequest, common_pb2.Hop]] = {}
 
     async def run(self, timeout_s: float) -> None:
         """Returns when nobody needs this server any more, at the latest after `timeout_s`."""
@@ -78,6 +80,8 @@ class Drain:
                 break
         # Clients that were told let go of their sessions at their next step. Who takes longer knows where to go.
         await self._none(self._is_connected, time.monotonic() + _FAREWELL_S)
+        # Turns may have ended meanwhile.
+        await self._round()
 
     async def _none(self, is_so: Callable[[HopSession[SessionCache]], bool], until_s: float) -> bool:
         """Waits until no session is so; whether that came about in time."""
@@ -90,8 +94,10 @@ class Drain:
     async def _round(self) -> None:
         """Tries to hand over each session that is still served here."""
         # The client of a session that has just come must find it where it was told.
-        waiting = [held for held in self._sessions if not held.is_leaving and (held.is_idle or not held.is_copy)]
-        if not waiting:
+        waiting = [held for held in self._sessions if not held.is_leaving and not held.is_unclaimed]
+        # Their turns ended before their clients heard where they are.
+        ended = [held for held in self._sessions if held.is_idle and self._has_moved(held)]
+        if not waiting and not ended:
             return
         try:
             servers = await self._registration.placement()
@@ -112,6 +118,8 @@ class Drain:
                     outcome = await self._hand_over(held, servers, link_to)
                 self._metrics.handed_over.labels(outcome).inc()
 
+            for held in ended:
+                await self._settle(held, link_to)
             # Those that somebody waits for come first.
             await asyncio.gather(*(hand_over(held) for held in sorted(waiting, key=lambda held: held.is_idle)))
 
@@ -121,34 +129,42 @@ class Drain:
         request = held.request
         num_tokens = held.cache.num_tokens if held.is_idle else request.max_tokens
         usable = peers_for(servers, self._server.fingerprint, request.blocks, num_tokens, {self._server.server_id})
-        if not usable:
-            return "no_peer"
+        outcome = "refused" if usable else "no_peer"
         for each in usable:
             hop = common_pb2.Hop(server_id=each.server.server_id, address=each.server.address)
             hop.span.start, hop.span.end = request.blocks.start, request.blocks.end
             try:
                 num_bytes = await self._sender.send(held, await link_to(hop.address))
             except HopSessionLost:
-                return "failed"
+                outcome = "failed"
+                break
             except CorollaError as failure:
                 log.info("session not taken", extra={"address": hop.address, "reason": failure.reason})
-                # It may have refused a step for the last part; its client comes back.
-                self._tell(held, pb.Moved(session_id=request.session_id, epoch=request.epoch))
                 continue
             self._metrics.handover_bytes.labels("out").inc(num_bytes)
-            return await self._settle(held, hop)
-        return "refused"
+            self._moved[request.session_id] = (request, hop)
+            return await self._settle(held, link_to)
+        # A step may have been refused for the last part; its client waits for this word.
+        self._tell(held, pb.Moved(session_id=request.session_id, epoch=request.epoch))
+        return outcome
 
-    async def _settle(self, held: HopSession[SessionCache], hop: common_pb2.Hop) -> str:
-        """The session is at `hop` now: whoever comes next must find it there."""
+    async def _settle(self, held: HopSession[SessionCache], link_to: LinkTo) -> str:
+        """Another server has the session now: whoever comes next must find it there."""
         request = held.request
+        _, hop = self._moved[request.session_id]
         if not held.is_idle:
             self._tell(held, pb.Moved(session_id=request.session_id, epoch=request.epoch, hop=hop))
             return "moved"
+        # Its turn may have ended since the last part was sent.
+        num_tokens = held.cache.num_tokens
+        (await link_to(hop.address)).tell(
+            pb.Truncate(session_id=request.session_id, epoch=request.epoch, position=num_tokens, idle=True)
+        )
         try:
             await self._registration.move_session(request.session_id, request.tenant, hop)
         except SessionBusy:
-            held.is_leaving = False  # a turn has just begun: it opens the session here, and moves with it
+            # A turn has begun, or is about to end: it opens the session here, and moves with it.
+            held.is_leaving = False
             return "failed"
         except CorollaError:
             return "failed"  # the next turn replays it
@@ -160,8 +176,14 @@ class Drain:
         if peer is not None:
             peer.send(moved)
 
+    def _has_moved(self, held: HopSession[SessionCache]) -> bool:
+        moved = self._moved.get(held.request.session_id)
+        return held.is_leaving and moved is not None and moved[0] is held.request
+
     def _is_needed(self, held: HopSession[SessionCache]) -> bool:
         """Whether somebody is in the middle of an answer that needs this server."""
+        if held.is_unclaimed:
+            return self._engine.clock() - held.touched_s < _FAREWELL_S
         return self._is_connected(held) and not held.is_leaving
 
     def _is_connected(self, held: HopSession[SessionCache]) -> bool:

@@ -66,7 +66,8 @@ class FrameChecks:
 
     def handover(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
         """As what a session is offered that another block server holds."""
-        if peer.client_id or len(control.session_id) != ID_BYTES or len(control.client_id) != ID_BYTES:
+        ids = (control.session_id, control.client_id, control.transfer_id)
+        if peer.client_id or any(len(each) != ID_BYTES for each in ids):
             raise MalformedMessage("handover", f"ids have {ID_BYTES} bytes, and only servers hand sessions over")
         blocks = self._blocks(control.blocks)
         if control.epoch == 0 or control.max_tokens == 0 or control.lease_ms == 0:

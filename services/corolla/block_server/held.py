@@ -1,12 +1,15 @@
 """What a client service asks of this hop for one session, and what this hop knows of it."""
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from corolla.block_server.kv.prefixes import ExpectedText
 from corolla.block_server.kv.session_pages import SessionPages
 from corolla.block_server.prompts import BlockPrompts
 from corolla.wire.span import Span
+
+UNCLAIMED_LEASE_S: Final = 30.0
+"""How long a session that another server handed over, or began to, waits for the rest or for its client."""
 
 AnyCache = TypeVar("AnyCache", bound=SessionPages)
 
@@ -38,14 +41,28 @@ class HopSession(Generic[AnyCache]):
 
     request: OpenRequest
     cache: AnyCache
-    lease_deadline_s: float
+    touched_s: float
     is_idle: bool = False
-    is_arriving: bool = False
-    """Another server is handing it over, and is not done: what is here cannot be used yet."""
+    transfer_id: bytes = b""
+    """Of the handover that fills it: what is here cannot be used yet. Empty: it is whole."""
     is_copy: bool = False
-    """Another server handed it over, and no client has opened it here."""
+    """Another server handed it over, and no client has opened it here since."""
     is_leaving: bool = False
     """It is being handed over to another server, or was, and takes no steps."""
+
+    @property
+    def is_arriving(self) -> bool:
+        return bool(self.transfer_id)
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """Somebody is in the middle of an answer, and should open it here at any moment."""
+        return self.is_copy and not self.is_idle
+
+    @property
+    def lease_deadline_s(self) -> float:
+        lease_s = self.request.lease_s
+        return self.touched_s + (min(lease_s, UNCLAIMED_LEASE_S) if self.is_unclaimed else lease_s)
 
     @property
     def num_pages(self) -> int:

@@ -230,8 +230,9 @@ class BlockServicer:
         )
 
     def _handover(self, frame: Frame, peer: Peer) -> None:
-        request = self._checks.handover(frame.control, frame.payload, peer)  # type: ignore[arg-type]
-        self._engine.between_iterations(lambda: self._intake.offered(request, peer))
+        control: pb.Handover = frame.control  # type: ignore[assignment]
+        request = self._checks.handover(control, frame.payload, peer)
+        self._engine.between_iterations(lambda: self._intake.offered(request, control.transfer_id, peer))
 
     def _handover_tokens(self, frame: Frame, peer: Peer) -> None:
         if peer.client_id:

@@ -112,12 +112,16 @@ class SessionTable(Generic[AnyCache]):
             cache.truncate(cache.nearest_position(request.max_tokens))
         cache.open(request.max_tokens, request.text)
         held.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
-        held.is_idle = held.is_arriving = held.is_copy = False
+        held.is_idle = held.is_copy = False
+        held.transfer_id = b""
         self._touch(held, now_s)
         return held
 
-    def receive(self, request: OpenRequest, now_s: float) -> HopSession[AnyCache]:
+    def receive(self, request: OpenRequest, transfer_id: bytes, now_s: float) -> HopSession[AnyCache]:
         """Makes room for a session that another server hands over, or goes on with it after a broken stream.
+
+        Args:
+            transfer_id: of the handover, random; only who knows it can send the rest.
 
         Raises:
             HopLeaving: this server drains, too.
@@ -131,24 +135,26 @@ class SessionTable(Generic[AnyCache]):
         if held is not None and held.is_copy and held.request.tenant == request.tenant:
             if held.request.epoch > request.epoch:
                 raise StaleEpoch("the session was handed over with a later epoch")
-            if held.is_arriving and replace(request, prompts=None) == replace(held.request, prompts=None):
+            if held.transfer_id == transfer_id and held.request.epoch == request.epoch:
                 self._touch(held, now_s)
                 return held
             self._free(held)
         held = self.open(request, now_s)
-        held.is_arriving = held.is_copy = True
+        held.transfer_id = transfer_id
+        held.is_copy = True
         return held
 
-    def arriving(self, session_id: bytes, epoch: int) -> HopSession[AnyCache]:
-        """The session that is being handed over. Raises HopSessionLost where there is none with this epoch."""
+    def arriving(self, session_id: bytes, epoch: int, transfer_id: bytes, now_s: float) -> HopSession[AnyCache]:
+        """The session that is being handed over. Raises HopSessionLost where this handover fills none."""
         held = self._sessions.get(session_id)
-        if held is None or not held.is_arriving or held.request.epoch != epoch:
+        if held is None or not transfer_id or (held.request.epoch, held.transfer_id) != (epoch, transfer_id):
             raise HopSessionLost("no such session is being handed over")
+        self._touch(held, now_s)
         return held
 
     def arrived(self, held: HopSession[AnyCache], *, is_idle: bool) -> None:
         """All of it is here. An idle one keeps no more pages than it needs, and gives way to others."""
-        held.is_arriving = False
+        held.transfer_id = b""
         held.is_idle = is_idle
         if is_idle:
             held.cache.reserve(held.cache.num_tokens)
@@ -263,7 +269,7 @@ class SessionTable(Generic[AnyCache]):
             self.num_evicted += 1
 
     def _touch(self, held: HopSession[AnyCache], now_s: float) -> None:
-        held.lease_deadline_s = now_s + held.request.lease_s
+        held.touched_s = now_s
         self._sessions[held.request.session_id] = self._sessions.pop(held.request.session_id)
 
     def _free(self, held: HopSession[AnyCache]) -> None:

@@ -650,7 +650,7 @@ Global___Fault: _TypeAlias = Fault  # noqa: Y015
 @_typing.final
 class Handover(_message.Message):
     """A draining server offers a session that it holds. The receiver reserves its pages or refuses. After a broken stream the
-    same offer is made again, and what arrived counts.
+    same offer is made again, and what arrived counts. Who gives up sends Close.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -665,6 +665,7 @@ class Handover(_message.Message):
     TRANSIENT_FIELD_NUMBER: _builtins.int
     KEEP_OUTPUTS_FIELD_NUMBER: _builtins.int
     BLOCK_PROMPTS_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     """The one that the session is open with; its client opens it on the receiver with a higher one."""
@@ -674,6 +675,8 @@ class Handover(_message.Message):
     lease_ms: _builtins.int
     transient: _builtins.bool
     keep_outputs: _builtins.bool
+    transfer_id: _builtins.bytes
+    """128 random bits: of this attempt at a handover. Parts of another one are not taken."""
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan: ...
     @_builtins.property
@@ -691,10 +694,11 @@ class Handover(_message.Message):
         transient: _builtins.bool = ...,
         keep_outputs: _builtins.bool = ...,
         block_prompts: Global___BlockPrompts | None = ...,
+        transfer_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "client_id", b"client_id", "epoch", b"epoch", "keep_outputs", b"keep_outputs", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "client_id", b"client_id", "epoch", b"epoch", "keep_outputs", b"keep_outputs", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -717,6 +721,7 @@ class HandoverTokens(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
     IS_IDLE_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     position: _builtins.int
@@ -727,6 +732,7 @@ class HandoverTokens(_message.Message):
     """Nothing follows; the session may be opened."""
     is_idle: _builtins.bool
     """With the last one: the session is between two turns."""
+    transfer_id: _builtins.bytes
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For each block the first token that is still held: a sliding window has given back those before."""
@@ -742,10 +748,11 @@ class HandoverTokens(_message.Message):
         checksum: _builtins.int = ...,
         is_last: _builtins.bool = ...,
         is_idle: _builtins.bool = ...,
+        transfer_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_tokens", b"first_tokens", "is_idle", b"is_idle", "is_last", b"is_last", "num_tokens", b"num_tokens", "position", b"position", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_tokens", b"first_tokens", "is_idle", b"is_idle", "is_last", b"is_last", "num_tokens", b"num_tokens", "position", b"position", "session_id", b"session_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -786,7 +793,7 @@ Global___HandoverAnswer: _TypeAlias = HandoverAnswer  # noqa: Y015
 
 @_typing.final
 class Moved(_message.Message):
-    """This server holds the session no longer; the client opens it elsewhere with its next epoch."""
+    """What became of an attempt to hand a session over. Where it was taken, its client opens it there with its next epoch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -795,9 +802,10 @@ class Moved(_message.Message):
     HOP_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
+    """With which this server had it."""
     @_builtins.property
     def hop(self) -> _common_pb2.Hop:
-        """Who took it over, for the same blocks."""
+        """Who took it, for the same blocks; absent: nobody, and it goes on here."""
 
     def __init__(
         self,

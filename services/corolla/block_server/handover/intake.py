@@ -1,8 +1,8 @@
 """Takes over sessions that other block servers hand over: offered, reserved, filled part by part, checked."""
 
 import logging
-import time
 import zlib
+from typing import Final
 
 from corolla.block_server.engine import Engine
 from corolla.block_server.held import OpenRequest
@@ -19,6 +19,8 @@ from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
+
+_MAX_WAITING_PARTS: Final = 256
 
 
 class Intake:
@@ -46,18 +48,22 @@ class Intake:
         self._metrics = metrics
         self._tasks = tasks
         self._max_part_tokens = max_part_tokens
+        self._num_waiting = 0
 
-    def offered(self, request: OpenRequest, peer: Peer) -> None:
+    def offered(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
         """Reserves pages for a session, or refuses. To be called between iterations."""
         answer = pb.HandoverAnswer(session_id=request.session_id, epoch=request.epoch)
         try:
-            answer.num_tokens = self._sessions.receive(request, time.monotonic()).cache.num_tokens
+            answer.num_tokens = self._sessions.receive(request, transfer_id, self._engine.clock()).cache.num_tokens
         except CorollaError as error:
             answer.reason, answer.message = error.reason, error.message
         peer.send(answer)
 
     def part(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
         """Writes a part of a session that was offered before."""
+        if self._num_waiting >= _MAX_WAITING_PARTS:
+            raise MalformedMessage("handover", "more parts than sessions wait to be written")
+        self._num_waiting += 1
         self._tasks.start(self._take(control, payload, peer), "part of a handover")
 
     async def _take(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
@@ -75,11 +81,13 @@ class Intake:
             # The other side waits for an answer, whatever happened.
             log.error("part of a handover not written", extra={"where": where(failure)})
             answer.reason, answer.message = InternalError.reason, "the part cannot be written"
+        finally:
+            self._num_waiting -= 1
         peer.send(answer)
 
     def _write(self, control: pb.HandoverTokens, payload: Buffer) -> int:
         """In the compute thread. Returns how many tokens are held then."""
-        held = self._sessions.arriving(control.session_id, control.epoch)
+        held = self._sessions.arriving(control.session_id, control.epoch, control.transfer_id, self._engine.clock())
         blocks, cache = held.request.blocks, held.cache
         if len(control.first_tokens) != len(blocks) or control.num_tokens > self._max_part_tokens:
             raise MalformedMessage("handover", "a part has few tokens, and a first token for each block")

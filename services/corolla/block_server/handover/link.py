@@ -14,6 +14,7 @@ from corolla.wire.frames import EXCHANGE, Buffer, decode
 from corolla.wire.outbox import Outbox
 
 _ANSWER_TIMEOUT_S: Final = 5.0
+_FLUSH_TIMEOUT_S: Final = 0.5
 
 
 class HandoverLink:
@@ -36,6 +37,10 @@ class HandoverLink:
             tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))]
             yield
         finally:
+            # What was told last is still written.
+            self._outbox.close()
+            if tasks:
+                await asyncio.wait(tasks[1:], timeout=_FLUSH_TIMEOUT_S)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -55,6 +60,11 @@ class HandoverLink:
             raise HopUnavailable("a block server does not answer", self.address) from None
         finally:
             del self._answers[control.session_id]
+
+    def tell(self, control: pb.Close | pb.Truncate) -> None:
+        """Sends a frame that has no answer."""
+        if not self._is_broken:
+            self._outbox.put(control)
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
         try:

@@ -1,10 +1,12 @@
 """Hands one session over: what it holds is copied while it goes on; only for the last part it has to wait."""
 
 import asyncio
+import secrets
 import zlib
 from dataclasses import dataclass
 
 from corolla.block_server.engine import Engine
+from corolla.block_server.frame_checks import ID_BYTES
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import Progress
 from corolla.block_server.held import HopSession, OpenRequest
@@ -43,8 +45,8 @@ class HandoverSender:
         self._sessions = sessions
         self._engine = engine
         self._max_part_tokens = max_part_tokens
-        # Of each session the receiver that has what was sent of it last.
-        self._receivers: dict[bytes, str] = {}
+        # Of each session whose handover broke off the receiver that may go on with it, and the handover's id.
+        self._begun: dict[bytes, tuple[str, bytes]] = {}
 
     async def send(self, held: HopSession[SessionCache], link: HandoverLink) -> int:
         """Hands a session over. Afterwards it takes no steps here; after a failure it does as before.
@@ -55,26 +57,35 @@ class HandoverSender:
         Raises:
             HopUnavailable: the link broke; what arrived counts when the same is tried again.
             HopSessionLost: the session ended, or was opened again, meanwhile.
-            CorollaError: why the receiver refused.
+            CorollaError: why the receiver refused. It holds nothing of it then.
         """
         request = held.request
+        address, transfer_id = self._begun.pop(request.session_id, ("", b""))
+        if address != link.address:
+            transfer_id = secrets.token_bytes(ID_BYTES)
         try:
-            return await self._send(held, request, link)
-        except BaseException:
+            num_bytes = await self._send(held, request, transfer_id, link)
+            self._check(held, request)
+            return num_bytes
+        except BaseException as failure:
+            if isinstance(failure, HopUnavailable):
+                self._begun[request.session_id] = (link.address, transfer_id)
+            else:
+                link.tell(pb.Close(session_id=request.session_id, epoch=request.epoch))
             if held.request is request:
                 held.is_leaving = False
             raise
 
-    async def _send(self, held: HopSession[SessionCache], request: OpenRequest, link: HandoverLink) -> int:
+    async def _send(
+        self, held: HopSession[SessionCache], request: OpenRequest, transfer_id: bytes, link: HandoverLink
+    ) -> int:
         progress = Progress()
-        offer, prompts = _offer(request)
+        offer, prompts = _offer(request, transfer_id)
         self._note(await link.ask(offer, prompts), progress)
-        if self._receivers.get(request.session_id) != link.address:
-            progress.num_received = 0  # what it has of an earlier attempt may have changed since
-        self._receivers[request.session_id] = link.address
         num_bytes = 0
         while True:
             part = await self._engine.copies.make(lambda: self._read(held, request, progress))
+            part.frame.transfer_id = transfer_id
             answer = await link.ask(part.frame, part.copy.payload)
             self._note(answer, progress)
             if not answer.reason:
@@ -89,10 +100,13 @@ class HandoverSender:
         if not progress.answered(answer.num_tokens, taken=not answer.reason):
             raise HopUnavailable("a handover does not get on")
 
-    def _read(self, held: HopSession[SessionCache], request: OpenRequest, progress: Progress) -> _Part:
-        """In the compute thread: the next part; with the last one the session stands still."""
+    def _check(self, held: HopSession[SessionCache], request: OpenRequest) -> None:
         if self._sessions.get(request.session_id) is not held or held.request is not request:
             raise HopSessionLost("the session ended, or goes on in another epoch")
+
+    def _read(self, held: HopSession[SessionCache], request: OpenRequest, progress: Progress) -> _Part:
+        """In the compute thread: the next part; with the last one the session stands still."""
+        self._check(held, request)
         cache, blocks = held.cache, request.blocks
         layers = range(blocks.start - self._span.start, blocks.end - self._span.start)
         max_tokens = max(1, min(self._max_part_tokens, PART_BYTES // token_bytes(cache.store, layers)))
@@ -108,11 +122,12 @@ class HandoverSender:
         return _Part(frame, copy)
 
 
-def _offer(request: OpenRequest) -> tuple[pb.Handover, memoryview | bytes]:
+def _offer(request: OpenRequest, transfer_id: bytes) -> tuple[pb.Handover, memoryview | bytes]:
     offer = pb.Handover(
         session_id=request.session_id, epoch=request.epoch, tenant=request.tenant, client_id=request.client_id,
         max_tokens=request.max_tokens, blocks=common_pb2.BlockSpan(start=request.blocks.start, end=request.blocks.end),
         lease_ms=round(request.lease_s * 1000), transient=request.transient, keep_outputs=request.keep_outputs,
+        transfer_id=transfer_id,
     )  # fmt: skip
     if request.prompts is None:
         return offer, b""

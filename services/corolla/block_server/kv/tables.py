@@ -63,6 +63,11 @@ class PageTable:
         return self._pages
 
     @property
+    def has_window(self) -> bool:
+        """Whether tokens fall out of sight."""
+        return self._rule.num_kept_tokens is not None
+
+    @property
     def first_token(self) -> int:
         """Position of the first token that is held."""
         return self._first * self._pool.page_tokens

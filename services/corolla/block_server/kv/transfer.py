@@ -66,10 +66,12 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
     """Adds what was copied elsewhere, behind what a session holds already; it forgets what it holds beyond.
 
     Raises:
-        MalformedMessage: the payload has another size than these layers' tokens.
+        MalformedMessage: the payload has another size than these layers' tokens, or tokens are missing that this cache
+            cannot do without.
         OutOfPages: it goes beyond what was reserved.
         ValueError: the cache cannot go on from there.
     """
+    _check_first_tokens(cache, layers, copy)
     expected = sum(
         max(0, copy.end - max(copy.position, first)) * tensor[0].nbytes
         for layer, first in zip(layers, copy.first_tokens, strict=True)
@@ -91,6 +93,18 @@ def give_back(cache: SessionCache, layers: range, first_tokens: Sequence[int]) -
     """Gives back the pages of tokens that the session did not hold where it came from."""
     for layer, first in zip(layers, first_tokens, strict=True):
         cache.tables[cache.store.group_of(layer)].forget_before(first)
+
+
+def _check_first_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
+    """Layers of one group give back the same tokens, whole pages of this cache, and only behind a window."""
+    firsts: dict[int, int] = {}
+    for layer, first in zip(layers, copy.first_tokens, strict=True):
+        group = cache.store.group_of(layer)
+        if firsts.setdefault(group, first) != first:
+            raise MalformedMessage("first_tokens", "layers with the same window hold the same tokens")
+        is_whole = first % cache.pool.page_tokens == 0 and first <= copy.end
+        if first and not (is_whole and cache.tables[group].has_window):
+            raise MalformedMessage("first_tokens", "tokens are missing that blocks look at, or parts of pages")
 
 
 def _pieces(cache: SessionCache, layers: range, copy: TokenCopy, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

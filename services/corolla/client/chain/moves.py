@@ -13,7 +13,11 @@ _PATIENCE_S: Final = 5.0
 
 
 class Moves:
-    """What hops told of sessions that were not opened again since."""
+    """What hops told of sessions.
+
+    What a hop told counts only for a session that is open there in just the epoch that it names: since then nothing was
+    computed anywhere else, so that the other server holds what this hop held.
+    """
 
     def __init__(self) -> None:
         # By session and address of the hop that told it, the oldest first.
@@ -22,17 +26,25 @@ class Moves:
         self._gone: set[str] = set()
 
     def told(self, moved: pb.Moved, address: str) -> None:
-        """A hop says who has the session now; without a hop, that it kept it after all."""
+        """A hop says who has the session now, or that it kept it after all."""
         self._told.pop((moved.session_id, address), None)
         self._told[moved.session_id, address] = moved
         if len(self._told) > _NUM_REMEMBERED:
             del self._told[next(iter(self._told))]
-        self._news.set()
-        self._news = asyncio.Event()
+        self._wake()
 
-    def concerns(self, chain: common_pb2.Chain, identity: SessionIdentity) -> bool:
-        """Whether a hop of the chain handed the session over."""
-        return bool(self._told) and any(self._hop(hop.address, identity) is not None for hop in chain.hops)
+    def refused(self, address: str) -> None:
+        """A hop refused a step for a session that it hands over; how that ends, it says after this."""
+        for key in [key for key, moved in self._told.items() if key[1] == address and not moved.HasField("hop")]:
+            del self._told[key]
+
+    def reachable(self, address: str, *, is_so: bool) -> None:
+        """A server that is gone says nothing any more."""
+        if is_so:
+            self._gone.discard(address)
+            return
+        self._gone.add(address)
+        self._wake()
 
     async def settled(self, address: str, identities: Iterable[SessionIdentity]) -> None:
         """Waits, not for ever, until the hop has said what became of all these sessions."""
@@ -44,31 +56,40 @@ class Moves:
         except TimeoutError:
             return  # the server has other things to do, or is gone; they are looked for elsewhere
 
-    def reachable(self, address: str, *, is_so: bool) -> None:
-        """A server that is gone says nothing any more."""
-        if is_so:
-            self._gone.discard(address)
-            return
-        self._gone.add(address)
-        self._news.set()
-        self._news = asyncio.Event()
+    def concern(self, chain: common_pb2.Chain, identities: Iterable[SessionIdentity]) -> bool:
+        """Whether a hop of the chain handed one of these sessions over."""
+        if not self._told:
+            return False
+        return any(self._hop(hop, each) is not None for each in identities for hop in chain.hops)
 
     def followed(self, chain: common_pb2.Chain, identities: Iterable[SessionIdentity]) -> common_pb2.Chain:
-        """The chain with those hops in place that have the sessions now."""
+        """The chain with those hops in place that have the sessions now.
+
+        Sessions that travel together are handed over one by one; where they came apart, the others are replayed.
+
+        Args:
+            identities: as they are open on the chain.
+        """
         identities = tuple(identities)
-        hops = []
-        for hop in chain.hops:
-            # Sessions that travel together are handed over one by one; what is elsewhere is replayed.
-            hops.append(next((found for each in identities if (found := self._hop(hop.address, each))), hop))
+        hops = [next((found for each in identities if (found := self._hop(hop, each))), hop) for hop in chain.hops]
         return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
 
+    def holders(self, chain: common_pb2.Chain, identity: SessionIdentity) -> list[common_pb2.Hop]:
+        """All hops that may hold something of a session: those of its chain, and who took it over from them."""
+        return [*chain.hops, *(moved for hop in chain.hops if (moved := self._hop(hop, identity)) is not None)]
+
     def forget(self, identities: Iterable[SessionIdentity]) -> None:
-        """The sessions were opened anew: what was told of them before counts no longer."""
+        """The sessions were opened anew, or ended: what was told of them before counts no longer."""
         gone = {identity.session_id for identity in identities}
         for key in [key for key in self._told if key[0] in gone]:
             del self._told[key]
 
-    def _hop(self, address: str, identity: SessionIdentity) -> common_pb2.Hop | None:
-        moved = self._told.get((identity.session_id, address))
-        is_known = moved is not None and moved.HasField("hop") and moved.epoch <= identity.epoch
-        return moved.hop if moved is not None and is_known else None
+    def _hop(self, hop: common_pb2.Hop, identity: SessionIdentity) -> common_pb2.Hop | None:
+        moved = self._told.get((identity.session_id, hop.address))
+        if moved is None or not moved.HasField("hop") or moved.epoch != identity.epoch or moved.hop.span != hop.span:
+            return None
+        return moved.hop
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

@@ -186,13 +186,12 @@ class Recovery:
             return self._refusal(refused, findings)
         # A server that was only frozen frees what it holds as soon as it wakes.
         self._reservations.give_back(places.identities, [hop for hop in before.hops if hop not in chain.hops])
-        places.chain = chain
-        places.max_step_tokens = reservation.max_step_tokens
+        places.open_on(chain, reservation.max_step_tokens)
         return await self._fill_all(places, members, reservation, findings, stale)
 
     def _follow(self, places: Places) -> None:
         """Hops that handed the sessions over make way for those that have them now, as if they always had."""
-        chain = self._moves.followed(places.chain, places.identities)
+        chain = self._moves.followed(places.chain, places.opened)
         self._reservations.give_back(places.identities, [hop for hop in places.chain.hops if hop not in chain.hops])
         self._moves.forget(places.identities)
         places.chain = chain

@@ -5,7 +5,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import torch
@@ -45,16 +45,25 @@ class Places:
 
     Attributes:
         max_step_tokens: that every hop takes in one step.
+        opened: the identities when every hop of the chain was last open.
     """
 
     identities: tuple[SessionIdentity, ...]
     chain: common_pb2.Chain
     options: OpenOptions
     max_step_tokens: int
+    opened: tuple[SessionIdentity, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.opened = self.identities
 
     def reopened(self) -> None:
         """From now on in the next epoch; what is said in the old one counts no longer."""
         self.identities = tuple(identity.reopened() for identity in self.identities)
+
+    def open_on(self, chain: common_pb2.Chain, max_step_tokens: int) -> None:
+        """Every hop of this chain has opened them now."""
+        self.chain, self.max_step_tokens, self.opened = chain, max_step_tokens, self.identities
 
 
 class Replayer:

@@ -97,7 +97,7 @@ class RowGroup:
             raise InternalError("a step has rows, and each row new tokens")
         pasts = [self._past(row) for row in rows]
         account = RecoveryAccount(self._max_recoveries)
-        if any(self._plane.moves.concerns(self.chain, identity) for identity in self.identities):
+        if self._plane.moves.concern(self.chain, self._places.opened):
             await self.recover(HopLeaving("a hop of the chain handed sessions over"), account)
         while True:
             try:
@@ -153,8 +153,8 @@ class RowGroup:
 
     def close(self) -> None:
         """Frees all sequences on every hop."""
-        for hop in self.chain.hops:
-            for identity in self.identities:
+        for identity, opened in zip(self.identities, self._places.opened, strict=True):
+            for hop in self._plane.moves.holders(self.chain, opened):
                 self._plane.tell(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
     def _send(self, rows: Sequence[RowStep], start: int, chunk_tokens: int) -> list[tuple[int, RowFuture]]:

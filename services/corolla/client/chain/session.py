@@ -82,7 +82,7 @@ class ChainSession:
     @property
     def resting_chain(self) -> common_pb2.Chain:
         """Where the next turn finds it, also where a hop has handed it over just now."""
-        return self._plane.moves.followed(self.chain, self._places.identities)
+        return self._plane.moves.followed(self.chain, self._places.opened)
 
     @property
     def position(self) -> int:
@@ -188,7 +188,7 @@ class ChainSession:
     def close(self) -> None:
         """Frees the session's pages on every hop."""
         identity = self._places.identities[0]
-        for hop in self.chain.hops:
+        for hop in self._plane.moves.holders(self.chain, self._places.opened[0]):
             self._plane.tell(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
     def leave_gang(self) -> None:
@@ -208,7 +208,7 @@ class ChainSession:
         """Takes a step, again after each failure that a recovery mends; raises the others."""
         while True:
             try:
-                if self._plane.moves.concerns(self.chain, self._places.identities[0]):
+                if self._plane.moves.concern(self.chain, self._places.opened):
                     raise HopLeaving("a hop of the chain handed the session over")
                 return await step()
             except CorollaError as failure:

@@ -101,6 +101,10 @@ class DataPlane:
         except TimeoutError:
             raise HopUnavailable("a hop of the chain is not reachable", address) from None
 
+    async def _greet(self, address: str) -> None:
+        with contextlib.suppress(CorollaError):  # whoever needs the server learns of it
+            await self.connect(address)
+
     async def open(self, address: str, request: pb.Open, payload: Buffer = b"") -> tuple[pb.Opened, int]:
         """Opens a session on one hop. Raises what the hop answers, or HopUnavailable.
 
@@ -245,9 +249,15 @@ class DataPlane:
             case pb.Opened():
                 self._awaited.opened(control)
             case pb.Fault():
-                self._awaited.fault(control, _error_of(control, address))
+                error = _error_of(control, address)
+                if isinstance(error, HopLeaving):
+                    self.moves.refused(address)
+                self._awaited.fault(control, error)
             case pb.Moved():
                 self.moves.told(control, address)
+                if control.HasField("hop") and control.hop.address not in self._streams:
+                    # The session is opened there soon, or closed.
+                    self._tasks.start(self._greet(control.hop.address), "connection to a server")
             case pb.Welcome():
                 if not stream.welcome.done():
                     stream.welcome.set_result(control)
