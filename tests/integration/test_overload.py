@@ -4,7 +4,9 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +18,7 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
-from tests.integration.refusals import refusal
+from tests.integration.refusals import SERVICE, key_metadata, refusal
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 
@@ -26,16 +28,28 @@ NUM_RUNNING = 3
 NUM_WAITING = 3
 NUM_TOKENS = 200
 PROMPT = "the thin man"
+MAX_BYTES = 1 << 20
+CONTEXT_LENGTH = 8192
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
     folder: Path = tmp_path_factory.mktemp("overload")
-    model = make_tiny_checkpoint("llama", folder / "tiny")
+    # Its context has more tokens than a block server has pages for.
+    changes = {"max_position_embeddings": CONTEXT_LENGTH}
+    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes=changes)
     keys_file = folder / "keys"
     keys_file.write_text("ada:key-ada\nbob:key-bob\n")
-    limits = {"max_running_requests": NUM_RUNNING, "max_waiting_requests": NUM_WAITING, "api_keys_file": keys_file}
-    async with Swarm(folder, model, ["0:2", "2:5"], client=limits, api_key="key-ada") as swarm:
+    limits = {
+        "max_running_requests": NUM_RUNNING,
+        "max_waiting_requests": NUM_WAITING,
+        "max_request_bytes": MAX_BYTES,
+        "max_held_request_bytes": MAX_BYTES,
+        "api_keys_file": keys_file,
+    }
+    async with Swarm(
+        folder, model, ["0:2", "2:5"], server={"kv_cache_mib": 1}, client=limits, api_key="key-ada"
+    ) as swarm:
         yield swarm
 
 
@@ -62,11 +76,12 @@ async def fill(swarm: Swarm, visitors: Visitors) -> list[asyncio.Task[None]]:
     """As many of one tenant's requests as run and wait."""
     tasks = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING + NUM_WAITING)]
 
-    async def is_full() -> bool:
-        return await num_held(swarm) == NUM_RUNNING + NUM_WAITING
-
-    await until(is_full)
+    await until(partial(is_held, swarm, NUM_RUNNING + NUM_WAITING))
     return tasks
+
+
+async def is_held(swarm: Swarm, num_requests: int) -> bool:
+    return await num_held(swarm) == num_requests
 
 
 async def num_held(swarm: Swarm) -> float:
@@ -109,6 +124,71 @@ async def test_a_refusal_comes_at_once_and_says_when_to_come_back(swarm: Swarm) 
     assert not any(task.done() for task in tasks)
     assert took_s < 1
     await asyncio.gather(*tasks)
+    await swarm.until_empty()
+
+
+def a_request(text: str = PROMPT, **stopping: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text=text, stopping=pb.StoppingParameters(**stopping))
+
+
+TOO_MUCH: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
+    "more pages than there are": (
+        a_request(max_tokens=CONTEXT_LENGTH // 2), grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_PAGES",
+    ),
+    "a text far beyond the context": (
+        a_request("word " * (MAX_BYTES // 6)), grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
+    ),
+    "ids far beyond the context": (
+        pb.GenerateRequest(tokens=pb.TokenIds(ids=[40] * (MAX_BYTES // 2))),
+        grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
+    ),
+    "a larger message than is taken": (
+        a_request("word " * (MAX_BYTES // 5)), grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+async def test_what_is_too_much_for_the_model_or_the_servers_is_refused_at_once(swarm: Swarm, name: str) -> None:
+    request, code, reason = TOO_MUCH[name]
+    visitors = Visitors(swarm)
+    busy = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING - 1)]
+    times_s: list[float] = []
+    async with open_channel(swarm.address) as channel:
+        for _ in range(5):
+            started = time.monotonic()
+            refused = await refusal(channel, "GenerateStream", request, api_key="key-ada")
+            times_s.append(time.monotonic() - started)
+            assert (refused.code, refused.reason) == (code, reason)
+            # Coming back helps only where room may be made.
+            assert ("RetryInfo" in refused.details) == (reason == "OUT_OF_PAGES")
+    # The machine may be busy with other things at times.
+    assert min(times_s) < 0.1
+    await asyncio.gather(*busy)
+    assert len(visitors.order) == len(busy)
+    await swarm.until_empty()
+
+
+async def test_the_line_is_bounded_in_bytes(swarm: Swarm) -> None:
+    visitors = Visitors(swarm)
+    running = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING)]
+    await until(partial(is_held, swarm, NUM_RUNNING))
+    # A field that nobody knows is carried along.
+    padding = MAX_BYTES * 2 // 3
+    tag_and_length = bytes([0xFA, 0x3F, *(padding >> shift & 0x7F | 0x80 for shift in (0, 7)), padding >> 14])
+    large = a_request(max_tokens=4).SerializeToString() + tag_and_length + bytes(padding)
+    async with open_channel(swarm.address) as channel:
+        untyped: Any = channel
+        call = untyped.unary_unary(SERVICE + "Generate")
+        waiting = asyncio.ensure_future(call(large, metadata=key_metadata("key-ada")))
+        await until(partial(is_held, swarm, NUM_RUNNING + 1))
+        refused = await refusal(channel, "Generate", large, api_key="key-ada")
+        assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert not any(task.done() for task in running)
+        await asyncio.gather(*running, visitors.visit("ada"), waiting)
+        assert not visitors.refused
+        # Once it is gone, there is room for another.
+        await call(large, metadata=key_metadata("key-ada"))
     await swarm.until_empty()
 
 

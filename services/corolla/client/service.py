@@ -42,6 +42,8 @@ class ClientService:
 
     def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
+        if settings.max_held_request_bytes < settings.max_request_bytes:
+            raise SettingsError("COROLLA_MAX_HELD_REQUEST_BYTES must allow one request of COROLLA_MAX_REQUEST_BYTES")
         self._tenants = Tenants(settings.api_keys_file)
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
@@ -87,7 +89,12 @@ class ClientService:
             transcripts,
             tokenizer,
             ModelLimits(checkpoint.context_length, settings.default_max_tokens, _eos_token_ids(checkpoint)),
-            Admission(settings.max_running_requests, settings.max_waiting_requests, self._metrics),
+            Admission(
+                settings.max_running_requests,
+                settings.max_waiting_requests,
+                settings.max_held_request_bytes,
+                self._metrics,
+            ),
             await asyncio.to_thread(self._speculators, checkpoint, tokenizer),
         )
         facts = ModelFacts(

@@ -32,6 +32,9 @@ class ClientSettings(ServiceSettings):
     max_waiting_requests: int = Field(
         256, ge=0, description="Requests that wait for their turn, shared fairly by tenants; further ones are refused."
     )
+    max_held_request_bytes: int = Field(
+        256 << 20, ge=1024, description="Bytes of all requests that run or wait; further ones are refused."
+    )
     default_max_tokens: int = Field(256, ge=1, description="New tokens when the request does not say.")
     prefill_chunk_tokens: int = Field(256, ge=1, description="Tokens of one prefill step.")
     prefill_chunk_tokens_beside_decode: int = Field(

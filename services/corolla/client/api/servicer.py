@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
@@ -13,7 +14,7 @@ from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.placement import PlacementWatch
 from corolla.client.generation.answer import Delta
-from corolla.client.generation.answering import Answering
+from corolla.client.generation.answering import Answering, Caller
 from corolla.client.generation.sampling import SampledToken
 from corolla.client.generation.usage import Usage
 from corolla.client.text.chat import ChatTemplate, Message, check_roles
@@ -104,11 +105,11 @@ class GenerationServicer:
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         tenant = self._tenants.of(context)
         validation.check_model(request.model, self._facts.name)
-        call = validation.prompt_call(request, self._facts.vocab_size)
-        self._answering.check_room(tenant)
+        call = validation.prompt_call(request, self._facts.vocab_size, self._facts.context_length)
+        caller = Caller(tenant, request.ByteSize(), usage)
         if not call.session_id:
-            prompt_ids = await asyncio.to_thread(self._prompt_ids, call.prompt, True)
-            answers = self._answering.complete(tenant, prompt_ids, call.options, call.num_completions, usage)
+            encode = partial(self._prompt_ids, call.prompt, add_special_tokens=True)
+            answers = self._answering.complete(caller, encode, call.options, call.num_completions)
             async with aclosing(answers) as deltas:
                 async for pair in deltas:
                     yield pair
@@ -118,19 +119,24 @@ class GenerationServicer:
             if record.transcript:
                 raise InvalidRequest("session_id", "this session holds a conversation; continue it with Chat")
             is_first = not record.token_log
-            return len(record.token_log), [*record.token_log, *self._prompt_ids(call.prompt, is_first)]
+            return len(record.token_log), [
+                *record.token_log,
+                *self._prompt_ids(call.prompt, add_special_tokens=is_first),
+            ]
 
         turn = self._answering.continue_session(
-            tenant, call.session_id, next_prompt, lambda record, text: None, call.options, usage
+            caller, call.session_id, next_prompt, lambda record, text: None, call.options
         )
         async with aclosing(turn) as turn_deltas:
             async for delta in turn_deltas:
                 yield 0, delta
 
-    def _prompt_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
+    def _prompt_ids(self, prompt: str | Sequence[int], *, add_special_tokens: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        token_ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        token_ids = self._tokenizer.encode(
+            prompt, add_special_tokens=add_special_tokens, max_tokens=self._facts.context_length
+        )
         if not token_ids:
             raise InvalidRequest("text", "must give at least one token")
         return token_ids
@@ -167,11 +173,12 @@ class GenerationServicer:
         tenant = self._tenants.of(context)
         validation.check_model(request.model, self._facts.name)
         call = validation.chat_call(request, self._facts.vocab_size)
-        self._answering.check_room(tenant)
+        caller = Caller(tenant, request.ByteSize(), usage)
+        max_tokens = self._facts.context_length
         if not call.session_id:
             check_roles(call.messages)
-            prompt_ids = await asyncio.to_thread(self._chat.prompt_ids, call.messages)
-            answers = self._answering.complete(tenant, prompt_ids, call.options, 1, usage)
+            encode = partial(self._chat.prompt_ids, call.messages, max_tokens=max_tokens)
+            answers = self._answering.complete(caller, encode, call.options, 1)
             async with aclosing(answers) as deltas:
                 async for _, delta in deltas:
                     yield delta
@@ -182,13 +189,13 @@ class GenerationServicer:
                 raise InvalidRequest("session_id", "this session holds plain text; continue it with Generate")
             earlier = [Message(message.role, message.content) for message in record.transcript]
             _check_new_messages(earlier, call.messages)
-            return self._chat.next_turn_ids(record.token_log, earlier, call.messages)
+            return self._chat.next_turn_ids(record.token_log, earlier, call.messages, max_tokens=max_tokens)
 
         def remember(record: router_pb2.SessionRecord, text: str) -> None:
             for message in (*call.messages, Message("assistant", text)):
                 record.transcript.add(role=message.role, content=message.content)
 
-        turn = self._answering.continue_session(tenant, call.session_id, next_prompt, remember, call.options, usage)
+        turn = self._answering.continue_session(caller, call.session_id, next_prompt, remember, call.options)
         async with aclosing(turn) as turn_deltas:
             async for delta in turn_deltas:
                 yield delta

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from corolla.chassis.errors import InvalidRequest, ModelNotFound
+from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from corolla.client.generation.options import AnswerOptions
 from corolla.client.generation.resumption import Resumption
 from corolla.client.generation.sampling import SamplingParams
@@ -53,8 +53,8 @@ def check_model(given: str, served: str) -> None:
         raise ModelNotFound("this service does not have that model; see ListModels", given[:256])
 
 
-def prompt_call(request: pb.GenerateRequest, vocab_size: int) -> PromptCall:
-    """Checks a Generate request by itself. Raises InvalidRequest."""
+def prompt_call(request: pb.GenerateRequest, vocab_size: int, context_length: int) -> PromptCall:
+    """Checks a Generate request by itself. Raises InvalidRequest, ContextLengthExceeded."""
     num_completions = request.num_completions if request.HasField("num_completions") else 1
     if not 1 <= num_completions <= MAX_COMPLETIONS:
         raise InvalidRequest("num_completions", f"must be between 1 and {MAX_COMPLETIONS}")
@@ -64,7 +64,7 @@ def prompt_call(request: pb.GenerateRequest, vocab_size: int) -> PromptCall:
         raise InvalidRequest("num_completions", "must be 1 in a request with a name")
     logprobs = request.logprobs if request.HasField("logprobs") else None
     return PromptCall(
-        prompt=_prompt(request, vocab_size),
+        prompt=_prompt(request, vocab_size, context_length),
         options=_options(request, logprobs, vocab_size),
         session_id=request.session_id,
         num_completions=num_completions,
@@ -86,13 +86,15 @@ def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
     return tuple(Message(message.role, message.content) for message in given)
 
 
-def _prompt(request: pb.GenerateRequest, vocab_size: int) -> str | Sequence[int]:
+def _prompt(request: pb.GenerateRequest, vocab_size: int, context_length: int) -> str | Sequence[int]:
     kind = request.WhichOneof("prompt")
     if kind == "text":
         if not request.text:
             raise InvalidRequest("text", "must not be empty")
         return request.text
     if kind == "tokens":
+        if len(request.tokens.ids) > context_length:
+            raise ContextLengthExceeded("prompt", f"exceeds the model's context of {context_length} tokens")
         if not request.tokens.ids:
             raise InvalidRequest("tokens.ids", "must not be empty")
         return _token_ids("tokens.ids", request.tokens, vocab_size)

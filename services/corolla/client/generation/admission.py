@@ -18,30 +18,35 @@ class Admission:
 
     Args:
         max_running: requests at a time.
-        max_waiting: requests that wait for their turn; what they hold is their own message and its token ids.
+        max_waiting: requests that wait for their turn.
+        max_bytes: of the messages of all requests, running and waiting.
     """
 
-    def __init__(self, max_running: int, max_waiting: int, metrics: ClientMetrics) -> None:
-        self._line: WaitingLine[asyncio.Future[None]] = WaitingLine(max_running, max_waiting)
+    def __init__(self, max_running: int, max_waiting: int, max_bytes: int, metrics: ClientMetrics) -> None:
+        self._line: WaitingLine[asyncio.Future[None]] = WaitingLine(max_running, max_waiting, max_bytes)
         self._metrics = metrics
 
-    def check(self, tenant: str) -> None:
-        """Raises QueueFull where a request would be refused, so that no work is done for it."""
-        self._line.check(tenant)
-
     @asynccontextmanager
-    async def request(self, tenant: str, usage: Usage) -> AsyncIterator["RequestMeter"]:
-        """Waits for a place and holds it. Raises QueueFull, at once or when others have more right to wait."""
+    async def request(self, tenant: str, num_bytes: int, usage: Usage) -> AsyncIterator["RequestMeter"]:
+        """Holds a place in the line, and among those who run from the request's turn on.
+
+        Args:
+            num_bytes: of its message.
+
+        Raises:
+            QueueFull: there is no room in the line.
+        """
         ticket = asyncio.get_running_loop().create_future()
-        displaced = self._line.enter(tenant, ticket)
-        if displaced is not None and not displaced.done():
-            displaced.set_exception(QueueFull("the service has more requests than it takes; others had fewer"))
-        meter = RequestMeter(self._metrics, usage)
+        for displaced in self._line.enter(tenant, ticket, num_bytes):
+            if not displaced.done():
+                displaced.set_exception(QueueFull("the service has more requests than it takes; others had fewer"))
+        meter = RequestMeter(self._metrics, usage, ticket)
         try:
             self._admit()
-            await ticket
             yield meter
         finally:
+            if not ticket.cancel() and not ticket.cancelled():
+                ticket.exception()  # seen: the request may have failed before it asked for its turn
             self._line.leave(ticket)
             self._admit()
             meter.close()
@@ -54,11 +59,12 @@ class Admission:
 
 
 class RequestMeter:
-    """Feeds the metrics of one request."""
+    """One request: its turn and what the metrics learn of it."""
 
-    def __init__(self, metrics: ClientMetrics, usage: Usage) -> None:
+    def __init__(self, metrics: ClientMetrics, usage: Usage, ticket: asyncio.Future[None]) -> None:
         self._metrics = metrics
         self._usage = usage
+        self._ticket = ticket
         self._newest_token_s: dict[int, float] = {}
         self._is_waiting = True
         metrics.waiting.inc()
@@ -67,6 +73,12 @@ class RequestMeter:
     def started_s(self) -> float:
         """When the request began, by `time.monotonic()`."""
         return self._usage.started_s
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Waits for the request's turn. Raises QueueFull when others have more right to wait."""
+        await self._ticket
+        yield
 
     def prompt(self, num_tokens: int, num_cached_tokens: int, num_recomputed_tokens: int) -> None:
         """The chain is open and the prompt known: what of it the hops still had, and what of the log they had lost."""

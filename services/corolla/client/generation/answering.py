@@ -36,6 +36,19 @@ Remember = Callable[[router_pb2.SessionRecord, str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and what the request takes.
+
+    Attributes:
+        num_bytes: of the request's message.
+    """
+
+    tenant: str
+    num_bytes: int
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
 class ModelLimits:
     """What bounds an answer."""
 
@@ -63,52 +76,50 @@ class Answering:
         self._admission = admission
         self._speculators = speculators
 
-    def check_room(self, tenant: str) -> None:
-        """Raises QueueFull where a request of this tenant would be refused."""
-        self._admission.check(tenant)
-
     async def complete(
-        self, tenant: str, prompt_ids: Sequence[int], options: AnswerOptions, num_completions: int, usage: Usage
+        self, caller: Caller, encode: Callable[[], Sequence[int]], options: AnswerOptions, num_completions: int
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Answers a prompt once or several times, in sessions that end with the answer.
+
+        Args:
+            encode: gives the prompt's ids. It works while the request waits for its turn, so that what is wrong with
+                the prompt is known at once, and no more prompts are encoded than may wait.
 
         Yields:
             `(index, delta)` as they come; of each index the last has a finish reason.
         """
+        tenant = caller.tenant
         self._speculators.check(options.speculation)
-        max_tokens = self._max_tokens(len(prompt_ids), options)
-        async with self._admission.request(tenant, usage) as meter:
+        async with self._admission.request(tenant, caller.num_bytes, caller.usage) as meter:
+            prompt_ids = await asyncio.to_thread(encode)
+            max_tokens = self._max_tokens(len(prompt_ids), options)
             answers = [
                 self._complete_one(tenant, prompt_ids, _seeded(options, index), max_tokens, index, meter)
                 for index in range(num_completions)
             ]
-            async with aclosing(merge(answers)) as deltas:
+            async with meter.running(), aclosing(merge(answers)) as deltas:
                 async for delta in deltas:
                     yield delta
 
     async def continue_session(
-        self,
-        tenant: str,
-        session_id: str,
-        next_prompt: NextPrompt,
-        remember: Remember,
-        options: AnswerOptions,
-        usage: Usage,
+        self, caller: Caller, session_id: str, next_prompt: NextPrompt, remember: Remember, options: AnswerOptions
     ) -> AsyncGenerator[Delta, None]:
         """Runs one turn of a session. If it does not finish, the session stays as it was before.
 
         A turn that its caller named is run once: asked for again, it is told again.
         """
+        tenant = caller.tenant
         self._speculators.check(options.speculation)
         resumption = options.resumption
         turn_name = "" if resumption is None else resumption.name_of_turn(tenant)
         async with (
-            self._admission.request(tenant, usage) as meter,
+            self._admission.request(tenant, caller.num_bytes, caller.usage) as meter,
+            meter.running(),
             self._transcripts.turn(session_id, tenant, turn_name) as turn,
         ):
             record = turn.record
             if resumption is not None and record.last_turn == turn_name:
-                for delta in resumption.missing_of(self._last_answer(record, options, usage)):
+                for delta in resumption.missing_of(self._last_answer(record, options, caller.usage)):
                     yield delta
                 return
             earlier = common_pb2.Chain()

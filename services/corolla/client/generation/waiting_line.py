@@ -1,7 +1,7 @@
 """Who runs, who waits and who is refused, when more come than can run. Pure."""
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 from corolla.chassis.errors import QueueFull
@@ -10,24 +10,31 @@ Ticket = TypeVar("Ticket", bound=Hashable)
 
 
 class WaitingLine(Generic[Ticket]):
-    """A bounded line that tenants share fairly.
+    """A line, bounded in tickets and in bytes, that tenants share fairly.
 
     The next place goes to the tenant that has the fewest running (of several, to the one whose last turn is longest
     ago), and within a tenant to who came first. So nobody who has less is passed over, and among T tenants that wait
-    each comes to its share of 1/T of the places. Where the line is full, who comes takes the place of the newest of the
-    tenant that has most waiting, if that is more than its own.
+    each comes to its share of 1/T of the places.
+
+    Where the line is full, the newest tickets of the tenant that has the largest share of it make room for who comes,
+    as long as that share is larger than the newcomer's own. A share is that of the tickets or of the bytes, whichever
+    is larger (Ghodsi et al.: "Dominant Resource Fairness", 2011).
 
     Args:
         max_running: tickets that run at a time.
         max_waiting: tickets that wait at a time.
+        max_bytes: what all tickets hold, those that run and those that wait.
     """
 
-    def __init__(self, max_running: int, max_waiting: int) -> None:
+    def __init__(self, max_running: int, max_waiting: int, max_bytes: int) -> None:
         self._max_running = max_running
         self._max_waiting = max_waiting
+        self._max_bytes = max_bytes
         self._running: dict[Ticket, str] = {}
         # By tenant, in order of arrival; no tenant without tickets.
         self._waiting: dict[str, list[Ticket]] = {}
+        # Bytes of all tickets.
+        self._sizes: dict[Ticket, int] = {}
         # When the tenants that run or wait had their last turn; those that had none yet are missing.
         self._last_turns: dict[str, int] = {}
         self._num_turns = 0
@@ -40,27 +47,23 @@ class WaitingLine(Generic[Ticket]):
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def check(self, tenant: str) -> None:
-        """Raises QueueFull where `enter` would."""
-        if self._has_room():
-            return
-        if max(map(len, self._waiting.values()), default=0) <= len(self._waiting.get(tenant, ())) + 1:
-            raise QueueFull("the service has as many requests as it takes, running and waiting")
+    @property
+    def num_bytes(self) -> int:
+        """What all tickets hold."""
+        return sum(self._sizes.values())
 
-    def enter(self, tenant: str, ticket: Ticket) -> Ticket | None:
-        """Puts a ticket in line. Returns the one that must leave for it, if any.
+    def enter(self, tenant: str, ticket: Ticket, num_bytes: int) -> list[Ticket]:
+        """Puts a ticket in line. Returns those that must leave for it; often none.
 
         Raises:
-            QueueFull: there is no room, and no other tenant has two more waiting than this one.
+            QueueFull: there is no room, and no other tenant has a larger share; nothing changed.
         """
-        self.check(tenant)
-        displaced = None
-        if not self._has_room():
-            longest = max(self._waiting, key=lambda each: len(self._waiting[each]))
-            displaced = self._waiting[longest][-1]
-            self._remove(longest, displaced)
+        displaced = self._displaced(tenant, num_bytes)
+        for loser, theirs in displaced:
+            self._remove(loser, theirs)
         self._waiting.setdefault(tenant, []).append(ticket)
-        return displaced
+        self._sizes[ticket] = num_bytes
+        return [theirs for _, theirs in displaced]
 
     def admit(self) -> list[Ticket]:
         """Those who run from now on."""
@@ -69,8 +72,9 @@ class WaitingLine(Generic[Ticket]):
         while self._waiting and len(self._running) < self._max_running:
             tenant = min(self._waiting, key=lambda each: (num_running[each], self._last_turns.get(each, 0)))
             ticket = self._waiting[tenant][0]
+            size = self._sizes[ticket]
             self._remove(tenant, ticket)
-            self._running[ticket] = tenant
+            self._running[ticket], self._sizes[ticket] = tenant, size
             self._num_turns += 1
             self._last_turns[tenant] = self._num_turns
             num_running[tenant] += 1
@@ -80,7 +84,9 @@ class WaitingLine(Generic[Ticket]):
     def leave(self, ticket: Ticket) -> None:
         """A ticket is done with, whether it ran, waited or was displaced."""
         tenant = self._running.pop(ticket, None)
-        if tenant is None:
+        if tenant is not None:
+            del self._sizes[ticket]
+        else:
             tenant = next((each for each, tickets in self._waiting.items() if ticket in tickets), None)
             if tenant is None:
                 return
@@ -90,9 +96,30 @@ class WaitingLine(Generic[Ticket]):
 
     def _remove(self, tenant: str, ticket: Ticket) -> None:
         self._waiting[tenant].remove(ticket)
+        del self._sizes[ticket]
         if not self._waiting[tenant]:
             del self._waiting[tenant]
 
-    def _has_room(self) -> bool:
-        num_free = self._max_running - len(self._running)
-        return self.num_waiting < self._max_waiting + num_free
+    def _displaced(self, tenant: str, num_bytes: int) -> list[tuple[str, Ticket]]:
+        """Who must leave for a newcomer. Raises QueueFull."""
+        num_places = self._max_waiting + self._max_running - len(self._running) - self.num_waiting
+        num_free_bytes = self._max_bytes - self.num_bytes
+        displaced: list[tuple[str, Ticket]] = []
+        if num_places >= 1 and num_free_bytes >= num_bytes:
+            return displaced
+        staying = {each: list(tickets) for each, tickets in self._waiting.items()}
+        own_share = self._share(staying.get(tenant, ()), 1, num_bytes)
+        while num_places < 1 or num_free_bytes < num_bytes:
+            shares = {each: self._share(tickets) for each, tickets in staying.items()}
+            largest = max(shares, key=shares.__getitem__, default=tenant)
+            if shares.get(largest, 0.0) <= own_share:
+                raise QueueFull("the service has as many requests as it takes, running and waiting")
+            ticket = staying[largest].pop()
+            displaced.append((largest, ticket))
+            num_places += 1
+            num_free_bytes += self._sizes[ticket]
+        return displaced
+
+    def _share(self, tickets: Sequence[Ticket], num_more: int = 0, num_more_bytes: int = 0) -> float:
+        num_bytes = sum(self._sizes[ticket] for ticket in tickets) + num_more_bytes
+        return max((len(tickets) + num_more) / max(1, self._max_waiting), num_bytes / self._max_bytes)

@@ -81,12 +81,23 @@ class ChatTemplate:
             raise InvalidRequest("messages", "the model's chat template does not accept this conversation") from error
         return str(text)
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation up to where the assistant's answer begins. The template writes its own BOS."""
-        return self._tokenizer.encode(self.render(messages, add_generation_prompt=True), add_special_tokens=False)
+    def prompt_ids(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> list[int]:
+        """The ids of a conversation up to where the assistant's answer begins. The template writes its own BOS.
+
+        Raises:
+            InvalidRequest: as `render`.
+            ContextLengthExceeded: there are far more than `max_tokens`.
+        """
+        rendering = self.render(messages, add_generation_prompt=True)
+        return self._tokenizer.encode(rendering, add_special_tokens=False, max_tokens=max_tokens)
 
     def next_turn_ids(
-        self, log_ids: Sequence[int], earlier: Sequence[Message], new: Sequence[Message]
+        self,
+        log_ids: Sequence[int],
+        earlier: Sequence[Message],
+        new: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
     ) -> tuple[int, list[int]]:
         """The token log of a session's next turn, so that as little as possible is processed again.
 
@@ -101,16 +112,17 @@ class ChatTemplate:
 
         Raises:
             InvalidRequest: as `render`.
+            ContextLengthExceeded: far more than `max_tokens` are new.
         """
         rendering = self.render([*earlier, *new], add_generation_prompt=True)
         num_kept_tokens = self._num_tokens_within(log_ids, rendering)
         kept_text = self._spelled(log_ids[:num_kept_tokens])
-        rest_ids = self._tokenizer.encode(rendering[len(kept_text) :], add_special_tokens=False)
+        rest_ids = self._tokenizer.encode(rendering[len(kept_text) :], add_special_tokens=False, max_tokens=max_tokens)
         token_ids = [*log_ids[:num_kept_tokens], *rest_ids]
         if self._spelled(token_ids) == rendering:
             return num_kept_tokens, token_ids
         # This tokenizer does not spell texts as they were given, or not in parts: only equal ids are sure then.
-        token_ids = self._tokenizer.encode(rendering, add_special_tokens=False)
+        token_ids = self._tokenizer.encode(rendering, add_special_tokens=False, max_tokens=max_tokens)
         return _num_equal(log_ids, token_ids), token_ids
 
     def _num_tokens_within(self, log_ids: Sequence[int], rendering: str) -> int:

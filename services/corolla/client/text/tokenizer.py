@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from corolla.chassis.errors import CheckpointError, InvalidRequest
+from corolla.chassis.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
+
+# Most texts have fewer characters to a token, so that one look at the beginning of a long one is enough.
+_FIRST_CHARS_PER_TOKEN: Final = 6
+_MAX_TOKENS_AT_CUT: Final = 128
 
 
 class TextTokenizer:
@@ -47,17 +52,34 @@ class TextTokenizer:
         """How many ids there are, added tokens included; the model's embedding may be larger."""
         return len(self.hf_tokenizer)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """The text's token ids; with the tokenizer's own frame (such as a first BOS token) unless told otherwise.
+
+        Args:
+            max_tokens: at least 1; a text of far more is refused before all of it is looked at, which may take seconds.
 
         Raises:
             InvalidRequest: the text holds a lone surrogate, which is no character.
+            ContextLengthExceeded: there are far more than `max_tokens`; a few more are the caller's to refuse.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("text", "must be valid Unicode") from error
+        if max_tokens is not None:
+            self._refuse_long(text, max_tokens)
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def _refuse_long(self, text: str, max_tokens: int) -> None:
+        """A beginning has the same tokens by itself and in the whole text, but for some at the cut."""
+        num_chars = _FIRST_CHARS_PER_TOKEN * max_tokens
+        while num_chars < len(text):
+            if len(self._encode(text[:num_chars], add_special_tokens=False)) > max_tokens + _MAX_TOKENS_AT_CUT:
+                raise ContextLengthExceeded("prompt", f"exceeds the model's context of {max_tokens} tokens")
+            num_chars *= 2
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids exactly as the tokenizer spells it; bytes that are no UTF-8 become U+FFFD."""

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from corolla.chassis.errors import QueueFull
+from corolla.chassis.errors import ContextLengthExceeded, QueueFull
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.stopping import FinishReason
 from corolla.client.generation.usage import Usage
@@ -15,9 +15,9 @@ TENANT = "ada"
 class Door:
     """An admission, and what its metrics say."""
 
-    def __init__(self, max_running: int, max_waiting: int = 0) -> None:
+    def __init__(self, max_running: int, max_waiting: int = 0, max_bytes: int = 1000) -> None:
         self._registry = CollectorRegistry()
-        self.admission = Admission(max_running, max_waiting, ClientMetrics(self._registry))
+        self.admission = Admission(max_running, max_waiting, max_bytes, ClientMetrics(self._registry))
 
     def value(self, name: str, **labels: str) -> float:
         return self._registry.get_sample_value(f"corolla_{name}", labels) or 0
@@ -30,7 +30,7 @@ class Door:
 
 async def test_a_request_waits_until_its_prompt_is_known_and_then_runs() -> None:
     door, usage = Door(2), Usage()
-    async with door.admission.request(TENANT, usage) as meter:
+    async with door.admission.request(TENANT, 1, usage) as meter:
         assert door.held == (1, 0)
         meter.prompt(10, 4, 2)
         assert door.held == (0, 1)
@@ -47,7 +47,7 @@ async def test_every_way_out_gives_the_place_back(is_known: bool) -> None:
     door = Door(1)
     for _ in range(3):
         with pytest.raises(GeneratorExit):  # noqa: PT012
-            async with door.admission.request(TENANT, Usage()) as meter:
+            async with door.admission.request(TENANT, 1, Usage()) as meter:
                 if is_known:
                     meter.prompt(1, 0, 0)
                 raise GeneratorExit
@@ -56,20 +56,18 @@ async def test_every_way_out_gives_the_place_back(is_known: bool) -> None:
 
 async def test_one_too_many_is_refused_and_takes_nothing() -> None:
     door = Door(1)
-    async with door.admission.request(TENANT, Usage()):
+    async with door.admission.request(TENANT, 1, Usage()):
         with pytest.raises(QueueFull):
-            door.admission.check(TENANT)
-        with pytest.raises(QueueFull):
-            async with door.admission.request(TENANT, Usage()):
+            async with door.admission.request(TENANT, 1, Usage()):
                 pass
         assert door.held == (1, 0)
-    async with door.admission.request(TENANT, Usage()):
+    async with door.admission.request(TENANT, 1, Usage()):
         pass
 
 
 async def test_tokens_and_ends_are_counted() -> None:
     door, usage = Door(1), Usage()
-    async with door.admission.request(TENANT, usage) as meter:
+    async with door.admission.request(TENANT, 1, usage) as meter:
         meter.prompt(3, 0, 0)
         for index in (0, 1, 0, 1, 0):
             meter.token(index)
@@ -83,7 +81,7 @@ async def test_tokens_and_ends_are_counted() -> None:
 
 
 async def visit(door: Door, tenant: str, ran: list[str], leave: asyncio.Event) -> None:
-    async with door.admission.request(tenant, Usage()):
+    async with door.admission.request(tenant, 1, Usage()) as meter, meter.running():
         ran.append(tenant)
         await leave.wait()
 
@@ -126,5 +124,29 @@ async def test_a_caller_that_leaves_the_line_leaves_no_gap(num_turns: int) -> No
     await asyncio.gather(first, second, third, return_exceptions=True)
     assert ran[-1] == "cyd"
     assert door.held == (0, 0)
-    async with door.admission.request("ada", Usage()):
+    async with door.admission.request("ada", 1, Usage()) as meter, meter.running():
         pass
+
+
+async def test_what_requests_hold_is_bounded_in_bytes() -> None:
+    door = Door(4, max_waiting=4, max_bytes=100)
+    async with door.admission.request(TENANT, 60, Usage()):
+        with pytest.raises(QueueFull):
+            async with door.admission.request(TENANT, 41, Usage()):
+                pass
+        async with door.admission.request(TENANT, 40, Usage()) as meter, meter.running():
+            assert door.held == (2, 0)
+
+
+async def test_a_prompt_that_is_refused_before_its_turn_leaves_the_line() -> None:
+    door, ran, leave = Door(1, max_waiting=1), list[str](), asyncio.Event()
+    running = asyncio.create_task(visit(door, "ada", ran, leave))
+    await asyncio.sleep(0)
+    with pytest.raises(ContextLengthExceeded):
+        async with door.admission.request("bob", 1, Usage()):
+            raise ContextLengthExceeded("prompt", "is too long")
+    next_one = asyncio.create_task(visit(door, "bob", ran, leave))
+    await asyncio.sleep(0)
+    leave.set()
+    await asyncio.gather(running, next_one)
+    assert ran == ["ada", "bob"]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -9,6 +10,7 @@ from corolla.chassis.errors import QueueFull
 from corolla.client.generation.waiting_line import WaitingLine
 
 TENANTS = ("ada", "bob", "cyd")
+MAX_BYTES = 100
 
 
 class Line(RuleBasedStateMachine):
@@ -17,10 +19,24 @@ class Line(RuleBasedStateMachine):
     @initialize(max_running=st.integers(1, 4), max_waiting=st.integers(0, 6))
     def open(self, max_running: int, max_waiting: int) -> None:
         self.max_running, self.max_waiting = max_running, max_waiting
-        self.line: WaitingLine[int] = WaitingLine(max_running, max_waiting)
+        self.line: WaitingLine[int] = WaitingLine(max_running, max_waiting, MAX_BYTES)
         self.running: dict[int, str] = {}
         self.waiting: dict[int, str] = {}
+        self.sizes: dict[int, int] = {}
         self.number = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes[each] for each in (*self.running, *self.waiting))
+
+    def fits(self, num_bytes: int) -> bool:
+        num_held = len(self.running) + len(self.waiting)
+        return num_held < self.max_running + self.max_waiting and self.num_bytes + num_bytes <= MAX_BYTES
+
+    def share(self, tenant: str, num_more: int = 0, num_more_bytes: int = 0) -> float:
+        mine = [number for number, its in self.waiting.items() if its == tenant]
+        num_bytes = sum(self.sizes[number] for number in mine) + num_more_bytes
+        return max((len(mine) + num_more) / max(1, self.max_waiting), num_bytes / MAX_BYTES)
 
     def admit(self) -> None:
         for ticket in self.line.admit():
@@ -30,23 +46,25 @@ class Line(RuleBasedStateMachine):
             assert all(ticket < other for other, its in self.waiting.items() if its == tenant), "overtaken"
             self.running[ticket] = tenant
 
-    @rule(tenant=st.sampled_from(TENANTS))
-    def enter(self, tenant: str) -> None:
+    @rule(tenant=st.sampled_from(TENANTS), num_bytes=st.one_of(st.just(0), st.integers(0, MAX_BYTES)))
+    def enter(self, tenant: str, num_bytes: int) -> None:
         self.number += 1
-        waiting = Counter(self.waiting.values())
+        own_share = self.share(tenant, 1, num_bytes)
         try:
-            displaced = self.line.enter(tenant, self.number)
+            displaced = self.line.enter(tenant, self.number, num_bytes)
         except QueueFull:
-            assert len(self.running) == self.max_running
-            assert len(self.waiting) == self.max_waiting
-            assert all(number <= waiting[tenant] + 1 for number in waiting.values())
+            assert not self.fits(num_bytes)
+            num_running_bytes = sum(self.sizes[each] for each in self.running)
+            assert own_share > (1 - num_running_bytes / MAX_BYTES) / len(TENANTS), "less than its part was refused"
             return
-        self.waiting[self.number] = tenant
-        if displaced is not None:
-            loser = self.waiting.pop(displaced)
-            assert len(self.waiting) == self.max_waiting
-            assert waiting[loser] == max(waiting.values()) > waiting[tenant] + 1
-            assert displaced > max((each for each, its in self.waiting.items() if its == loser), default=0)
+        for loser in displaced:
+            assert not self.fits(num_bytes), "left for nothing"
+            its_tenant = self.waiting[loser]
+            assert self.share(its_tenant) == max(map(self.share, TENANTS)) > own_share
+            assert loser == max(each for each, its in self.waiting.items() if its == its_tenant)
+            del self.waiting[loser]
+        assert self.fits(num_bytes)
+        self.waiting[self.number], self.sizes[self.number] = tenant, num_bytes
         self.admit()
 
     @rule(data=st.data())
@@ -66,6 +84,7 @@ class Line(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_and_nothing_too_much(self) -> None:
         assert (self.line.num_running, self.line.num_waiting) == (len(self.running), len(self.waiting))
+        assert self.line.num_bytes == self.num_bytes <= MAX_BYTES
         assert len(self.running) <= self.max_running
         assert len(self.waiting) <= self.max_waiting
         assert not self.waiting or len(self.running) == self.max_running, "a place stays empty while somebody waits"
@@ -75,11 +94,22 @@ TestLine = Line.TestCase
 
 
 def test_tenants_take_turns() -> None:
-    line: WaitingLine[str] = WaitingLine(1, 10)
+    line: WaitingLine[str] = WaitingLine(1, 10, max_bytes=100)
     for ticket in ("a0", "a1", "a2", "b0", "b1", "c0"):
-        line.enter(ticket[0], ticket)
+        line.enter(ticket[0], ticket, 1)
     order = []
     while ticket_now := line.admit():
         order += ticket_now
         line.leave(ticket_now[0])
     assert order == ["a0", "b0", "c0", "a1", "b1", "a2"]
+
+
+def test_few_large_requests_make_room_for_small_ones_of_others() -> None:
+    line: WaitingLine[str] = WaitingLine(1, 10, max_bytes=100)
+    for ticket in ("a0", "a1", "a2"):
+        assert line.enter("ada", ticket, 30) == []
+    line.admit()
+    assert line.enter("bob", "b0", 20) == ["a2"]
+    with pytest.raises(QueueFull):
+        line.enter("ada", "a3", 30)
+    assert line.enter("ada", "a4", 20) == []

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from corolla.chassis.errors import CheckpointError, InvalidRequest
+from corolla.chassis.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
 from corolla.client.text.tokenizer import TextTokenizer
 
 TEXT = " Two  spaces, café 你好 😀\n\tand <|im_end|> don't stop ."
@@ -40,6 +40,16 @@ def test_token_text_spells_special_tokens(byte_level_tokenizer: TextTokenizer) -
 def test_a_lone_surrogate_is_refused(byte_level_tokenizer: TextTokenizer) -> None:
     with pytest.raises(InvalidRequest):
         byte_level_tokenizer.encode("a\ud800b")
+
+
+@pytest.mark.parametrize("text", ["a", "word ", "two  spaces\n", " "])
+def test_far_too_long_a_text_is_refused_before_all_of_it_is_encoded(any_tokenizer: TextTokenizer, text: str) -> None:
+    text *= 20_000
+    num_tokens = len(any_tokenizer.encode(text))
+    assert any_tokenizer.encode(text, max_tokens=max(num_tokens, 1)) == any_tokenizer.encode(text)
+    if num_tokens > 1000:
+        with pytest.raises(ContextLengthExceeded):
+            any_tokenizer.encode(text, max_tokens=500)
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
