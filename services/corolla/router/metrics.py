@@ -30,6 +30,12 @@ class RouterMetrics:
             ["model"],
             registry=registry,
         )
+        self._single_copy_blocks = Gauge(
+            "corolla_single_copy_blocks",
+            "Blocks of the model that one ready block server alone holds.",
+            ["model"],
+            registry=registry,
+        )
         self._servers = Gauge(
             "corolla_registered_servers", "Block servers with a lease, by state.", ["model", "state"], registry=registry
         )
@@ -61,6 +67,7 @@ class RouterMetrics:
         for state, name in _STATES.items():
             self._servers.labels(model, name).set(states[state])
         self._uncovered_blocks.labels(model).set(sum(map(len, roster.uncovered())))
+        self._single_copy_blocks.labels(model).set(roster.num_single_copy_blocks())
         self._sessions.labels(model).set(num_sessions)
 
     def forget(self, model: str) -> None:
@@ -70,4 +77,5 @@ class RouterMetrics:
         for name in _STATES.values():
             self._servers.remove(model, name)
         self._uncovered_blocks.remove(model)
+        self._single_copy_blocks.remove(model)
         self._sessions.remove(model)

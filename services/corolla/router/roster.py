@@ -3,6 +3,7 @@
 Pure: turns what servers report into what placement and planner reckon with, and into the message that is pushed.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -71,10 +72,21 @@ class Roster:
         """Blocks without a ready server, of the fingerprint that covers most."""
         if not self.is_known:
             return []
+        return least_uncovered(self._by_fingerprint(), Span(0, self.num_blocks))
+
+    def num_single_copy_blocks(self) -> int:
+        """Blocks that one ready server alone holds, of the fingerprint that covers most."""
+        copies = [
+            Counter(block for each in group for block in range(each.span.start, each.span.end))
+            for group in self._by_fingerprint()
+        ]
+        return list(max(copies, key=len, default=Counter()).values()).count(1)
+
+    def _by_fingerprint(self) -> Collection[list[Candidate]]:
         groups: dict[str, list[Candidate]] = {}
         for candidate in self.candidates():
             groups.setdefault(candidate.fingerprint, []).append(candidate)
-        return least_uncovered(groups.values(), Span(0, self.num_blocks))
+        return groups.values()
 
     def placement(self) -> pb.Placement:
         """The message for watchers, with the cheapest chain if there is one."""

@@ -1,0 +1,124 @@
+{{/* Settings of a pod that the restricted Pod Security level asks for. */}}
+{{- define "corolla.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .user }}
+runAsGroup: {{ .user }}
+fsGroup: {{ .user }}
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "corolla.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Where a pod may run: dict "values" "selector". */}}
+{{- define "corolla.scheduling" -}}
+{{- with .values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+{{- if .values.topologySpreadConstraints }}
+  {{- toYaml .values.topologySpreadConstraints | nindent 2 }}
+{{- else }}
+{{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+  - maxSkew: 1
+    topologyKey: {{ . }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- $.selector | nindent 8 }}
+{{- end }}
+{{- end }}
+{{- with .values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Asks for gRPC health; the kubelet does so itself from 1.24 on. dict "root" "port". */}}
+{{- define "corolla.healthCheck" -}}
+{{- if semverCompare ">=1.24.0-0" .root.Capabilities.KubeVersion.Version }}
+grpc: {port: {{ .port }}}
+{{- else }}
+exec: {command: [python, -m, corolla.chassis.probe, {{ .port | quote }}]}
+{{- end }}
+{{- end }}
+
+{{/* Probes. Only a process that no longer accepts connections is restarted: one that is not ready loads, drains or
+     waits, and a restart would make that worse. dict "root" "port" "startupSeconds". */}}
+{{- define "corolla.probes" -}}
+startupProbe:
+  {{- include "corolla.healthCheck" . | nindent 2 }}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ ceil (divf .startupSeconds 5) | max 1 }}
+readinessProbe:
+  {{- include "corolla.healthCheck" . | nindent 2 }}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: 2
+livenessProbe:
+  tcpSocket: {port: {{ .port }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end }}
+
+{{/* Environment of containers that load the model. */}}
+{{- define "corolla.modelEnv" -}}
+{{- with .Values.model.hub.existingSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.model.hub.tokenKey }}}}
+{{- end }}
+{{- end }}
+
+{{- define "corolla.modelMounts" -}}
+- {name: cache, mountPath: /cache}
+{{- if .Values.model.volume.existingClaim }}
+- {name: models, mountPath: {{ .Values.model.volume.path }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "corolla.modelVolumes" -}}
+- name: cache
+  {{- if .Values.model.cache.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .Values.model.cache.existingClaim }}}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ .Values.model.cache.sizeLimit }}}
+  {{- end }}
+{{- with .Values.model.volume.existingClaim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "corolla.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* How many pods may be away at a time by somebody's wish: dict "maxUnavailable" "replicas". */}}
+{{- define "corolla.maxUnavailable" -}}
+{{- if eq (toString .maxUnavailable) "" -}}
+{{ ternary 1 0 (gt (int .replicas) 1) }}
+{{- else -}}
+{{ .maxUnavailable }}
+{{- end -}}
+{{- end }}
+
+{{- define "corolla.budgetVersion" -}}
+{{ ternary "policy/v1" "policy/v1beta1" (semverCompare ">=1.21.0-0" .Capabilities.KubeVersion.Version) }}
+{{- end }}

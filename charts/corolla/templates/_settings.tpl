@@ -1,0 +1,41 @@
+{{/* A component's settings by name as COROLLA_* variables. JSON keeps large numbers from becoming powers of ten.
+     Running calls get what the pod's grace leaves, but for a moment, unless the settings say otherwise. */}}
+{{- define "corolla.settings" -}}
+{{- $grace := sub .terminationGracePeriodSeconds (default 0 .preStopSeconds) | add -5 | max 0 | min 600 }}
+{{- range $name, $value := merge (deepCopy .settings) (dict "graceS" $grace) }}
+COROLLA_{{ snakecase $name | upper }}: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
+{{- end }}
+{{- end }}
+
+{{/* What every service is told. */}}
+{{- define "corolla.commonSettings" -}}
+COROLLA_METRICS_PORT: {{ .Values.metrics.port | quote }}
+{{- end }}
+
+{{/* What block servers and client service are told of the model; they must agree on it. */}}
+{{- define "corolla.modelSettings" -}}
+COROLLA_MODEL: {{ .Values.model.name | quote }}
+{{- with .Values.model.revision }}
+COROLLA_REVISION: {{ . | quote }}
+{{- end }}
+COROLLA_DTYPE: {{ .Values.model.dtype }}
+COROLLA_QUANTIZATION: {{ .Values.model.quantization }}
+COROLLA_ROUTER: {{ include "corolla.routerTarget" . }}
+HF_HOME: /cache
+{{- if .Values.model.offline }}
+HF_HUB_OFFLINE: "1"
+{{- end }}
+{{- with .Values.model.hub.endpoint }}
+HF_ENDPOINT: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Pools by name. The default stands here and not in values.yaml, where Helm would merge it with the given ones. */}}
+{{- define "corolla.pools" -}}
+{{- default (dict "main" dict) .Values.blockServer.pools | toYaml -}}
+{{- end }}
+
+{{/* A pool's values over the defaults: dict "root" "pool". */}}
+{{- define "corolla.pool" -}}
+{{- mergeOverwrite (deepCopy .root.Values.blockServer.defaults) (deepCopy (default dict .pool)) | toYaml -}}
+{{- end }}

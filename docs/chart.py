@@ -1,0 +1,213 @@
+"""Writes the chart's values.schema.json and README.md from values.yaml and the services' settings models.
+
+python docs/chart.py FOLDER
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from pydantic_settings import BaseSettings
+
+from corolla.block_server.settings import BlockServerSettings
+from corolla.chassis.metrics import INTER_TOKEN_BUCKETS, TIME_TO_FIRST_TOKEN_BUCKETS
+from corolla.client.settings import ClientSettings
+from corolla.router.settings import RouterSettings
+
+CHART: Final = Path(__file__).resolve().parents[1] / "charts" / "corolla"
+
+SETTINGS: Final[dict[str, type[BaseSettings]]] = {
+    "blockServer.defaults": BlockServerSettings,
+    "router": RouterSettings,
+    "client": ClientSettings,
+}
+"""Where in the values each service's `settings` stand."""
+
+SET_BY_THE_CHART: Final = {
+    "blockServer.defaults": frozenset(
+        {
+            "advertised_host", "blocks", "device", "dtype", "metrics_port", "model", "pod_uid", "port", "quantization",
+            "revision", "router",
+        }
+    ),
+    "router": frozenset({"metrics_port", "port", "redis_url"}),
+    "client": frozenset(
+        {"api_keys_file", "dtype", "metrics_port", "model", "port", "quantization", "revision", "router"}
+    ),
+}  # fmt: skip
+"""Settings that have values of their own, or follow from the release and its pods."""
+
+Schema = dict[str, Any]
+
+_NUMBER: Final[Schema] = {"type": "integer", "minimum": 0}
+_PORT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": 65535}
+_TEXTS: Final[Schema] = {"type": "object", "additionalProperties": {"type": "string"}}
+_QUANTITIES: Final[Schema] = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+_OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object"}}
+_BY_NAME: Final[dict[str, Schema]] = {
+    "affinity": {
+        "type": "object",
+        "properties": {name: {"type": "object"} for name in ("nodeAffinity", "podAffinity", "podAntiAffinity")},
+        "additionalProperties": False,
+    },
+    "annotations": _TEXTS,
+    "blocks": {"type": "string", "pattern": r"^(auto|\d+:\d+)$"},
+    "commonLabels": _TEXTS,
+    "labels": _TEXTS,
+    "maxUnavailable": {"type": ["integer", "string"]},
+    "nodeSelector": _TEXTS,
+    "podAnnotations": _TEXTS,
+    "podLabels": _TEXTS,
+    "port": _PORT,
+    "pullSecrets": {"type": "array", "items": {"type": "string"}},
+    "resources": {
+        "type": "object",
+        "properties": {"requests": _QUANTITIES, "limits": _QUANTITIES},
+        "additionalProperties": False,
+    },
+}
+_BY_PATH: Final[dict[str, Schema]] = {
+    "client.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
+    "model.dtype": {"enum": ["float32", "bfloat16", "float16"]},
+    "model.quantization": {"enum": ["none", "int8", "int4"]},
+    "monitoring.prometheusRule.interTokenSeconds": {"enum": [str(float(each)) for each in INTER_TOKEN_BUCKETS]},
+    "monitoring.prometheusRule.timeToFirstTokenSeconds": {
+        "enum": [str(float(each)) for each in TIME_TO_FIRST_TOKEN_BUCKETS]
+    },
+}
+_KEY: Final = re.compile(r"( *)([A-Za-z]\w*):(.*)")
+
+
+@dataclass
+class Value:
+    """One key of values.yaml. Keys below a key are documented if any of them has a sentence of its own."""
+
+    path: str
+    sentence: str
+    default: Any = None
+    below: list["Value"] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def is_group(self) -> bool:
+        return any(each.sentence or each.is_group for each in self.below)
+
+    def leaves(self) -> Iterator["Value"]:
+        """The keys that somebody sets."""
+        if self.is_group:
+            for each in self.below:
+                yield from each.leaves()
+        else:
+            yield self
+
+
+def read_values(text: str) -> Value:
+    """The tree of keys, each with the sentence above it."""
+    root = Value("", "", yaml.safe_load(text))
+    open_keys = [(-1, root)]
+    sentence: list[str] = []
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            sentence.append(line.strip("# "))
+            continue
+        if match := _KEY.fullmatch(line):
+            indent = len(match[1])
+            while open_keys[-1][0] >= indent:
+                open_keys.pop()
+            above = open_keys[-1][1]
+            key = Value(f"{above.path}.{match[2]}".lstrip("."), " ".join(sentence), above.default[match[2]])
+            above.below.append(key)
+            open_keys.append((indent, key))
+        sentence = []
+    return root
+
+
+def schema(root: Value) -> Schema:
+    whole = {"$schema": "http://json-schema.org/draft-07/schema#", **_schema_of(root)}
+    # Helm adds it for charts that depend on this one.
+    whole["properties"]["global"] = {"type": "object"}
+    whole["properties"]["blockServer"]["properties"]["pools"] = {
+        "type": "object",
+        "description": "Pools of block servers by name.",
+        "propertyNames": {"pattern": "^[a-z]([a-z0-9-]{0,14}[a-z0-9])?$"},
+        "additionalProperties": {"anyOf": [{"type": "null"}, {"$ref": "#/properties/blockServer/properties/defaults"}]},
+    }
+    return whole
+
+
+def _schema_of(value: Value) -> Schema:
+    described = {"description": value.sentence} if value.sentence else {}
+    if value.is_group:
+        properties = {each.name: _schema_of(each) for each in value.below}
+        return {"type": "object", **described, "properties": properties, "additionalProperties": False}
+    component, _, name = value.path.rpartition(".")
+    if name == "settings":
+        return {**described, **settings_schema(component)}
+    return {**described, **(_BY_PATH.get(value.path) or _BY_NAME.get(name) or _schema_of_default(value.default))}
+
+
+def _schema_of_default(default: Any) -> Schema:
+    if isinstance(default, bool):
+        return {"type": "boolean"}
+    if isinstance(default, int):
+        return _NUMBER
+    if isinstance(default, list):
+        return _OBJECTS
+    return {"type": "object"} if isinstance(default, dict) else {"type": "string"}
+
+
+def settings_schema(component: str) -> Schema:
+    """A service's settings as JSON Schema, by the names that they have in the values."""
+    described = SETTINGS[component].model_json_schema()["properties"]
+    properties = {
+        camel_case(name): {key: value for key, value in facts.items() if key not in ("title", "default", "format")}
+        for name, facts in described.items()
+        if name not in SET_BY_THE_CHART[component]
+    }
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def camel_case(name: str) -> str:
+    return re.sub(r"_(\w)", lambda match: match[1].upper(), name)
+
+
+def readme(root: Value) -> Iterator[str]:
+    yield "# The Corolla chart"
+    yield ""
+    yield "Installs block servers, routers, client services and, unless there is one, a Redis, on Kubernetes 1.20 or"
+    yield "later. The names below are checked when a release is installed: a mistyped one is refused. Generated by"
+    yield "`make chart`."
+    yield ""
+    yield "```sh"
+    yield "helm install corolla charts/corolla --set model.name=org/model"
+    yield "helm test corolla"
+    yield "```"
+    yield ""
+    yield "[ci](ci) holds values for CPUs, for GPUs of two kinds, for a pool for each span, and for a Redis from"
+    yield "elsewhere. Whatever [docs/configuration.md](../../docs/configuration.md) lists is a setting by its name in"
+    yield "`settings`, or has a value of its own."
+    yield ""
+    yield "| value | default | meaning |"
+    yield "| --- | --- | --- |"
+    for value in root.leaves():
+        default = "" if value.default in ("", None) else f"`{json.dumps(value.default)}`"
+        yield f"| `{value.path}` | {default} | {value.sentence} |"
+
+
+def main(folder: Path) -> None:
+    root = read_values((CHART / "values.yaml").read_text(encoding="utf-8"))
+    (folder / "values.schema.json").write_text(json.dumps(schema(root), indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text("\n".join(readme(root)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,221 @@
+"""Writes the Grafana dashboards of the chart.
+
+python docs/dashboards.py FOLDER
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+HERE: Final = 'namespace=~"$namespace"'
+PANELS_IN_A_ROW: Final = 2
+WIDTH: Final = 24 // PANELS_IN_A_ROW
+HEIGHT: Final = 8
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram over time.
+
+    Attributes:
+        meaning: what a reader sees in it, and when to worry.
+        unit: Grafana's name of the unit.
+        queries: PromQL and the legend of its series.
+    """
+
+    title: str
+    meaning: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+
+
+def rate(metric: str, by: str = "", where: str = "") -> str:
+    labels = HERE + (f",{where}" if where else "")
+    return (
+        f"sum by ({by}) (rate({metric}{{{labels}}}[$__rate_interval]))"
+        if by
+        else (f"sum(rate({metric}{{{labels}}}[$__rate_interval]))")
+    )
+
+
+def quantiles(metric: str, *fractions: float) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (f"histogram_quantile({each}, {rate(f'{metric}_bucket', 'le')})", f"p{round(each * 100)}") for each in fractions
+    )
+
+
+def gauge(metric: str, by: str, how: str = "sum") -> str:
+    return f"{how} by ({by}) ({metric}{{{HERE}}})"
+
+
+def share_within(metric: str, seconds: str) -> str:
+    within = rate(f"{metric}_bucket", where=f'le="{seconds}"')
+    return f"{within} / {rate(f'{metric}_count')}"
+
+
+OVERVIEW: Final = (
+    Panel("Requests", "Finished answers by why they ended.", "reqps", (
+        (rate("corolla_request_success_total", "finished_reason"), "{{finished_reason}}"),
+    )),
+    Panel("Errors", "Calls that failed, by method and status.", "reqps", (
+        (rate("corolla_rpcs_total", "method, code", 'code!="OK"'), "{{method}} {{code}}"),
+    )),
+    Panel("Time to first token", "From the request to its first token.", "s",
+          quantiles("corolla_time_to_first_token_seconds", 0.5, 0.95, 0.99)),
+    Panel("Inter-token latency", "Between one token of an answer and the next.", "s",
+          quantiles("corolla_inter_token_latency_seconds", 0.5, 0.95, 0.99)),
+    Panel("Whole answers", "From the request to the end of its answer.", "s",
+          quantiles("corolla_e2e_request_latency_seconds", 0.5, 0.95, 0.99)),
+    Panel("Tokens per second", "Tokens of prompts and of answers.", "short", (
+        (rate("corolla_prompt_tokens_total"), "prompts"),
+        (rate("corolla_generation_tokens_total"), "answers"),
+    )),
+    Panel("Queue", "Answers being generated, and those that wait for their turn.", "short", (
+        (f"sum(corolla_num_requests_running{{{HERE}}})", "running"),
+        (f"sum(corolla_num_requests_waiting{{{HERE}}})", "waiting"),
+    )),
+    Panel("Goodput", "Share of first tokens within 2.5 s, and of further ones within 0.5 s.", "percentunit", (
+        (share_within("corolla_time_to_first_token_seconds", "2.5"), "first tokens"),
+        (share_within("corolla_inter_token_latency_seconds", "0.5"), "further tokens"),
+    )),
+)  # fmt: skip
+
+SPANS: Final = (
+    Panel("Ready replicas", "Ready block servers of each span, as the routers see them.", "short", (
+        (gauge("corolla_span_ready_replicas", "model, span", "max"), "{{model}} {{span}}"),
+    )),
+    Panel("Blocks at risk", "Blocks without a ready block server, and those with one only.", "short", (
+        (gauge("corolla_uncovered_blocks", "model", "max"), "{{model}} uncovered"),
+        (gauge("corolla_single_copy_blocks", "model", "max"), "{{model}} single"),
+    )),
+    Panel("Block servers", "Block servers with a lease, by state.", "short", (
+        (gauge("corolla_registered_servers", "model, state", "max"), "{{model}} {{state}}"),
+    )),
+    Panel("Page usage", "Share of the KV pages that sessions use or have reserved.", "percentunit", (
+        (gauge("corolla_kv_cache_usage_ratio", "instance", "max"), "{{instance}}"),
+    )),
+    Panel("Pages", "KV pages of all block servers by state.", "short", (
+        (gauge("corolla_kv_pages", "state"), "{{state}}"),
+    )),
+    Panel("Step time", "Duration of one iteration of a block server, 9 in 10 are shorter.", "s", (
+        (f"histogram_quantile(0.9, {rate('corolla_hop_step_seconds_bucket', 'kind, le')})", "{{kind}}"),
+    )),
+    Panel("Batch size", "Rows computed together in one iteration, on average.", "short", (
+        (f"{rate('corolla_hop_batch_rows_sum', 'instance')} / {rate('corolla_hop_batch_rows_count', 'instance')}",
+         "{{instance}}"),
+    )),
+    Panel("Tokens computed", "By all block servers together; each token counts once for each hop.", "short", (
+        (rate("corolla_hop_tokens_total", "kind"), "{{kind}}"),
+    )),
+    Panel("Waiting steps", "Steps queued for a block server's next iterations.", "short", (
+        (gauge("corolla_num_steps_waiting", "instance"), "{{instance}}"),
+    )),
+    Panel("Prefix hits", "Share of the tokens looked for in the prefix caches that were there.", "percentunit", (
+        (f"{rate('corolla_prefix_cache_hits_total', 'job')} / {rate('corolla_prefix_cache_queries_total', 'job')}",
+         "{{job}}"),
+    )),
+    Panel("Refused rows", "Rows that block servers refused or failed, by reason.", "short", (
+        (rate("corolla_hop_faults_total", "reason"), "{{reason}}"),
+    )),
+    Panel("Sessions", "Sessions that each block server holds.", "short", (
+        (gauge("corolla_hop_sessions", "instance"), "{{instance}}"),
+    )),
+)  # fmt: skip
+
+RECOVERY: Final = (
+    Panel("Recoveries", "Answers that lost a hop and went on, by cause and method.", "short", (
+        (rate("corolla_session_recoveries_total", "cause, method"), "{{cause}} {{method}}"),
+    )),
+    Panel("Stall", "From the loss of a hop until its answer went on.", "s",
+          quantiles("corolla_session_recovery_seconds", 0.5, 0.9, 0.99)),
+    Panel("Recomputed tokens", "Tokens processed again, or sent again from kept outputs.", "short", (
+        (rate("corolla_recomputed_tokens_total"), "recomputed"),
+        (rate("corolla_hop_resent_tokens_total"), "sent again"),
+    )),
+    Panel("Handed over", "Keys and values that leaving block servers gave to others, in bytes per second.", "Bps", (
+        (rate("corolla_handover_bytes_total", "direction"), "{{direction}}"),
+    )),
+    Panel("Sessions handed over", "Attempts of leaving block servers, by outcome.", "short", (
+        (rate("corolla_sessions_handed_over_total", "outcome"), "{{outcome}}"),
+    )),
+    Panel("Kept outputs", "Memory for outputs that rebuild a lost next hop.", "bytes", (
+        (gauge("corolla_kept_output_bytes", "instance"), "{{instance}}"),
+    )),
+    Panel("Errors by reason", "What was given up, by its name in the error tree.", "short", (
+        (rate("corolla_errors_total", "reason"), "{{reason}}"),
+    )),
+    Panel("Sessions lost by hops", "Leases that ran out, idle sessions and kept outputs that gave way.", "short", (
+        (rate("corolla_hop_sessions_expired_total"), "expired"),
+        (rate("corolla_hop_sessions_evicted_total"), "evicted"),
+        (rate("corolla_kept_outputs_evicted_total"), "outputs evicted"),
+    )),
+    Panel("Redis", "1 while a router reaches Redis.", "short", (
+        (gauge("corolla_store_up", "instance", "min"), "{{instance}}"),
+    )),
+    Panel("Redis scripts", "Duration of the routers' scripts, 99 in 100 are shorter.", "s", (
+        (f"histogram_quantile(0.99, {rate('corolla_redis_script_seconds_bucket', 'script, le')})", "{{script}}"),
+    )),
+)  # fmt: skip
+
+DASHBOARDS: Final[dict[str, tuple[str, Sequence[Panel]]]] = {
+    "overview": ("Corolla / Overview", OVERVIEW),
+    "spans": ("Corolla / Spans", SPANS),
+    "recovery": ("Corolla / Recovery", RECOVERY),
+}
+
+
+def dashboard(name: str) -> dict[str, Any]:
+    """As Grafana imports it."""
+    title, panels = DASHBOARDS[name]
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    return {
+        "uid": f"corolla-{name}",
+        "title": title,
+        "tags": ["corolla"],
+        "schemaVersion": 39,
+        "timezone": "browser",
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {
+            "list": [
+                {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
+                {
+                    "name": "namespace", "label": "Namespace", "type": "query", "datasource": source, "refresh": 2,
+                    "query": "label_values(corolla_store_up, namespace)", "includeAll": True, "allValue": ".*",
+                    "current": {"text": "All", "value": "$__all"},
+                },
+            ]
+        },
+        "panels": list(_panels(panels, source)),
+    }  # fmt: skip
+
+
+def _panels(panels: Sequence[Panel], source: dict[str, str]) -> Iterator[dict[str, Any]]:
+    for number, panel in enumerate(panels):
+        row, column = divmod(number, PANELS_IN_A_ROW)
+        yield {
+            "id": number + 1,
+            "type": "timeseries",
+            "title": panel.title,
+            "description": panel.meaning,
+            "datasource": source,
+            "gridPos": {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT},
+            "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+            "options": {"tooltip": {"mode": "multi"}, "legend": {"displayMode": "list", "placement": "bottom"}},
+            "targets": [
+                {"refId": chr(ord("A") + index), "datasource": source, "expr": query, "legendFormat": legend}
+                for index, (query, legend) in enumerate(panel.queries)
+            ],
+        }
+
+
+def main(folder: Path) -> None:
+    for name in DASHBOARDS:
+        (folder / f"{name}.json").write_text(json.dumps(dashboard(name), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

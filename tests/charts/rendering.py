@@ -1,0 +1,82 @@
+"""The chart as helm renders it."""
+
+import functools
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from tests.architecture.sources import ROOT
+
+CHART: Final = ROOT / "charts" / "corolla"
+CI_VALUES: Final = sorted((CHART / "ci").glob("*-values.yaml"))
+OLDEST, CURRENT = "1.20.2", "1.34.0"
+ALL_APIS: Final = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1")
+
+Object = dict[str, Any]
+
+
+class Refused(Exception):
+    """helm's own words."""
+
+
+@functools.cache
+def helm() -> str:
+    found = shutil.which("helm")
+    if found is None:
+        pytest.fail("helm is not on PATH; `make test-chart` fetches it")
+    return found
+
+
+def render(
+    values: Object | None = None,
+    *,
+    files: Sequence[Path] = (),
+    kubernetes: str = CURRENT,
+    apis: Sequence[str] = ALL_APIS,
+    upgrades: bool = False,
+) -> list[Object]:
+    """The objects of release `rel` in namespace `ns`. Raises Refused."""
+    command = [helm(), "template", "rel", str(CHART), "--namespace", "ns", "--kube-version", kubernetes]
+    for file in files:
+        command += ["--values", str(file)]
+    for api in apis:
+        command += ["--api-versions", api]
+    if upgrades:
+        command.append("--is-upgrade")
+    done = subprocess.run([*command, "--values", "-"], input=json.dumps(values or {}), capture_output=True, text=True)
+    if done.returncode:
+        raise Refused(done.stderr)
+    return [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
+
+
+def of_kind(objects: Sequence[Object], *kinds: str) -> list[Object]:
+    return [each for each in objects if each["kind"] in kinds]
+
+
+def named(objects: Sequence[Object], kind: str, name: str) -> Object:
+    (found,) = [each for each in of_kind(objects, kind) if each["metadata"]["name"] == name]
+    return found
+
+
+def pod_specs(objects: Sequence[Object]) -> dict[str, Object]:
+    """Every pod that the release starts, by the name of its object."""
+    specs = {
+        each["metadata"]["name"]: each["spec"]["template"]["spec"]
+        for each in of_kind(objects, "Deployment", "StatefulSet")
+    }
+    return specs | {each["metadata"]["name"]: each["spec"] for each in of_kind(objects, "Pod")}
+
+
+def pod_labels(objects: Sequence[Object]) -> dict[str, dict[str, str]]:
+    """The labels of every pod that the release starts, by the name of its object."""
+    labels = {
+        each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"]
+        for each in of_kind(objects, "Deployment", "StatefulSet")
+    }
+    return labels | {each["metadata"]["name"]: each["metadata"]["labels"] for each in of_kind(objects, "Pod")}

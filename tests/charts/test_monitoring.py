@@ -1,0 +1,139 @@
+"""Dashboards and alerts ask for metrics that the services export, and each alert for a chapter of the runbook."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.chassis.metrics import RpcMetrics
+from corolla.client.metrics import ClientMetrics
+from corolla.router.metrics import RouterMetrics
+from tests.charts.rendering import CHART, named, of_kind, render
+
+ALERTS: Final[list[dict[str, Any]]] = [
+    rule
+    for group in yaml.safe_load((CHART / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    for rule in group["rules"]
+]
+DASHBOARDS: Final = sorted((CHART / "dashboards").glob("*.json"))
+TEST_RULES: Final = Path(__file__).parent / "alerts.test.yaml"
+# What is asked of a histogram or a counter, besides its name.
+SUFFIXES: Final = ("_bucket", "_count", "_sum", "")
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """(where, PromQL) of every alert and every panel."""
+    for rule in ALERTS:
+        yield rule["alert"], rule["expr"]
+    for file in DASHBOARDS:
+        for panel in json.loads(file.read_text(encoding="utf-8"))["panels"]:
+            for target in panel["targets"]:
+                yield f"{file.stem}: {panel['title']}", target["expr"]
+
+
+def exported() -> dict[str, set[str]]:
+    """The labels of every series that the services export, by its name."""
+    found: dict[str, set[str]] = {}
+    for collectors in (BlockServerMetrics, ClientMetrics, RouterMetrics, RpcMetrics):
+        registry = CollectorRegistry()
+        collectors(registry)
+        for names, collector in ((registry._collector_to_names[each], each) for each in registry._collector_to_names):
+            labels = set(getattr(collector, "_labelnames", ()))
+            for name in names:
+                found.setdefault(name, set()).update(labels)
+    return found
+
+
+EXPORTED: Final = exported()
+# What Prometheus adds when it scrapes, and what the kinds of metrics have by themselves.
+ADDED_LABELS: Final = {"namespace", "instance", "job", "le"}
+
+
+@pytest.mark.parametrize("where, query", list(queries()))
+def test_a_query_asks_for_what_is_exported(where: str, query: str) -> None:
+    metrics = set(re.findall(r"corolla_\w+", query))
+    assert metrics
+    assert metrics <= set(EXPORTED), where
+    grouped = {label.strip() for labels in re.findall(r"by \(([^)]*)\)", query) for label in labels.split(",")}
+    chosen = set(re.findall(r"[{,](\w+)[!=]~?=?\"", query))
+    of_metrics = set[str]().union(*(EXPORTED[metric] for metric in metrics))
+    assert grouped | chosen <= of_metrics | ADDED_LABELS, where
+
+
+@pytest.mark.parametrize("where, query", list(queries()))
+def test_a_query_shows_what_is_and_not_what_ever_was(where: str, query: str) -> None:
+    """A counter or histogram since its start says nothing about now."""
+    without_labels = re.sub(r"\{[^}]*\}", "", query)
+    bare = re.sub(r"(rate|increase)\([^()]*\)", "", without_labels)
+    assert re.findall(r"corolla_\w+(?:_total|_bucket|_count|_sum)\b", bare) == [], where
+
+
+def test_a_query_asks_for_buckets_that_exist() -> None:
+    asked = {
+        (metric, bound)
+        for _, query in queries()
+        for metric, bound in re.findall(r"(corolla_\w+)_bucket\{[^}]*le=\"([^\"]+)\"", query)
+    }
+    assert asked
+    registry = CollectorRegistry()
+    ClientMetrics(registry)
+    there = {
+        (each.name.removesuffix("_bucket"), each.labels["le"])
+        for family in registry.collect()
+        for each in family.samples
+        if "le" in each.labels
+    }
+    assert asked <= there
+
+
+def test_every_alert_points_to_the_runbook_and_has_a_severity() -> None:
+    for rule in ALERTS:
+        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{rule['alert'].lower()}"
+        assert rule["labels"]["severity"] in ("page", "warning")
+
+
+def test_every_alert_is_seen_to_fire() -> None:
+    tests = yaml.safe_load(TEST_RULES.read_text(encoding="utf-8"))["tests"]
+    fired = {each["alertname"] for test in tests for each in test["alert_rule_test"] if each.get("exp_alerts")}
+    quiet = {each["alertname"] for test in tests for each in test["alert_rule_test"] if not each.get("exp_alerts")}
+    names = {rule["alert"] for rule in ALERTS}
+    assert fired == names
+    assert names - quiet <= {"RecoverySlow"}  # which keeps quiet about the namespace `quick`
+
+
+@pytest.mark.chart
+@pytest.mark.parametrize("arguments", [("check", "rules", CHART / "alerts.yaml"), ("test", "rules", TEST_RULES)])
+def test_promtool_agrees(arguments: tuple[str, ...]) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.fail("promtool is not on PATH: apt-get install prometheus, or take it from prometheus.io")
+    done = subprocess.run([promtool, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.chart
+def test_objectives_and_runbook_are_put_into_the_rules() -> None:
+    given = {"timeToFirstTokenSeconds": "1.0", "interTokenSeconds": "0.1", "runbookUrl": "https://wiki/runbook"}
+    (rule,) = of_kind(render({"monitoring": {"prometheusRule": given}}), "PrometheusRule")
+    rules = {each["alert"]: each for group in rule["spec"]["groups"] for each in group["rules"]}
+    assert rules["HighTTFT"]["expr"].count('le="1.0"') == 2
+    assert rules["HighInterToken"]["expr"].count('le="0.1"') == 2
+    assert rules["HighTTFT"]["annotations"]["runbook_url"] == "https://wiki/runbook#highttft"
+    assert "{{ $value | humanizePercentage }}" in rules["HighTTFT"]["annotations"]["summary"]
+
+
+@pytest.mark.chart
+def test_the_dashboards_reach_the_cluster_as_they_are() -> None:
+    objects = render()
+    for file in DASHBOARDS:
+        data = named(objects, "ConfigMap", f"rel-corolla-dashboard-{file.stem}")["data"]
+        (content,) = data.values()
+        assert json.loads(content) == json.loads(file.read_text(encoding="utf-8"))

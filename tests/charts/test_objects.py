@@ -1,0 +1,273 @@
+"""What is rendered: valid for every Kubernetes served, hardened, and allowed to do no more than it needs."""
+
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+import kubernetes_validate
+import pytest
+
+from tests.charts.rendering import (
+    CHART,
+    CI_VALUES,
+    CURRENT,
+    OLDEST,
+    Object,
+    Refused,
+    helm,
+    named,
+    of_kind,
+    pod_labels,
+    pod_specs,
+    render,
+)  # fmt: skip
+
+pytestmark = pytest.mark.chart
+
+FOREIGN_KINDS: Final = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
+ci_values = pytest.mark.parametrize("file", CI_VALUES, ids=lambda file: file.stem)
+
+
+@ci_values
+@pytest.mark.parametrize("kubernetes", [OLDEST, CURRENT])
+def test_it_renders(file: Path, kubernetes: str) -> None:
+    kinds = {each["kind"] for each in render(files=[file], kubernetes=kubernetes)}
+    assert {"Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget", "ServiceMonitor"} <= kinds
+
+
+@ci_values
+def test_helm_finds_nothing_to_complain_about(file: Path) -> None:
+    command = [helm(), "lint", "--strict", "--values", str(file), str(CHART)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@ci_values
+@pytest.mark.parametrize("version", ["1.25", "1.31", ".".join(kubernetes_validate.latest_version().split(".")[:2])])
+def test_every_object_is_what_the_api_knows(file: Path, version: str) -> None:
+    for each in render(files=[file], kubernetes=f"{version}.0"):
+        if each["kind"] not in FOREIGN_KINDS:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_an_old_cluster_gets_kinds_and_probes_that_it_knows() -> None:
+    old = render({"client": {"autoscaling": {"enabled": True}}}, kubernetes=OLDEST, apis=())
+    versions = {each["kind"]: each["apiVersion"] for each in old}
+    assert versions["PodDisruptionBudget"] == "policy/v1beta1"
+    assert versions["HorizontalPodAutoscaler"] == "autoscaling/v2beta2"
+    assert FOREIGN_KINDS.isdisjoint(versions)
+    for name, spec in pod_specs(old).items():
+        for container in spec["containers"]:
+            assert "grpc" not in container.get("readinessProbe", {}), name
+    container = pod_specs(old)["rel-corolla-router"]["containers"][0]
+    assert container["readinessProbe"]["exec"]["command"] == ["python", "-m", "corolla.chassis.probe", "50050"]
+
+
+def test_a_current_cluster_asks_for_grpc_health_by_itself() -> None:
+    specs = pod_specs(render())
+    for name in ("rel-corolla-router", "rel-corolla-client", "rel-corolla-block-server-main"):
+        assert "grpc" in specs[name]["containers"][0]["readinessProbe"]
+
+
+def test_autoscaling_without_keda_is_refused() -> None:
+    with pytest.raises(Refused, match=r"no KEDA"):
+        render({"blockServer": {"defaults": {"autoscaling": {"enabled": True}}}}, apis=())
+
+
+@ci_values
+def test_every_pod_meets_the_restricted_level(file: Path) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted, and a read-only root."""
+    for name, spec in pod_specs(render(files=[file])).items():
+        assert {"hostNetwork", "hostPID", "hostIPC"}.isdisjoint(spec), name
+        pod = spec["securityContext"]
+        assert pod["runAsNonRoot"] is True
+        assert pod["runAsUser"] > 0
+        assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
+        for volume in spec.get("volumes", []):
+            assert set(volume) - {"name"} <= {"emptyDir", "persistentVolumeClaim", "secret", "configMap"}
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+            assert not any("hostPort" in port for port in container.get("ports", []))
+
+
+@ci_values
+def test_every_container_has_requests_and_a_memory_limit(file: Path) -> None:
+    for name, spec in pod_specs(render(files=[file])).items():
+        for container in spec["containers"]:
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"]), name
+            assert "memory" in container["resources"]["limits"], name
+            assert not container["image"].endswith(":latest")
+
+
+def test_gpus_are_limits_of_their_pool() -> None:
+    container = pod_specs(render({"blockServer": {"pools": {"main": {"gpu": {"count": 2}}}}}))[
+        "rel-corolla-block-server-main"
+    ]["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+
+
+@ci_values
+def test_rolling_block_servers_needs_no_spare_gpu(file: Path) -> None:
+    for each in of_kind(render(files=[file]), "Deployment"):
+        if each["metadata"]["labels"]["app.kubernetes.io/component"] == "block-server":
+            assert each["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+@ci_values
+def test_pods_of_one_object_are_chosen_by_nothing_else(file: Path) -> None:
+    objects = render(files=[file])
+    labels = pod_labels(objects)
+    for each in of_kind(objects, "Deployment", "StatefulSet"):
+        selector = each["spec"]["selector"]["matchLabels"]
+        assert [name for name, given in labels.items() if selector.items() <= given.items()] == [
+            each["metadata"]["name"]
+        ]
+
+
+def test_every_pod_has_its_budget_and_a_single_one_is_never_evicted() -> None:
+    objects = render({"blockServer": {"pools": {"one": {"replicas": 1}, "two": {}}}})
+    budgets = {each["metadata"]["name"]: each["spec"] for each in of_kind(objects, "PodDisruptionBudget")}
+    assert {name: spec["maxUnavailable"] for name, spec in budgets.items()} == {
+        "rel-corolla-block-server-one": 0,
+        "rel-corolla-block-server-two": 1,
+        "rel-corolla-client": 1,
+        "rel-corolla-router": 1,
+    }
+    labels = pod_labels(objects)
+    for name, spec in budgets.items():
+        chosen = [pod for pod, given in labels.items() if spec["selector"]["matchLabels"].items() <= given.items()]
+        assert chosen == [name]
+
+
+def test_only_the_router_has_a_token_and_may_do_only_this() -> None:
+    objects = render()
+    tokens = {name for name, spec in pod_specs(objects).items() if spec["automountServiceAccountToken"]}
+    assert tokens == {"rel-corolla-router"}
+    assert of_kind(objects, "ClusterRole", "ClusterRoleBinding") == []
+    (role,) = of_kind(objects, "Role")
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "patch"]},
+        {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},
+    ]
+    (binding,) = of_kind(objects, "RoleBinding")
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "rel-corolla-router", "namespace": "ns"}]
+    accounts = of_kind(objects, "ServiceAccount")
+    assert not any(each["automountServiceAccountToken"] for each in accounts)
+    assert of_kind(render({"router": {"rbac": False}}), "Role", "RoleBinding") == []
+
+
+COMPONENTS: Final = ("block-server", "client", "redis", "router", "test")
+PORTS: Final = {"block-server": {50052}, "client": {50051}, "redis": {6379}, "router": {50050}, "test": set[int]()}
+METRICS: Final = 9464
+
+
+def policies_of(objects: list[Object], component: str) -> list[Object]:
+    labels = next(given for given in pod_labels(objects).values() if given["app.kubernetes.io/component"] == component)
+    return [
+        each["spec"]
+        for each in of_kind(objects, "NetworkPolicy")
+        if each["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    ]
+
+
+def admitted(objects: list[Object], component: str, direction: str) -> set[tuple[str, int]]:
+    """(component, port) of whom the policies let it connect to (egress), or be reached by (ingress); "any" included."""
+    names = {"grpc": next(iter(PORTS[component]), 0), "redis": 6379, "metrics": METRICS}
+    found = set()
+    for policy in policies_of(objects, component):
+        for rule in policy.get(direction, []):
+            ports = [names.get(each["port"], each["port"]) for each in rule["ports"]]
+            peers = rule.get("to" if direction == "egress" else "from")
+            who = ["any"] if peers is None else [_component(peer) for peer in peers]
+            found |= {(name, port) for name in who for port in ports}
+    return found
+
+
+def _component(peer: Object) -> str:
+    chosen: Any = peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component", "others")
+    return str(chosen)
+
+
+def test_every_pod_is_cut_off_but_for_what_is_admitted() -> None:
+    objects = render()
+    for component in COMPONENTS:
+        assert any(
+            set(each["policyTypes"]) == {"Ingress", "Egress"} and "ingress" not in each
+            for each in policies_of(objects, component)
+        ), component
+
+
+def test_connections_are_admitted_at_both_ends_and_no_others() -> None:
+    objects = render({"model": {"offline": True}, "router": {"rbac": False}})
+    calls = {
+        (caller, called, port)
+        for caller in COMPONENTS
+        for called, port in admitted(objects, caller, "egress")
+        if called != "any"
+    }
+    assert calls == {
+        ("block-server", "block-server", 50052),
+        ("block-server", "router", 50050),
+        ("client", "block-server", 50052),
+        ("client", "router", 50050),
+        ("router", "redis", 6379),
+        ("test", "client", 50051),
+        ("test", "client", METRICS),
+    }
+    for caller, called, port in calls:
+        admits = admitted(objects, called, "ingress")
+        assert (caller, port) in admits or ("any", port) in admits
+    for component in COMPONENTS:
+        outside = {port for called, port in admitted(objects, component, "egress") if called == "any"}
+        assert outside == {53}, component
+        reached = {port for caller, port in admitted(objects, component, "ingress") if caller == "any"}
+        assert reached <= {METRICS} | (PORTS["client"] if component == "client" else set()), component
+
+
+def test_only_what_loads_the_model_reaches_the_hub_and_only_the_router_the_api_server() -> None:
+    objects = render()
+    beyond = {
+        component: {port for called, port in admitted(objects, component, "egress") if called == "any"} - {53}
+        for component in COMPONENTS
+    }
+    assert beyond == {"block-server": {443}, "client": {443}, "router": {443, 6443}, "redis": set(), "test": set()}
+
+
+def test_callers_and_scrapers_can_be_named() -> None:
+    objects = render(files=[file for file in CI_VALUES if "external-redis" in file.name])
+    assert ("any", 50051) not in admitted(objects, "client", "ingress")
+    assert ("test", 50051) in admitted(objects, "client", "ingress")
+    for component in ("block-server", "client", "router"):
+        assert ("any", METRICS) not in admitted(objects, component, "ingress")
+
+
+def test_redis_from_elsewhere_leaves_no_redis_here() -> None:
+    objects = render(files=[file for file in CI_VALUES if "external-redis" in file.name])
+    assert of_kind(objects, "StatefulSet") == []
+    env = {each["name"]: each for each in pod_specs(objects)["rel-corolla-router"]["containers"][0]["env"]}
+    assert env["COROLLA_REDIS_URL"]["valueFrom"]["secretKeyRef"] == {"name": "redis-address", "key": "url"}
+
+
+def test_prometheus_finds_every_service_that_has_metrics() -> None:
+    objects = render()
+    (monitor,) = of_kind(objects, "ServiceMonitor")
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    found = [
+        each["metadata"]["name"]
+        for each in of_kind(objects, "Service")
+        if wanted.items() <= each["metadata"]["labels"].items()
+    ]
+    assert sorted(found) == ["rel-corolla-block-server", "rel-corolla-client-pods", "rel-corolla-router"]
+
+
+def test_settings_roll_the_pods_that_read_them() -> None:
+    def checksum(values: Object) -> str:
+        template = named(render(values), "Deployment", "rel-corolla-block-server-main")["spec"]["template"]
+        return str(template["metadata"]["annotations"]["checksum/settings"])
+
+    assert checksum({}) == checksum({"router": {"settings": {"leaseMs": 5000}}})
+    assert checksum({}) != checksum({"blockServer": {"defaults": {"settings": {"kvCacheMib": 7}}}})

@@ -1,0 +1,188 @@
+"""Each value does something, each setting can be set, and what is mistyped is refused."""
+
+import re
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from corolla.chassis.settings import PREFIX
+from docs.chart import CHART, SET_BY_THE_CHART, SETTINGS, Value, camel_case, read_values
+from tests.charts.rendering import Object, Refused, named, pod_specs, render
+
+pytestmark = pytest.mark.chart
+
+ROOT_VALUE: Final = read_values((CHART / "values.yaml").read_text(encoding="utf-8"))
+VALUES: Final = {each.path: each for each in ROOT_VALUE.leaves()}
+
+# What has to be on, or said, for a value to matter.
+EVERYTHING: Final[Object] = {
+    "model": {"hub": {"existingSecret": "hub"}, "volume": {"existingClaim": "models"}},
+    "blockServer": {"pools": {"fixed": {}, "scaled": {"autoscaling": {"enabled": True}}}},
+    "client": {"apiKeys": {"existingSecret": "keys"}},
+    "redis": {"auth": {"existingSecret": "redis"}, "persistence": {"enabled": True}},
+}
+NEEDED: Final[dict[str, Object]] = {
+    "blockServer.defaults.gpu.resource": {"blockServer": {"defaults": {"gpu": {"count": 1}}}},
+    "client.autoscaling": {"client": {"autoscaling": {"enabled": True}}},
+    "redis.enabled": {"redis": {"external": {"existingSecret": "address"}}},
+    "redis.external": {"redis": {"enabled": False, "external": {"existingSecret": "address"}}},
+}
+OTHERS: Final[dict[str, Any]] = {
+    "affinity": {"podAntiAffinity": {"x": []}},
+    "blocks": "0:8",
+    "callers": [{"podSelector": {}}],
+    "extraEgress": [{"ports": [{"port": 8080}]}],
+    "extraEnv": [{"name": "X", "value": "1"}],
+    "maxUnavailable": 2,
+    "model.dtype": "bfloat16",
+    "model.quantization": "int8",
+    "pools": {"other": {}},
+    "pullPolicy": "Never",
+    "pullSecrets": ["registry"],
+    "resources": {"limits": {"memory": "99Gi"}},
+    "scrapers": [{"podSelector": {}}],
+    "settings": {"graceS": 77},
+    "monitoring.prometheusRule.interTokenSeconds": "0.2",
+    "monitoring.prometheusRule.timeToFirstTokenSeconds": "1.0",
+    "client.service.type": "LoadBalancer",
+    "tolerations": [{"operator": "Exists"}],
+    "topologySpreadConstraints": [{"maxSkew": 7}],
+}
+# It matters in an upgrade only, and has a test of its own.
+ELSEWHERE: Final = {"blockServer.allowSingleReplicaUpgrade"}
+
+
+def nested(path: str, value: Any) -> Object:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value  # type: ignore[no-any-return]
+
+
+def merged(one: Object, other: Object) -> Object:
+    both = dict(one)
+    for key, value in other.items():
+        mine = both.get(key)
+        both[key] = merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+    return both
+
+
+def another(value: Value, present: Object) -> Any:
+    """Some other value than the present one."""
+    for key in (value.path, value.name):
+        if key in OTHERS:
+            return OTHERS[key]
+    if isinstance(value.default, bool):
+        for key in value.path.split("."):
+            present = present[key]
+        return not present
+    if isinstance(value.default, int):
+        return value.default + 1
+    if isinstance(value.default, dict):
+        return {"some": "other"}
+    return "other"
+
+
+def without_checksums(objects: list[Object]) -> str:
+    return re.sub(r"checksum/settings: \w+", "", yaml.dump(objects))
+
+
+@pytest.mark.parametrize("path", sorted(set(VALUES) - ELSEWHERE))
+def test_a_value_changes_what_is_rendered(path: str) -> None:
+    base = EVERYTHING
+    for beginning, needed in NEEDED.items():
+        if path.startswith(beginning):
+            base = merged(base, needed)
+    changed = merged(base, nested(path, another(VALUES[path], merged(ROOT_VALUE.default, base))))
+    assert changed != base
+    assert without_checksums(render(changed)) != without_checksums(render(base))
+
+
+def test_every_value_has_a_sentence() -> None:
+    assert [path for path, value in VALUES.items() if not value.sentence.endswith((".", "ca.crt"))] == []
+
+
+MISTYPED: Final[dict[str, Object]] = {
+    "at the top": {"modle": {"name": "x"}},
+    "in a component": {"client": {"replica": 1}},
+    "in a pool": {"blockServer": {"pools": {"main": {"replica": 1}}}},
+    "in a block server's settings": {"blockServer": {"defaults": {"settings": {"kvCacheMiB": 1}}}},
+    "in a pool's settings": {"blockServer": {"pools": {"main": {"settings": {"port": 1}}}}},
+    "in a router's settings": {"router": {"settings": {"leaseMS": 1}}},
+    "in a client service's settings": {"client": {"settings": {"lease": 1}}},
+    "a setting's bounds": {"router": {"settings": {"leaseMs": 1}}},
+    "a setting's type": {"client": {"settings": {"stepTimeoutS": "soon"}}},
+    "a setting's choice": {"client": {"settings": {"speculation": "maybe"}}},
+    "a span": {"blockServer": {"defaults": {"blocks": "0-15"}}},
+    "a resource": {"router": {"resources": {"limit": {"cpu": 1}}}},
+    "a pool's name": {"blockServer": {"pools": {"Main_Pool": {}}}},
+}
+
+
+@pytest.mark.parametrize("values", MISTYPED.values(), ids=MISTYPED)
+def test_what_is_mistyped_is_refused(values: Object) -> None:
+    with pytest.raises(Refused, match="values don't meet the specifications of the schema"):
+        render(values)
+
+
+SAMPLES: Final = {"string": "x", "boolean": True, "integer": 1, "number": 1.5}
+
+
+def sample(facts: Object) -> Any:
+    """A value that a setting's schema admits; large, so that its digits show."""
+    if "enum" in facts:
+        return facts["enum"][-1]
+    if "anyOf" in facts:
+        return sample(facts["anyOf"][0])
+    if facts["type"] in ("integer", "number") and "maximum" in facts:
+        return facts["maximum"]
+    return 123456789 if facts["type"] == "integer" else SAMPLES[facts["type"]]
+
+
+OBJECTS: Final = {
+    "blockServer.defaults": "rel-corolla-block-server-main",
+    "router": "rel-corolla-router",
+    "client": "rel-corolla-client",
+}
+
+
+@pytest.mark.parametrize("component", SETTINGS)
+def test_every_setting_of_a_service_is_reachable(component: str) -> None:
+    described = SETTINGS[component].model_json_schema()["properties"]
+    given = {
+        camel_case(name): sample(facts) for name, facts in described.items() if name not in SET_BY_THE_CHART[component]
+    }
+    base = {"model": {"revision": "v1"}, "client": {"apiKeys": {"existingSecret": "keys"}}}
+    objects = render(merged(base, nested(f"{component}.settings", given)))
+    container = pod_specs(objects)[OBJECTS[component]]["containers"][0]
+    data = named(objects, "ConfigMap", OBJECTS[component])["data"]
+    seen = {**data, **{each["name"]: each.get("value") for each in container.get("env", [])}}
+    own = {name for name in seen if name.startswith(PREFIX)}
+    # The client service takes its port from the chart, which names the default.
+    defaults = {PREFIX + "PORT"} - own
+    assert own | defaults == {PREFIX + name.upper() for name in described}
+    for name, facts in described.items():
+        if name not in SET_BY_THE_CHART[component]:
+            expected = sample(facts)
+            shown = seen[PREFIX + name.upper()]
+            assert shown == (str(expected).lower() if isinstance(expected, bool) else str(expected)) or float(
+                shown
+            ) == float(expected)
+
+
+@pytest.mark.parametrize("component", SETTINGS)
+def test_what_the_chart_renders_the_service_reads(component: str) -> None:
+    objects = render({"model": {"revision": "v1"}})
+    data = named(objects, "ConfigMap", OBJECTS[component])["data"]
+    given = {name.removeprefix(PREFIX).lower(): value for name, value in data.items() if name.startswith(PREFIX)}
+    settings = SETTINGS[component](**given)
+    read = {name: getattr(settings, name) for name in given}
+    assert {name: type(value)(given[name]) for name, value in read.items()} == read
+
+
+def test_an_upgrade_that_uncovers_a_span_is_refused_unless_forced() -> None:
+    lonely = {"blockServer": {"pools": {"only": {"replicas": 1, "blocks": "0:8"}}}}
+    render(lonely)
+    with pytest.raises(Refused, match="an upgrade would leave them uncovered"):
+        render(lonely, upgrades=True)
+    render(merged(lonely, {"blockServer": {"allowSingleReplicaUpgrade": True}}), upgrades=True)
