@@ -13,10 +13,12 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from tests.faults.cancel import cancel
+from tests.faults.client_service import client_service
 from tests.faults.control_plane import control_plane
 from tests.faults.drain import drain
 from tests.faults.figures import say
 from tests.faults.freeze import freeze
+from tests.faults.herd import herd
 from tests.faults.kill import kill
 from tests.faults.library import library
 from tests.faults.stand import TINY_SPANS, Stand, standing
@@ -27,6 +29,8 @@ ROWS: dict[str, tuple[Row, int, str]] = {
     "kill": (kill, 100, "kill -9 of each hop at a random token"),
     "library": (library, 10, "kill -9 of each hop while `generate` of transformers runs"),
     "drain": (drain, 1, "rolling drain of every server under 16 streams"),
+    "client": (client_service, 6, "kill -9 of a client service; its callers go on at another one"),
+    "herd": (herd, 2, "one of two replicas dies with 64 live sessions"),
     "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
     "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
     "cancel": (cancel, 500, "callers that leave"),

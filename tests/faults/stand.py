@@ -9,19 +9,24 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 
 from corolla.chassis.channels import open_channel
 from corolla.local.events import StackEvent
+from corolla.local.log_files import LogFile
 from corolla.local.options import StackOptions
-from corolla.local.processes import ManagedProcess
+from corolla.local.ports import Ports
+from corolla.local.processes import ManagedProcess, client_process
+from corolla.local.readiness import knows_a_chain
 from corolla.local.stack import Stack
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
+from tests.integration.waiting import until
 
 NUM_BLOCKS = 6
 TINY_SPANS = "0:3,0:3,3:6,3:6"
@@ -45,7 +50,7 @@ _WORDS = (
 
 
 class Stand:
-    """Each span of the model twice, and one client service.
+    """Each span of the model twice, and one client service; rows may add another.
 
     Attributes:
         outage_s: how long that stays away which is to come back.
@@ -58,9 +63,42 @@ class Stand:
         self.outage_s = outage_s
         self.client = client
         self._ends = ends
-        self.servers = stack.servers
         self.spans = sorted({server.blocks for server in self.servers}, key=lambda span: int(span.partition(":")[0]))
         self._service = next(process for process in stack.processes if process.name == "client")
+
+    @property
+    def servers(self) -> tuple[ManagedProcess, ...]:
+        return self.stack.servers
+
+    @property
+    def service(self) -> ManagedProcess:
+        """The client service."""
+        return self._service
+
+    async def add_service(self) -> ManagedProcess:
+        """One more client service, ready."""
+        ports, options = Ports(), self.stack.options
+        process = client_process(options, ports.free(), ports.free(), self.stack.router_address)
+        process = replace(process, name="client-2", log=LogFile(options.log_folder / "client-2.log"))
+        self.stack.launch(process)
+        await self.until_serving(process)
+        return process
+
+    async def until_serving(self, process: ManagedProcess) -> None:
+        """Until the process is ready; a client service also knows a chain."""
+
+        async def serves() -> bool:
+            if not await asyncio.to_thread(self.stack.is_serving, process.name):
+                return False
+            return not process.name.startswith("client") or await asyncio.to_thread(knows_a_chain, process.address)
+
+        await until(serves, _MENDED_WITHIN_S)
+
+    async def until_gone(self, process: ManagedProcess) -> None:
+        async def is_gone() -> bool:
+            return self.stack.pid(process.name) is None
+
+        await until(is_gone, _MENDED_WITHIN_S)
 
     async def status(self, server: ManagedProcess) -> blocks_pb2.BlockServerStatus:
         async with open_channel(server.address) as channel:

@@ -90,10 +90,11 @@ class Repertoire:
         return [self._undisturbed[question] for question in questions]
 
 
-async def listen(client: AsyncClient, answer: Answer) -> None:
-    """Fills `answer` as it comes."""
+async def listen(client: AsyncClient, answer: Answer, **more: Any) -> None:
+    """Fills `answer` as it comes, behind what it has."""
+    answer.failure = None
     try:
-        async for chunk in client.stream(answer.question.prompt, **answer.question.arguments()):
+        async for chunk in client.stream(answer.question.prompt, **answer.question.arguments(), **more):
             now_s = time.monotonic()
             for token_id in chunk.token_ids:
                 answer.token_ids.append(token_id)

@@ -106,7 +106,9 @@ class Stack:
             self._nursery.signal(name, number)
 
     def launch(self, process: ManagedProcess) -> None:
-        """Starts a process of the stack, or starts it again."""
+        """Starts a process of the stack, or starts it again. Another one of this name takes its place, or is added."""
+        if self._processes.get(process.name) != process:
+            self._plan([process])
         if self._nursery is not None and not self._stopping.is_set():
             self._nursery.start(process.name, process.module, process.arguments, self._environment, process.log.path)
 
@@ -242,6 +244,8 @@ class Stack:
         for process in planned:
             process.log.path.unlink(missing_ok=True)
             self._processes[process.name] = process
+            if (earlier := self._probes.pop(process.name, None)) is not None:
+                earlier.close()
             if process.name != "redis":
                 self._probes[process.name] = readiness.Probe(process.address)
 
