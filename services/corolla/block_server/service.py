@@ -206,7 +206,7 @@ class BlockServer:
             num_sessions=len(self._sessions),
             num_pages=pool.num_pages,
             num_free_pages=self._sessions.num_available_pages,
-            page_tokens=pool.page_tokens,
+            max_session_tokens=self._sessions.max_session_tokens,
             num_queued_steps=len(self._scheduler),
             decode_step_seconds=self._engine.decode_step_seconds,
         )

@@ -45,6 +45,11 @@ class SessionTable(Generic[AnyCache]):
         """Pages that a new session could have: what the pool has, and those of idle sessions."""
         return self.pool.num_available + sum(held.num_pages for held in self if held.is_idle)
 
+    @property
+    def max_session_tokens(self) -> int:
+        """Tokens of the longest session that could be opened now."""
+        return self._new_cache().longest(self.num_available_pages)
+
     def tenant_of(self, session_id: bytes) -> str:
         """Whose the session is; empty where it is not held."""
         held = self._sessions.get(session_id)

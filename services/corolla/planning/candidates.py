@@ -1,6 +1,5 @@
 """From the messages of a placement to what the planner reckons with, and back. Pure."""
 
-import math
 from collections.abc import Collection, Iterable
 from typing import Final
 
@@ -34,6 +33,11 @@ def candidates(
     ]
 
 
+def has_room(load: pb.ServerLoad, num_tokens: int) -> bool:
+    """Whether a server that said so has room for a session of so many tokens; one that says nothing may have."""
+    return not load.HasField("max_session_tokens") or num_tokens <= load.max_session_tokens
+
+
 def chain_of(hops: Iterable[PlannedHop], fingerprint: str) -> common_pb2.Chain:
     return common_pb2.Chain(
         fingerprint=fingerprint,
@@ -58,7 +62,6 @@ def _candidate(placed: pb.PlacedServer, num_tokens: int) -> Candidate:
         seconds_per_block = load.decode_step_seconds / len(span)
     else:
         seconds_per_block = 1 / (server.decode_tokens_per_second or UNMEASURED_TOKENS_PER_SECOND)
-    pages_are_known = load.page_tokens > 0 and load.num_pages > 0
     return Candidate(
         server_id=server.server_id,
         address=server.address,
@@ -67,6 +70,6 @@ def _candidate(placed: pb.PlacedServer, num_tokens: int) -> Candidate:
         seconds_per_block=seconds_per_block * (1 + SESSION_LOAD * load.num_sessions),
         queue_seconds=load.num_queued_steps * seconds_per_block * len(span),
         zone=server.zone,
-        has_pages=not pages_are_known or math.ceil(num_tokens / load.page_tokens) <= load.num_free_pages,
+        has_pages=has_room(load, num_tokens),
         is_suspected=placed.suspected,
     )

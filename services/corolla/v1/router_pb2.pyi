@@ -110,7 +110,7 @@ class ServerLoad(_message.Message):
     NUM_QUEUED_STEPS_FIELD_NUMBER: _builtins.int
     DECODE_STEP_SECONDS_FIELD_NUMBER: _builtins.int
     RESIDENT_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
-    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_SESSION_TOKENS_FIELD_NUMBER: _builtins.int
     num_sessions: _builtins.int
     num_pages: _builtins.int
     num_free_pages: _builtins.int
@@ -118,8 +118,10 @@ class ServerLoad(_message.Message):
     decode_step_seconds: _builtins.float
     """Mean duration of a decode step for all its blocks, in seconds; 0 when none was done lately."""
     resident_memory_bytes: _builtins.int
-    page_tokens: _builtins.int
-    """Tokens that a page holds, for all of the server's blocks; 0: unknown, pages are not considered in planning."""
+    max_session_tokens: _builtins.int
+    """The longest session that a new one could be; unset: unknown, and room is not considered in planning. Layers with a
+    sliding window need pages for what they see only, so this does not follow from the pages.
+    """
     def __init__(
         self,
         *,
@@ -129,13 +131,15 @@ class ServerLoad(_message.Message):
         num_queued_steps: _builtins.int = ...,
         decode_step_seconds: _builtins.float = ...,
         resident_memory_bytes: _builtins.int = ...,
-        page_tokens: _builtins.int = ...,
+        max_session_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "max_session_tokens", b"max_session_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_seconds", b"decode_step_seconds", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "page_tokens", b"page_tokens", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "decode_step_seconds", b"decode_step_seconds", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_session_tokens: _TypeAlias = _typing.Literal["max_session_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_session_tokens: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_session_tokens) -> _WhichOneofReturnType__max_session_tokens | None: ...
 
 Global___ServerLoad: _TypeAlias = ServerLoad  # noqa: Y015
 

@@ -110,7 +110,7 @@ class BlockServer:
         self.description = pb.ServerDescription(**{**described, **facts})
         self.state: pb.ServerState.ValueType = pb.SERVER_STATE_READY
         self.span = common_pb2.BlockSpan()
-        self.load = pb.ServerLoad(num_pages=100, num_free_pages=100, page_tokens=16)
+        self.load = pb.ServerLoad(num_pages=100, num_free_pages=100, max_session_tokens=1600)
 
     @property
     def server_id(self) -> str:

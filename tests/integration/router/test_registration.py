@@ -136,7 +136,7 @@ async def test_each_fingerprint_is_covered_by_itself(router: Router, model: str)
 
 async def test_pages_decide_who_is_planned(router: Router, model: str) -> None:
     small, large = (BlockServer(router, model, capacity_blocks=30) for _ in range(2))
-    small.load.num_free_pages = 2
+    small.load.max_session_tokens = 32
     large.load.num_queued_steps = 50
     await small.join("0:30")
     await large.join("0:30")

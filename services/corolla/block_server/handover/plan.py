@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from corolla.planning.candidates import has_room
 from corolla.v1 import router_pb2
 from corolla.wire.span import Span
 
@@ -24,10 +25,6 @@ def peers_for(
         num_tokens: for which they need pages.
         excluded: server ids.
     """
-
-    def has_room(load: router_pb2.ServerLoad) -> bool:
-        return not load.page_tokens or -(-num_tokens // load.page_tokens) <= load.num_free_pages
-
     usable = [
         each
         for each in servers
@@ -37,7 +34,7 @@ def peers_for(
         and each.server.server_id not in excluded
         and each.span.start <= blocks.start
         and blocks.end <= each.span.end
-        and has_room(each.load)
+        and has_room(each.load, num_tokens)
     ]
     return sorted(usable, key=lambda each: (-each.load.num_free_pages, each.server.server_id))
 

@@ -1,13 +1,17 @@
 """What one session holds of the pool: tokens, and a page table for each group of layers. Pure."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Final, Self
 
 from corolla.block_server.kv.pages import PagePool
 from corolla.block_server.kv.prefixes import ExpectedText, PrefixKey, longest_match
 from corolla.block_server.kv.tables import Copies, Extent, GroupRule, PageTable
 from corolla.chassis.errors import OutOfPages
+
+MAX_TOKENS: Final = 2**31 - 1
+"""No session is longer."""
 
 
 class SessionPages:
@@ -53,6 +57,10 @@ class SessionPages:
     def worst_case(self, max_tokens: int) -> int:
         """Pages that a session of `max_tokens` tokens may hold at once."""
         return sum(table.worst_case(max_tokens) for table in self.tables)
+
+    def longest(self, num_pages: int) -> int:
+        """Tokens of the longest session whose worst case is so many pages; `MAX_TOKENS` where windows bound it."""
+        return bisect_right(range(MAX_TOKENS + 1), num_pages, key=self.worst_case) - 1
 
     def reserve(self, max_tokens: int) -> None:
         """Room for just so many tokens from now on.

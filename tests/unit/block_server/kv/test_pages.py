@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from corolla.block_server.kv.pages import PagePool
 from corolla.block_server.kv.prefixes import ExpectedText
-from corolla.block_server.kv.session_pages import SessionPages
+from corolla.block_server.kv.session_pages import MAX_TOKENS, SessionPages
 from corolla.block_server.kv.tables import GroupRule
 from corolla.chassis.errors import OutOfPages
 
@@ -218,3 +218,15 @@ def test_nothing_comes_back_that_nobody_held() -> None:
         pool.drop(pages)
     with pytest.raises(ValueError, match="cannot be shared"):
         pool.share(pages)
+
+
+@given(RULES, st.integers(0, 40))
+def test_the_longest_session_just_fits(rules: tuple[GroupRule, ...], num_pages: int) -> None:
+    pages = SessionPages(PagePool(NUM_PAGES, PAGE_TOKENS), rules)
+    num_tokens = pages.longest(num_pages)
+    assert pages.worst_case(num_tokens) <= num_pages
+    assert pages.worst_case(num_tokens + 1) > num_pages or num_tokens == MAX_TOKENS
+    if num_pages <= NUM_PAGES and num_tokens < MAX_TOKENS:
+        SessionPages(PagePool(max(num_pages, 1), PAGE_TOKENS), rules).reserve(num_tokens)
+        with pytest.raises(OutOfPages):
+            SessionPages(PagePool(max(num_pages, 1), PAGE_TOKENS), rules).reserve(num_tokens + PAGE_TOKENS + 1)
