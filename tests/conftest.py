@@ -10,3 +10,9 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test may fetch anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+import hypothesis
+
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("corolla", deadline=None)
+hypothesis.settings.load_profile("corolla")

@@ -7,6 +7,7 @@ Copies of keys and values have that thread between iterations.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -266,9 +267,12 @@ class Engine:
             self.decode_step_seconds += 0.1 * (seconds - self.decode_step_seconds)
         self._metrics.step_seconds.labels(kind).observe(seconds)
         self._metrics.batch_rows.observe(num_rows)
+        tokens: Counter[str] = Counter()
         for batch in admitted:
             for row, _, _ in batch.rows:
-                self._metrics.tokens.labels("decode" if row.num_tokens == 1 else "prefill").inc(row.num_tokens)
+                tokens["decode" if row.num_tokens == 1 else "prefill"] += row.num_tokens
+        for kind, num_tokens in tokens.items():
+            self._metrics.tokens.labels(kind).inc(num_tokens)
 
 
 def _joined(parts: list[torch.Tensor]) -> memoryview:

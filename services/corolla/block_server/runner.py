@@ -1,5 +1,6 @@
 """The only place that computes: runs rows of different sessions through a span's blocks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +174,8 @@ class Runner:
         position_ids = torch.tensor(positions, device=hidden.device)
         batch = AttentionBatch(self.store, packed, self.backend)
         if self.model.lean is not None:
-            return self.model.lean.forward(hidden, position_ids, self.model.layer_indices(blocks), batch.attend)
+            end, layers = max(positions) + 1, self.model.layer_indices(blocks)
+            return self.model.lean.forward(hidden, position_ids, end, layers, batch.attend)
         return self.model.forward(hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, batch=batch)[0]
 
     def _run_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
@@ -202,7 +204,8 @@ class Runner:
 
     @staticmethod
     def _finite(rows: Sequence[RowWork], output: Tensor) -> tuple[bool, ...]:
-        if bool(torch.isfinite(output).all()):
+        # Whatever is not finite makes the sum so, too. Where only the sum is out of range, the rows say more.
+        if math.isfinite(output.sum(dtype=torch.float32).item()):
             return (True,) * len(rows)
         parts = torch.split(output, [row.num_tokens for row in rows])
         return tuple(bool(torch.isfinite(part).all()) for part in parts)

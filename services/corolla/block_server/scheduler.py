@@ -121,8 +121,13 @@ class Scheduler(Generic[Item]):
 
     def next_batch(self) -> list[QueuedStep[Item]]:
         """Takes the steps of the next iteration out of the queue: one run of blocks, each session at most once."""
-        if not self._queue:
-            return []
+        if len(self._queue) < 2:
+            # Who is alone shares with nobody, and is remembered by nobody.
+            alone = [entry.step for entry in self._queue]
+            self._queue.clear()
+            self._turns.clear()
+            self._accounts.clear()
+            return alone
         heads = self._heads()
         # The oldest step of all is a head, so some run has one.
         blocks = next(blocks for blocks in self._turns if any(entry.step.blocks == blocks for entry in heads))

@@ -22,7 +22,7 @@ from corolla.chassis.handlers import Context
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Frame, decode
-from corolla.wire.tensors import from_payload
+from corolla.wire.tensors import check_payload
 
 
 class BlockServicer:
@@ -207,7 +207,7 @@ class BlockServicer:
         if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
             raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
         # A step that cannot be read must be refused by itself, not in the middle of a batch with those of others.
-        from_payload(frame.payload, step.dtype, num_tokens, step.hidden_size)
+        check_payload(frame.payload, step.dtype, num_tokens, step.hidden_size)
         is_urgent = all(map(is_decode, step.rows))
         session_ids = frozenset(row.session_id for row in step.rows)
         tenant_tokens: Counter[str] = Counter()

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from corolla.models.families import attention_windows
 from corolla.models.linear import TunedLinear, is_plain
+from corolla.models.rotary_table import RotaryTable
 
 _QUERY_KEY_VALUE: Final = ("q_proj", "k_proj", "v_proj")
 _GATE_UP: Final = ("gate_proj", "up_proj")
@@ -53,7 +54,7 @@ class LeanSpan:
     def __init__(self, layers: Sequence[nn.Module], rotary: nn.Module, config: Any) -> None:
         windows = attention_windows(config)
         self._layers = [_LeanLayer(layer, window) for layer, window in zip(layers, windows, strict=True)]
-        self._rotary = rotary
+        self._rotary = RotaryTable(rotary, config)
 
     @property
     def linears(self) -> list[TunedLinear]:
@@ -64,6 +65,7 @@ class LeanSpan:
         self,
         hidden: Tensor,
         position_ids: Tensor,
+        end: int,
         layers: range,
         attend: Attend,
     ) -> Tensor:
@@ -72,15 +74,13 @@ class LeanSpan:
         Args:
             hidden: `[N, H]`, in the model's dtype.
             position_ids: int64 `[N]`, absolute positions.
+            end: more than any of them.
             layers: which, by their index within the span.
 
         Returns:
             `[N, H]`.
         """
-        cos, sin = self._rotary(hidden, position_ids.unsqueeze(0))
-        # Turning by half a head is a roll and a sign; the sign goes with the sines.
-        half = sin.shape[-1] // 2
-        cos, sin = cos[0].unsqueeze(1), torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).unsqueeze(1)
+        cos, sin = self._rotary.rows(position_ids, end, hidden)
         for index in layers:
             hidden = self._layers[index].forward(hidden, cos, sin, index, attend)
         return hidden
@@ -122,11 +122,11 @@ class _LeanLayer:
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attend: Attend) -> Tensor:
         num_tokens, num_rotated = hidden.shape[0], self._num_heads + self._num_key_heads
-        projected = self._query_key_value(self._attention_norm(hidden)).contiguous()
+        projected = self._query_key_value.forward(self._attention_norm(hidden)).contiguous()
         heads = projected.view(num_tokens, -1, self._head_dim)
         rotated = heads.narrow(1, 0, num_rotated)
         if self._query_norm is not None and self._key_norm is not None:
-            query, key = rotated.split((self._num_heads, self._num_key_heads), dim=1)
+            query, key = torch.split(rotated, [self._num_heads, self._num_key_heads], dim=1)
             rotated = torch.cat((self._query_norm(query), self._key_norm(key)), dim=1)
         if self._rotates:
             rotated = torch.addcmul(rotated * cos, rotated.roll(self._head_dim // 2, -1), sin)
@@ -138,12 +138,12 @@ class _LeanLayer:
             scaling=self._scaling,
             window=self._window,
         )
-        hidden = self._add(hidden, self._output(attended.reshape(num_tokens, -1)))
-        gate_up = self._gate_up(self._mlp_norm(hidden))
+        hidden = self._add(hidden, self._output.forward(attended.reshape(num_tokens, -1)))
+        gate_up = self._gate_up.forward(self._mlp_norm(hidden))
         gated = self._activation(gate_up.narrow(1, 0, self._num_gated)) * gate_up.narrow(
             1, self._num_gated, self._num_gated
         )
-        return self._add(hidden, self._down(gated))
+        return self._add(hidden, self._down.forward(gated))
 
     def _add(self, residual: Tensor, change: Tensor) -> Tensor:
         return residual + change if self._residual_multiplier == 1.0 else residual + change * self._residual_multiplier

@@ -46,15 +46,15 @@ class SpanModel:
     def config(self) -> PretrainedConfig:
         return self._base.config
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         return self._base.dtype
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         return self._base.device
 
-    @property
+    @functools.cached_property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
 

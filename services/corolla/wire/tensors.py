@@ -37,17 +37,23 @@ def to_payload(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def from_payload(payload: Buffer, dtype: int, num_rows: int, hidden_size: int) -> torch.Tensor:
-    """`[num_rows, hidden_size]` over the received bytes; read-only.
+def check_payload(payload: Buffer, dtype: int, num_rows: int, hidden_size: int) -> torch.dtype:
+    """Makes sure that `from_payload` can read it; returns the elements' type.
 
     Raises:
         MalformedMessage: the dtype is unknown or the size is not that of the shape.
     """
-    torch_dtype = _DTYPES.get(dtype)  # type: ignore[call-overload]
+    torch_dtype: torch.dtype | None = _DTYPES.get(dtype)  # type: ignore[call-overload]
     if torch_dtype is None:
         raise MalformedMessage("dtype", "unknown tensor type")
     if len(payload) != num_rows * hidden_size * torch_dtype.itemsize:
         raise MalformedMessage("payload", "its size does not match its shape")
+    return torch_dtype
+
+
+def from_payload(payload: Buffer, dtype: int, num_rows: int, hidden_size: int) -> torch.Tensor:
+    """`[num_rows, hidden_size]` over the received bytes; read-only. Raises as `check_payload` does."""
+    torch_dtype = check_payload(payload, dtype, num_rows, hidden_size)
     if num_rows == 0:
         return torch.empty(0, hidden_size, dtype=torch_dtype)
     return torch.frombuffer(payload, dtype=torch_dtype).view(num_rows, hidden_size)
