@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from tests.faults.cancel import cancel
 from tests.faults.client_service import client_service
 from tests.faults.control_plane import control_plane
+from tests.faults.cut import cut
 from tests.faults.drain import drain
 from tests.faults.figures import say
 from tests.faults.freeze import freeze
@@ -32,6 +33,7 @@ ROWS: dict[str, tuple[Row, int, str]] = {
     "client": (client_service, 6, "kill -9 of a client service; its callers go on at another one"),
     "herd": (herd, 2, "one of two replicas dies with 64 live sessions"),
     "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
+    "cut": (cut, 9, "each wire of a chain cut, in one direction or both"),
     "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
     "cancel": (cancel, 500, "callers that leave"),
 }

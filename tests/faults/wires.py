@@ -1,0 +1,100 @@
+"""Wires that can be cut: a relay in front of each server, which tells who is connected and stops carrying bytes.
+
+What is cut is not closed: as on a network that loses all packets, both ends wait. What was sent meanwhile arrives when
+the wire is mended, and must then count no more.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Final
+
+import psutil
+
+from corolla.chassis.lifecycle import TaskGroup
+
+_CHUNK_BYTES: Final = 1 << 16
+
+
+class _Direction:
+    """Carries bytes one way while it is whole."""
+
+    def __init__(self) -> None:
+        self.is_whole = asyncio.Event()
+        self.is_whole.set()
+
+
+class Wires:
+    """The connections that go to one server.
+
+    Args:
+        host: where others are told that the server is.
+        target_host: where it is; the port is the same.
+    """
+
+    def __init__(self, host: str, target_host: str, port: int) -> None:
+        self._host = host
+        self._target_host = target_host
+        self._port = port
+        self._tasks = TaskGroup()
+        self._server: asyncio.Server | None = None
+        # By the process at the other end; "in" is towards the server.
+        self._directions: dict[tuple[int, str], _Direction] = {}
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._connected, self._host, self._port)
+
+    def cut(self, pid: int, direction: str) -> None:
+        """Nothing comes through any more, "in" towards the server, "out" from it, or "both".
+
+        Raises:
+            KeyError: the process is not connected.
+        """
+        for each in _DIRECTIONS[direction]:
+            self._directions[pid, each].is_whole.clear()
+
+    def mend(self) -> None:
+        for direction in self._directions.values():
+            direction.is_whole.set()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self._tasks.close()
+
+    def _direction(self, pid: int, name: str) -> _Direction:
+        return self._directions.setdefault((pid, name), _Direction())
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pid = await asyncio.to_thread(_owner, writer.get_extra_info("peername"))
+        try:
+            onward_reader, onward_writer = await asyncio.open_connection(self._target_host, self._port)
+        except OSError:
+            writer.close()
+            return
+        self._tasks.start(self._carry(reader, onward_writer, self._direction(pid, "in")), "wire in")
+        self._tasks.start(self._carry(onward_reader, writer, self._direction(pid, "out")), "wire out")
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                while data := await reader.read(_CHUNK_BYTES):
+                    await direction.is_whole.wait()
+                    writer.write(data)
+                    await writer.drain()
+        finally:
+            # An end, too, is something that has to come through.
+            await direction.is_whole.wait()
+            writer.close()
+
+
+def _owner(address: tuple[str, int]) -> int:
+    """The process whose end of a connection has this address; 0 when it is gone."""
+    for connection in psutil.net_connections("tcp"):
+        # An address of IPv4 may stand in the form of IPv6.
+        if connection.laddr and (connection.laddr.ip.rpartition(":")[2], connection.laddr.port) == address[:2]:
+            return connection.pid or 0
+    return 0
+
+
+_DIRECTIONS: Final[Mapping[str, tuple[str, ...]]] = {"in": ("in",), "out": ("out",), "both": ("in", "out")}
