@@ -23,6 +23,7 @@ from corolla.block_server.relay import Relay
 from corolla.block_server.runner import BatchOutput, Runner
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
+from corolla.block_server.speed import DecodeSpeed
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput
 from corolla.chassis.handlers import where
 from corolla.v1 import blocks_pb2 as pb
@@ -64,6 +65,7 @@ class Engine:
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self.copies = CopyQueue(self._compute_thread, self._wake)
         self.decode_step_seconds = 0.0
+        self.decode_speed = DecodeSpeed()
 
     def submit(self, queued: QueuedStep[StepWork]) -> None:
         """Queues a step. Raises QueueFull."""
@@ -265,6 +267,8 @@ class Engine:
         num_rows = sum(len(batch.rows) for batch in admitted)
         if is_decode and all(step.num_tokens == len(step.session_ids) for step in steps):
             self.decode_step_seconds += 0.1 * (seconds - self.decode_step_seconds)
+            if num_rows == 1:
+                self.decode_speed.observe(seconds, len(steps[0].blocks))
         self._metrics.step_seconds.labels(kind).observe(seconds)
         self._metrics.batch_rows.observe(num_rows)
         tokens: Counter[str] = Counter()

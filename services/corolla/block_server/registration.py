@@ -46,6 +46,7 @@ class Registration:
         self._interval_s = 1.0
         self._span: Span | None = None
         self._soon = asyncio.Event()
+        self._ordered: asyncio.Future[Span] = asyncio.get_running_loop().create_future()
         self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
 
     async def register(self, span: Span | None) -> Span:
@@ -93,6 +94,10 @@ class Registration:
                 interval_s = self._interval_s if reachable else min(self._interval_s, _RETRY_INTERVAL_S)
                 await asyncio.wait_for(self._soon.wait(), interval_s)
 
+    async def ordered_span(self) -> Span:
+        """Waits until the router wants this server to hold another span, and returns that."""
+        return await asyncio.shield(self._ordered)
+
     def hurry(self) -> None:
         """The next heartbeat goes out now: the state has changed."""
         self._soon.set()
@@ -109,9 +114,11 @@ class Registration:
         if self._span is not None:
             request.span.CopyFrom(common_pb2.BlockSpan(start=self._span.start, end=self._span.end))
         try:
-            await self._stub.Heartbeat(request, timeout=_CALL_TIMEOUT_S)
+            answer = await self._stub.Heartbeat(request, timeout=_CALL_TIMEOUT_S)
         except grpc.RpcError as failure:
             raise from_rpc_error(failure) from None
+        if answer.HasField("move_to") and not self._ordered.done():
+            self._ordered.set_result(Span(answer.move_to.start, answer.move_to.end))
 
     async def placement(self) -> Sequence[router_pb2.PlacedServer]:
         """All servers of the model, as the router knows them now. Raises what it says, or RouterUnavailable."""

@@ -22,7 +22,7 @@ from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
-from corolla.block_server.speed import measure_speed
+from corolla.block_server.speed import measure_decode_step, measure_speed
 from corolla.chassis.channels import MAX_FRAME_BYTES
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import service_handler
@@ -33,6 +33,7 @@ from corolla.chassis.weight_formats import weight_format
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import SpanModel, load_span
 from corolla.v1 import blocks_pb2, router_pb2
+from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES, tensor_type
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,15 @@ _SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 
 
 class BlockServer:
-    """One block server in this process."""
+    """One incarnation of a block server.
 
-    def __init__(self, settings: BlockServerSettings) -> None:
+    Args:
+        span: to hold where the settings leave that to the router; None: the router chooses.
+    """
+
+    def __init__(self, settings: BlockServerSettings, span: Span | None = None) -> None:
         self.settings = settings
+        self._wanted = settings.span or span
         self.server_id = secrets.token_hex(16)
         self._registry = new_registry()
         self._metrics = BlockServerMetrics(self._registry)
@@ -100,11 +106,12 @@ class BlockServer:
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
             zone=settings.zone,
             pod_uid=settings.pod_uid,
+            movable=settings.span is None,
         )
         self._registration = Registration(settings.router, description, self._load)
         self._rpc.announce(_SERVICE)
         await self._rpc.start()
-        span = await self._registration.register(settings.span)
+        span = await self._registration.register(self._wanted)
         self._heartbeats = self._tasks.start(self._registration.keep(), "heartbeats")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
 
@@ -120,6 +127,7 @@ class BlockServer:
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics
         )
+        engine.decode_speed.observe(await asyncio.to_thread(measure_decode_step, runner), len(span))
         identity = Identity(
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
@@ -152,6 +160,12 @@ class BlockServer:
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.hurry()
         log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": pool.num_pages})
+
+    async def ordered_span(self) -> Span:
+        """Waits until the router wants another span held here. Only for a server that has started."""
+        if self._registration is None:
+            raise RuntimeError("this server has not started")
+        return await self._registration.ordered_span()
 
     async def stop(self) -> None:
         """Hands sessions over, leaves the placement and frees everything."""
@@ -209,4 +223,5 @@ class BlockServer:
             max_session_tokens=self._sessions.max_session_tokens,
             num_queued_steps=len(self._scheduler),
             decode_step_seconds=self._engine.decode_step_seconds,
+            decode_tokens_per_second=self._engine.decode_speed.tokens_per_second,
         )

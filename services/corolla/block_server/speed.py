@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ from corolla.wire.span import Span
 
 _PREFILL_TOKENS: Final = 64
 _REPETITIONS: Final = 5
+_LATEST_STEPS: Final = 64
 # Enough for single rows, which are tuned first.
 _TUNING_BUDGET_S: Final = 0.2
 
@@ -28,6 +30,36 @@ class Speed:
     prefill_tokens_per_second: float
     cache_bytes_per_token: int
     num_threads: int
+
+
+class DecodeSpeed:
+    """Tokens per second through one block, one row at a time, as the latest such steps show it.
+
+    The best of them counts: what else the machine did meanwhile is not the server's speed, unless it never stops. So it
+    can be compared with that of another server, whatever the two have to do.
+    """
+
+    def __init__(self) -> None:
+        self._seconds_per_block: deque[float] = deque(maxlen=_LATEST_STEPS)
+
+    def observe(self, seconds: float, num_blocks: int) -> None:
+        """A step of one token through `num_blocks`."""
+        self._seconds_per_block.append(max(seconds, 1e-9) / num_blocks)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 before the first step."""
+        return 1 / min(self._seconds_per_block) if self._seconds_per_block else 0.0
+
+
+def measure_decode_step(runner: Runner) -> float:
+    """Seconds of one token through all blocks of the runner's span; the best of a few. Uses one page."""
+    cache = runner.new_cache()
+    cache.reserve(1)
+    hidden = torch.zeros(1, runner.model.hidden_size)
+    seconds = _best_seconds(lambda: runner.run_each([RowWork(cache, 0, 1)], hidden, runner.span))
+    cache.clear()
+    return seconds
 
 
 def measure_speed(

@@ -15,6 +15,11 @@ SESSION_LOAD: Final = 0.05
 """What an open session adds to a server's time per block, as a part of it: most of them are idle or batched."""
 
 
+def measured_speed(placed: pb.PlacedServer) -> float:
+    """Tokens per second through one block: of late if known, else as measured at its start; 0: not measured."""
+    return placed.load.decode_tokens_per_second or placed.server.decode_tokens_per_second
+
+
 def candidates(
     servers: Iterable[pb.PlacedServer], *, fingerprint: str = "", num_tokens: int = 0, excluded: Collection[str] = ()
 ) -> list[Candidate]:
@@ -61,7 +66,7 @@ def _candidate(placed: pb.PlacedServer, num_tokens: int) -> Candidate:
     if load.decode_step_seconds > 0:
         seconds_per_block = load.decode_step_seconds / len(span)
     else:
-        seconds_per_block = 1 / (server.decode_tokens_per_second or UNMEASURED_TOKENS_PER_SECOND)
+        seconds_per_block = 1 / (measured_speed(placed) or UNMEASURED_TOKENS_PER_SECOND)
     return Candidate(
         server_id=server.server_id,
         address=server.address,

@@ -1,9 +1,9 @@
 """What the router counts."""
 
-from collections import Counter
+import collections
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from corolla.router.roster import Roster
 from corolla.v1 import router_pb2 as pb
@@ -36,6 +36,19 @@ class RouterMetrics:
             ["model"],
             registry=registry,
         )
+        self._slowest_block = Gauge(
+            "corolla_slowest_block_tokens_per_second",
+            "Tokens per second that the ready servers of the slowest block can decode, as they measured themselves.",
+            ["model"],
+            registry=registry,
+        )
+        self._moves = Counter(
+            "corolla_moves_ordered",
+            "Moves of block servers to other spans that this router ordered: to cover blocks that had no server, or to "
+            "make the slowest block faster.",
+            ["model", "reason"],
+            registry=registry,
+        )
         self._servers = Gauge(
             "corolla_registered_servers", "Block servers with a lease, by state.", ["model", "state"], registry=registry
         )
@@ -53,21 +66,25 @@ class RouterMetrics:
     def store_up(self, up: bool) -> None:
         self._store_up.set(1 if up else 0)
 
+    def move_ordered(self, model: str, *, covers: bool) -> None:
+        self._moves.labels(model, "covers" if covers else "faster").inc()
+
     def observe(self, roster: Roster, num_sessions: int) -> None:
         """Shows one model's placement and session count. A span that lost its last replica stays, at zero."""
         model = roster.model
-        ready = Counter(
+        ready = collections.Counter(
             f"{each.span.start}:{each.span.end}" for each in roster.servers if each.state == pb.SERVER_STATE_READY
         )
         spans = self._spans.setdefault(model, set())
         spans.update(ready)
         for span in spans:
             self._ready_replicas.labels(model, span).set(ready[span])
-        states = Counter(each.state for each in roster.servers)
+        states = collections.Counter(each.state for each in roster.servers)
         for state, name in _STATES.items():
             self._servers.labels(model, name).set(states[state])
         self._uncovered_blocks.labels(model).set(sum(map(len, roster.uncovered())))
         self._single_copy_blocks.labels(model).set(roster.num_single_copy_blocks())
+        self._slowest_block.labels(model).set(roster.slowest_block_tokens_per_second())
         self._sessions.labels(model).set(num_sessions)
 
     def forget(self, model: str) -> None:
@@ -78,4 +95,5 @@ class RouterMetrics:
             self._servers.remove(model, name)
         self._uncovered_blocks.remove(model)
         self._single_copy_blocks.remove(model)
+        self._slowest_block.remove(model)
         self._sessions.remove(model)

@@ -5,6 +5,7 @@ would leave a block without a server for its duration is none, so what is found 
 and a shortest way to it.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,6 +16,8 @@ from corolla.wire.span import Span
 
 MAX_LAYOUTS: Final = 4000
 """Small pools are searched to the end; larger ones take some tenths of a second."""
+
+_SPEED_STEP: Final = 1.05
 
 # Where the span of each movable server starts.
 _Layout = tuple[int, ...]
@@ -40,6 +43,11 @@ class Move:
     server_id: str
     span: Span
     covers: bool
+
+
+def steady(speed: float) -> float:
+    """The speed in steps of 5 %, so that most measurements say nothing new."""
+    return _SPEED_STEP ** round(math.log(speed, _SPEED_STEP)) if speed > 0 else 0.0
 
 
 def next_move(

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from corolla.chassis.errors import InternalError, LeaseLost, LeaseTaken, SpanRefused, StoreUnavailable
 from corolla.planning.candidates import block_span, span_of
 from corolla.router.placement import choose_span
+from corolla.router.rebalancing import Move
 from corolla.router.roster import Roster, sort_servers
 from corolla.router.store import Store
 from corolla.v1 import common_pb2
@@ -22,6 +23,8 @@ MOST_ATTEMPTS: Final = 100
 _LONGEST_PAUSE_S: Final = 0.01
 _UNKNOWN: Final = 0
 _TAKEN: Final = 2
+# In which a server hands over, leaves and registers again; then others may move.
+_MOVE_TTL_MS: Final = 60_000
 
 
 class Registry:
@@ -72,8 +75,11 @@ class Registry:
         )
         return bool(reply == 1)
 
-    async def heartbeat(self, beat: pb.HeartbeatRequest) -> None:
+    async def heartbeat(self, beat: pb.HeartbeatRequest) -> Span | None:
         """Renews the lease. A server that is not known, but describes itself, is registered as it is.
+
+        Returns:
+            The span that the server is told to move to, if it is.
 
         Raises:
             LeaseLost: it is not known and does not say what it is.
@@ -90,6 +96,20 @@ class Registry:
             if not beat.HasField("server"):
                 raise LeaseLost("this server has no lease; register again")
             await self._place(beat.server, span_of(beat.span), lease, replaces=False)
+        return Span.parse(reply.decode()) if isinstance(reply, bytes) else None
+
+    async def order(self, roster: Roster, move: Move, pause_ms: int) -> bool:
+        """Has a server told to move; False if the placement is another one by now, or a move is under way.
+
+        Args:
+            pause_ms: for which moves that give no block its only server have to wait after this one.
+        """
+        covers = int(move.covers)
+        reply = await self._store.run(
+            "order_move", roster.model, str(roster.version), move.server_id, str(move.span), _MOVE_TTL_MS, covers,
+            pause_ms,
+        )  # fmt: skip
+        return bool(reply == 1)
 
     async def report(self, model: str, server_id: str) -> None:
         """Suspects a server until its next heartbeat; an unknown one is no error."""

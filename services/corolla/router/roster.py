@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from corolla.chassis.errors import CorollaError
-from corolla.planning.candidates import block_span, candidates, chain_of, span_of
+from corolla.planning.candidates import block_span, candidates, chain_of, measured_speed, span_of
 from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
-from corolla.router.placement import HostedSpan
+from corolla.router.placement import HostedSpan, throughput
+from corolla.router.rebalancing import Member, steady
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
@@ -33,10 +34,33 @@ class Roster:
     def hosted(self, fingerprint: str) -> list[HostedSpan]:
         """The spans of all servers with these weights, joining and draining ones included."""
         return [
-            HostedSpan(span_of(each.span), each.server.decode_tokens_per_second)
+            HostedSpan(span_of(each.span), measured_speed(each))
             for each in self.servers
             if each.server.fingerprint == fingerprint
         ]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everybody is ready: nobody comes, goes or is suspected."""
+        return all(each.state == pb.SERVER_STATE_READY and not each.suspected for each in self.servers)
+
+    def members(self) -> dict[str, list[Member]]:
+        """All servers by fingerprint, for one who wants to move them."""
+        groups: dict[str, list[Member]] = {}
+        for each in self.servers:
+            hosted = HostedSpan(span_of(each.span), steady(measured_speed(each)))
+            member = Member(each.server.server_id, hosted, each.server.movable)
+            groups.setdefault(each.server.fingerprint, []).append(member)
+        return groups
+
+    def slowest_block_tokens_per_second(self) -> float:
+        """The throughput of the slowest block, of the fingerprint where it is highest; ready servers count."""
+        groups: dict[str, list[HostedSpan]] = {}
+        for each in self.servers:
+            if each.state == pb.SERVER_STATE_READY:
+                hosted = HostedSpan(span_of(each.span), measured_speed(each))
+                groups.setdefault(each.server.fingerprint, []).append(hosted)
+        return max((min(throughput(group, self.num_blocks)) for group in groups.values()), default=0) / 1e6
 
     def has_other_at_address(self, server: pb.ServerDescription) -> bool:
         return any(

@@ -11,6 +11,7 @@ from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.router.census import run_census
 from corolla.router.metrics import RouterMetrics
+from corolla.router.rebalancer import Rebalancer
 from corolla.router.registry import Registry
 from corolla.router.servicer import RouterServicer
 from corolla.router.sessions import SessionRecords
@@ -68,6 +69,8 @@ class RouterProcess:
         self._tasks.start(
             run_census(self._registry, self._sessions, self._metrics, self.settings.relist_interval_s), "census"
         )
+        if self.settings.rebalance:
+            self._tasks.start(Rebalancer(self._registry, self._metrics, self.settings).run(), "rebalancing")
         await self._rpc.ready()
         log.info("router serves", extra={"port": self.port, "metrics_port": self.metrics_port})
 

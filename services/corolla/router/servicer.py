@@ -48,8 +48,8 @@ class RouterServicer:
         validation.check_load(request.load)
         if request.HasField("server"):
             validation.check_self_description(request)
-        await self._registry.heartbeat(request)
-        return pb.HeartbeatResponse()
+        span = await self._registry.heartbeat(request)
+        return pb.HeartbeatResponse(move_to=block_span(span) if span else None)
 
     async def DeregisterServer(
         self, request: pb.DeregisterServerRequest, context: Context

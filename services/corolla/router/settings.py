@@ -37,6 +37,24 @@ class RouterSettings(ServiceSettings):
     load_push_interval_s: float = Field(
         5.0, ge=0.1, le=600, description="Seconds after which watchers learn of changed load when nothing else changes."
     )
+    rebalance: bool = Field(
+        True, description="Whether block servers that hold what the router chose are told to hold other blocks."
+    )
+    rebalance_settle_s: float = Field(
+        2.0,
+        ge=0.05,
+        le=600,
+        description="Seconds for which all servers must be ready, and a move the best one, before it is ordered.",
+    )
+    rebalance_min_gain: float = Field(
+        0.25,
+        ge=0,
+        le=100,
+        description="Part by which a move must make the slowest block faster; blocks without a server always count.",
+    )
+    rebalance_interval_s: float = Field(
+        60, ge=0, le=86_400, description="Seconds after a move in which none is ordered that only makes blocks faster."
+    )
     session_ttl_s: float = Field(
         3600, gt=0, le=2_592_000, description="Seconds that a session record lives when its creator names no time."
     )

@@ -84,6 +84,7 @@ def check_self_description(beat: pb.HeartbeatRequest) -> None:
 def check_load(load: pb.ServerLoad) -> pb.ServerLoad:
     if not math.isfinite(load.decode_step_seconds) or load.decode_step_seconds < 0:
         raise InvalidRequest("load.decode_step_seconds", "must be a finite number, at least 0")
+    _check_speed("load.decode_tokens_per_second", load.decode_tokens_per_second)
     if load.num_free_pages > load.num_pages:
         raise InvalidRequest("load.num_free_pages", "is more than num_pages")
     return load

@@ -60,6 +60,7 @@ class ServerDescription(_message.Message):
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
     POD_UID_FIELD_NUMBER: _builtins.int
+    MOVABLE_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     """The incarnation: 128 random bits, drawn at each start."""
     address: _builtins.str
@@ -75,6 +76,8 @@ class ServerDescription(_message.Message):
     prefill_tokens_per_second: _builtins.float
     zone: _builtins.str
     pod_uid: _builtins.str
+    movable: _builtins.bool
+    """Holds what the router chooses, and may be told to hold other blocks later."""
     def __init__(
         self,
         *,
@@ -89,10 +92,11 @@ class ServerDescription(_message.Message):
         prefill_tokens_per_second: _builtins.float = ...,
         zone: _builtins.str = ...,
         pod_uid: _builtins.str = ...,
+        movable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "dtype", b"dtype", "fingerprint", b"fingerprint", "model", b"model", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "dtype", b"dtype", "fingerprint", b"fingerprint", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -111,6 +115,7 @@ class ServerLoad(_message.Message):
     DECODE_STEP_SECONDS_FIELD_NUMBER: _builtins.int
     RESIDENT_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     MAX_SESSION_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     num_sessions: _builtins.int
     num_pages: _builtins.int
     num_free_pages: _builtins.int
@@ -122,6 +127,10 @@ class ServerLoad(_message.Message):
     """The longest session that a new one could be; unset: unknown, and room is not considered in planning. Layers with a
     sliding window need pages for what they see only, so this does not follow from the pages.
     """
+    decode_tokens_per_second: _builtins.float
+    """Tokens per second through one block, one row at a time: measured on the span that it holds, and by the steps done
+    since; 0: not measured yet.
+    """
     def __init__(
         self,
         *,
@@ -132,10 +141,11 @@ class ServerLoad(_message.Message):
         decode_step_seconds: _builtins.float = ...,
         resident_memory_bytes: _builtins.int = ...,
         max_session_tokens: _builtins.int | None = ...,
+        decode_tokens_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "max_session_tokens", b"max_session_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "decode_step_seconds", b"decode_step_seconds", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_session_tokens: _TypeAlias = _typing.Literal["max_session_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_session_tokens: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens"]  # noqa: Y015
@@ -153,7 +163,9 @@ class RegisterServerRequest(_message.Message):
     def server(self) -> Global___ServerDescription: ...
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan:
-        """Explicit span; unset: the router chooses the one that most raises the minimum throughput over all blocks."""
+        """Explicit span, or the one that the router told it to move to; unset: the router chooses the one that most raises the
+        minimum throughput over all blocks.
+        """
 
     def __init__(
         self,
@@ -238,12 +250,19 @@ Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
 class HeartbeatResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MOVE_TO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def move_to(self) -> _common_pb2.BlockSpan:
+        """If set: hand the sessions over, leave, and come back as another incarnation with this span."""
+
     def __init__(
         self,
+        *,
+        move_to: _common_pb2.BlockSpan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["move_to", b"move_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move_to", b"move_to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

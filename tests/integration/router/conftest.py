@@ -29,6 +29,8 @@ FAST = {
     "heartbeat_interval_ms": 100,
     "relist_interval_s": 0.1,
     "load_push_interval_s": 0.3,
+    "rebalance_settle_s": 0.1,
+    "rebalance_interval_s": 0.5,
     "grace_s": 0.5,
 }
 
@@ -125,13 +127,17 @@ class BlockServer:
         self.span = answer.span
         return f"{answer.span.start}:{answer.span.end}"
 
+    async def leave(self) -> None:
+        request = pb.DeregisterServerRequest(model=self.description.model, server_id=self.server_id)
+        await self.router.stub.DeregisterServer(request, timeout=10)
+
     async def beat(self) -> None:
         request = pb.HeartbeatRequest(
             model=self.description.model, server_id=self.server_id, state=self.state, load=self.load
         )
         await self.router.stub.Heartbeat(request, timeout=10)
 
-    async def beat_in_full(self) -> None:
+    async def beat_in_full(self) -> pb.HeartbeatResponse:
         """As a real one does: with all that the router needs to register it again."""
         request = pb.HeartbeatRequest(
             model=self.description.model,
@@ -141,7 +147,8 @@ class BlockServer:
             server=self.description,
             span=self.span,
         )
-        await self.router.stub.Heartbeat(request, timeout=10)
+        answer: pb.HeartbeatResponse = await self.router.stub.Heartbeat(request, timeout=10)
+        return answer
 
     async def join(self, span: str | None = None) -> str:
         """Registers and is ready."""

@@ -1,0 +1,57 @@
+"""Has block servers moved, one at a time, when all is quiet and another layout is better."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from corolla.chassis.errors import CorollaError
+from corolla.router.metrics import RouterMetrics
+from corolla.router.rebalancing import Member, Move, next_move
+from corolla.router.registry import Registry
+from corolla.router.roster import Roster
+from corolla.router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+_Advice = tuple[Sequence[Member], Move | None]
+
+
+class Rebalancer:
+    """Of several routers each decides by itself; the store lets one order through, and none while a server moves."""
+
+    def __init__(self, registry: Registry, metrics: RouterMetrics, settings: RouterSettings) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._settle_s = settings.rebalance_settle_s
+        self._min_gain = settings.rebalance_min_gain
+        self._pause_ms = max(1, round(settings.rebalance_interval_s * 1000))
+        # By model and fingerprint: what the last look said.
+        self._advice: dict[tuple[str, str], _Advice] = {}
+
+    async def run(self) -> None:
+        """Looks again and again, for ever."""
+        while True:
+            try:
+                for model in await self._registry.models():
+                    await self._look(await self._registry.snapshot(model))
+            except CorollaError:
+                self._advice.clear()
+            await asyncio.sleep(self._settle_s)
+
+    async def _look(self, roster: Roster) -> None:
+        """Orders what was the best move at the last look as well."""
+        groups = roster.members() if roster.is_settled else {}
+        for key in [key for key in self._advice if key[0] == roster.model and key[1] not in groups]:
+            del self._advice[key]
+        for fingerprint, members in groups.items():
+            key = (roster.model, fingerprint)
+            before, advised = self._advice.get(key, ((), None))
+            if members == before:
+                move = advised
+            else:
+                move = await asyncio.to_thread(next_move, members, roster.num_blocks, min_gain=self._min_gain)
+            self._advice[key] = (members, move)
+            if move is not None and move == advised and await self._registry.order(roster, move, self._pause_ms):
+                self._metrics.move_ordered(roster.model, covers=move.covers)
+                log.info("a block server moves", extra={"model": roster.model, "to": str(move.span)})
+                return

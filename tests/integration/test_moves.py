@@ -1,0 +1,86 @@
+"""A pool of real processes that organises itself: one leaves for good, another one takes its blocks."""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corolla.local.options import StackOptions
+from corolla.local.stack import Stack
+from corolla.sdk.async_client import AsyncClient
+from corolla.v1 import router_pb2
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.metrics import sample
+from tests.integration.waiting import until
+
+PROMPT = "the thin man"
+OPTIONS: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.9, "seed": 3}
+ENVIRONMENT = {
+    "COROLLA_LEASE_MS": "1500",
+    "COROLLA_HEARTBEAT_INTERVAL_MS": "300",
+    "COROLLA_REBALANCE_SETTLE_S": "0.3",
+    "COROLLA_RECOVERY_PATIENCE_S": "60",
+    # Alike as they are, they share two cores with other tests: what they measure is no reason to move.
+    "COROLLA_REBALANCE_MIN_GAIN": "10",
+}
+
+
+def held(placement: router_pb2.Placement | None) -> dict[str, str]:
+    """Who holds what, by address; ready servers only."""
+    return {
+        each.server.address: f"{each.span.start}:{each.span.end}"
+        for each in (placement.servers if placement is not None else ())
+        if each.state == router_pb2.SERVER_STATE_READY
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
+async def test_the_blocks_of_a_server_that_left_for_good_are_taken_by_another(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    changes = {"max_position_embeddings": 8192}
+    model = make_tiny_checkpoint("llama", tmp_path / "tiny", num_blocks=4, config_changes=changes)
+    options = StackOptions(
+        model=str(model), blocks="auto", num_servers=3, log_folder=tmp_path, restarts=False, environment=ENVIRONMENT
+    )
+    stack = Stack(options)
+    await asyncio.to_thread(stack.start)
+    try:
+        async with AsyncClient(stack.client_address) as client:
+
+            async def spans() -> dict[str, str]:
+                return held(await asyncio.to_thread(stack.placement))
+
+            async def all_are_ready() -> bool:
+                return len(await spans()) == 3
+
+            await until(all_are_ready, timeout_s=20)
+            before = await spans()
+            assert sorted(before.values()) == ["0:2", "0:2", "2:4"]
+            undisturbed = await client.generate(PROMPT, **OPTIONS)
+            streams = [client.stream(PROMPT, **OPTIONS) for _ in range(3)]
+            heads = [(await anext(stream)).token_ids for stream in streams]
+
+            leaver = next(each for each in stack.servers if before[each.address] == "2:4")
+            stack.kill(leaver.name, number)
+            for head, stream in zip(heads, streams, strict=True):
+                rest = [token_id async for chunk in stream for token_id in chunk.token_ids]
+                assert (*head, *rest) == undisturbed.token_ids
+
+            after = await spans()
+            assert sorted(after.values()) == ["0:2", "2:4"]
+            assert leaver.address not in after
+            # The mover is the same process, at the same address, and its metrics are where they were.
+            mover = next(each for each in stack.servers if after.get(each.address) == "2:4")
+            assert stack.pid(mover.name) is not None
+            assert await sample(mover.metrics_port, "corolla_hop_step_seconds_count") > 0
+            assert (await client.generate(PROMPT, **OPTIONS)).token_ids == undisturbed.token_ids
+            async with client.session() as session:
+                for _ in range(2):
+                    await session.generate(PROMPT, max_tokens=4)
+            for each in after:
+                assert each in before, "nobody came back elsewhere"
+    finally:
+        await asyncio.to_thread(stack.stop)
