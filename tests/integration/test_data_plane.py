@@ -111,7 +111,7 @@ BAD_STEPS: dict[str, tuple[tuple[pb.Step, bytes], str]] = {
     "too many tokens": (a_step(10_000), "MALFORMED_MESSAGE"),
     "other dtype": (a_step(dtype=pb.TENSOR_TYPE_BFLOAT16), "MALFORMED_MESSAGE"),
     "other hidden size": (a_step(hidden_size=HIDDEN_SIZE + 1), "MALFORMED_MESSAGE"),
-    "blocks of others": (a_step(blocks=common_pb2.BlockSpan(start=0, end=6)), "MALFORMED_MESSAGE"),
+    "blocks of others": (a_step(blocks=common_pb2.BlockSpan(start=0, end=6)), "HOP_SESSION_LOST"),
     "no blocks": (a_step(blocks=common_pb2.BlockSpan(start=2, end=2)), "MALFORMED_MESSAGE"),
     "other blocks than opened": (a_step(blocks=common_pb2.BlockSpan(start=0, end=3)), "HOP_SESSION_LOST"),
     "in another's name": (a_step(client_id=b"d" * 16), "MALFORMED_MESSAGE"),

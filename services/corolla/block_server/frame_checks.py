@@ -6,7 +6,7 @@ from corolla.block_server.held import OpenRequest
 from corolla.block_server.kv.prefixes import HASH_BYTES, ExpectedText, salt_of
 from corolla.block_server.peers import Peer
 from corolla.block_server.prompts import BlockPrompts
-from corolla.chassis.errors import MalformedMessage
+from corolla.chassis.errors import HopSessionLost, MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer
@@ -114,7 +114,13 @@ class FrameChecks:
         return blocks
 
     def addressed(self, step: pb.Step, peer: Peer) -> Span:
-        """The blocks of a step that is for this server, from the one that it names."""
+        """The blocks of a step that is for this server, from the one that it names.
+
+        Raises:
+            HopSessionLost: it is for a server with other blocks that had this address before, and the session.
+        """
+        if step.blocks.end > self._identity.span.end or step.blocks.start < self._identity.span.start:
+            raise HopSessionLost("this server holds other blocks")
         blocks = self._blocks(step.blocks)
         if step.route and step.route[0].span.start != blocks.end:
             raise MalformedMessage("route", "the next hop does not continue where this one ends")

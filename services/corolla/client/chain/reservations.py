@@ -15,6 +15,7 @@ from corolla.client.chain.prefixes import page_hashes
 from corolla.client.chain.recovery_plan import HopState
 from corolla.client.chain.routes import Routes
 from corolla.client.chain.streams import DataPlane
+from corolla.planning.candidates import span_of
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer
@@ -223,6 +224,9 @@ class Reservations:
 
         async def open_one(number: int) -> tuple[pb.Opened, int]:
             async with turn:
+                welcome = await self._plane.connect(hop.address)
+                if not span_of(welcome.span).covers(span_of(hop.span)):
+                    raise HopUnavailable("another server has a hop's address, with other blocks", hop.address)
                 request = self._frame(identities[number], options, hop)
                 request.keep_outputs = keep_outputs
                 if options.texts is not None and options.prompts is None:
