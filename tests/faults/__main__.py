@@ -28,7 +28,7 @@ Row = Callable[[Stand, random.Random, int], Awaitable[int]]
 
 ROWS: dict[str, tuple[Row, int, str]] = {
     "kill": (kill, 100, "kill -9 of each hop at a random token"),
-    "library": (library, 10, "kill -9 of each hop while `generate` of transformers runs"),
+    "library": (library, 12, "kill -9 of each hop while `generate` of transformers runs"),
     "drain": (drain, 1, "rolling drain of every server under 16 streams"),
     "client": (client_service, 6, "kill -9 of a client service; its callers go on at another one"),
     "herd": (herd, 2, "one of two replicas dies with 64 live sessions"),

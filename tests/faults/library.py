@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from corolla.models.loading import LOADING
 from tests.faults.figures import Figures, say
 from tests.faults.stand import Stand
 
+_PROMPTED = "trained prompts for each block"
 _WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "greedy": (1, {}),
     "sampled batch": (3, {"do_sample": True, "top_p": 0.95}),
     "beams": (2, {"num_beams": 3}),
     "sampled beams": (1, {"num_beams": 3, "do_sample": True, "num_return_sequences": 2}),
     "prompt lookup": (1, {"prompt_lookup_num_tokens": 4}),
+    _PROMPTED: (2, {}),
 }
 _MAX_NEW_TOKENS = 48
 
@@ -61,13 +64,17 @@ async def library(stand: Stand, rng: random.Random, num_runs: int) -> int:
 
         options = {**options, "max_new_tokens": _MAX_NEW_TOKENS, "min_new_tokens": _MAX_NEW_TOKENS}
         seed = rng.randrange(1 << 30)
-        expected = await asyncio.to_thread(_generate, unsplit, seed, prompt, options)
+        # The unsplit model has no way to take such prompts; undisturbed, the chain equals one that was given a way.
+        trained = _train(remote) if way == _PROMPTED else None
+        expected = await asyncio.to_thread(
+            _generate, unsplit if trained is None else remote, seed, prompt, options, trained
+        )
         processors = LogitsProcessorList([_At(step, kill)])
         try:
             given = await asyncio.to_thread(
-                _generate, remote, seed, prompt, {**options, "logits_processor": processors}
+                _generate, remote, seed, prompt, {**options, "logits_processor": processors}, trained
             )
-            figures.check(given == expected, f"{way}: the tokens are not those of the unsplit model")
+            figures.check(given == expected, f"{way}: the tokens are not those of the undisturbed run")
         except Exception as failure:
             figures.check(False, f"{way}: the caller got {type(failure).__name__}: {failure}")
         say(f"run {figures.num_runs}: {way}, server of {span} killed at step {step}")
@@ -83,7 +90,17 @@ def _load(folder: str, router: str) -> tuple[Any, Any]:
     return unsplit, AutoDistributedModelForCausalLM.from_pretrained(folder, router=router)
 
 
-def _generate(model: Any, seed: int, prompt: Tensor, options: dict[str, Any]) -> list[list[int]]:
+def _train(remote: Any) -> Tensor:
+    """`[blocks, 6, H]`, as strong as what they are added to."""
+    shape = (remote.config.num_hidden_layers, 6, remote.config.hidden_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _generate(
+    model: Any, seed: int, prompt: Tensor, options: dict[str, Any], block_prompts: Tensor | None
+) -> list[list[int]]:
     torch.manual_seed(seed)
-    tokens: list[list[int]] = model.generate(prompt, **options).tolist()
+    session = model.inference_session(block_prompts=block_prompts) if block_prompts is not None else nullcontext()
+    with session:
+        tokens: list[list[int]] = model.generate(prompt, **options).tolist()
     return tokens
