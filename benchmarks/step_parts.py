@@ -2,8 +2,8 @@
 
     python -m benchmarks.step_parts --blocks 15
 
-Both run one token after a prompt, in one thread. Times of operators are those of torch's profiler; what is left of a step
-that ran without the profiler is Python and the dispatch of operators.
+Both run one token after a prompt, in one thread. Times of operators are those of torch's profiler; what is left of a
+step that ran without the profiler is Python and the dispatch of operators.
 """
 
 import argparse
