@@ -160,6 +160,50 @@ async def test_a_conversation_begins_with_what_another_computed(stack: Stack, cl
     assert second.token_ids == tuple(stack.truth(log))
 
 
+@pytest.mark.parametrize("speculation, seed", [("off", 100), ("prompt_lookup", 200)])
+async def test_who_sends_the_whole_conversation_again_finds_the_answers_too(
+    stack: Stack, client: AsyncClient, speculation: str, seed: int
+) -> None:
+    """Also where hops held wrong guesses meanwhile: only what came to be the text is found."""
+    log = some_tokens(100, seed) * 2
+    for turn in range(3):
+        before = await stack.tokens_computed()
+        answer = await client.generate(log, max_tokens=70, ignore_eos=True, speculation=speculation)
+        after = await stack.tokens_computed()
+        assert answer.token_ids == tuple(stack.truth(log, 70))
+        # The answer's last token was never processed.
+        num_cached = (len(log) - 10 - 1) // PAGE_TOKENS * PAGE_TOKENS if turn else answer.usage.cached_tokens
+        assert answer.usage.cached_tokens == num_cached
+        if speculation == "off":
+            num_computed = len(log) - num_cached + 70 - 1
+            assert [new - old for new, old in zip(after, before, strict=True)] == [num_computed] * 2
+        log += [*answer.token_ids, *some_tokens(10, seed + 1 + turn)]
+
+
+async def test_a_conversations_answers_are_found_by_another(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(50, seed=16)
+    async with client.session() as session:
+        first = await session.generate(prompt, **GREEDY)
+    log = [*prompt, *first.token_ids, 7]
+    answer = await client.generate(log, **GREEDY)
+    assert answer.usage.cached_tokens == 2 * PAGE_TOKENS
+    assert answer.token_ids == tuple(stack.truth(log))
+
+
+async def test_an_answer_that_was_given_up_leaves_only_what_is_true(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(90, seed=17)
+    truth = stack.truth(prompt, 200)
+    async with client.stream(prompt, max_tokens=200, ignore_eos=True) as stream:
+        chunks = aiter(stream)
+        for _ in range(60):
+            await anext(chunks)
+    await stack.swarm.until_empty()
+    log = prompt + truth[:120]
+    answer = await client.generate(log, max_tokens=80, ignore_eos=True)
+    assert answer.token_ids == tuple(truth[120:])
+    assert answer.usage.cached_tokens >= (90 + 59) // PAGE_TOKENS * PAGE_TOKENS
+
+
 async def test_pages_come_back_and_beginnings_stay(stack: Stack, client: AsyncClient) -> None:
     await client.generate(some_tokens(200, seed=11), **GREEDY)
     await stack.swarm.until_empty()

@@ -91,14 +91,20 @@ class FrameChecks:
             return None
         if control.HasField("block_prompts"):
             raise MalformedMessage("text", "what trained prompts make of a text is no other session's")
-        page_tokens, hashes = self._identity.prefix_page_tokens, control.text.page_hashes
-        num_pages, rest = divmod(len(hashes), HASH_BYTES)
-        if rest or num_pages * page_tokens > min(control.text.num_tokens, control.max_tokens):
-            raise MalformedMessage("text", f"has {HASH_BYTES} bytes for each whole page, and no more pages than tokens")
-        if not page_tokens:
+        hashes = self.page_hashes(control.text)
+        if len(hashes) * self._identity.prefix_page_tokens > control.max_tokens:
+            raise MalformedMessage("text", "has more tokens than the session")
+        if not self._identity.prefix_page_tokens:
             return None
-        parts = tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
-        return ExpectedText(salt_of(control.tenant, blocks), parts, control.text.num_tokens)
+        return ExpectedText(salt_of(control.tenant, blocks), hashes, control.text.num_tokens)
+
+    def page_hashes(self, text: pb.ExpectedText) -> tuple[bytes, ...]:
+        """The digests of a text's whole pages, one by one."""
+        hashes = text.page_hashes
+        num_pages, rest = divmod(len(hashes), HASH_BYTES)
+        if rest or num_pages * self._identity.prefix_page_tokens > text.num_tokens:
+            raise MalformedMessage("text", f"has {HASH_BYTES} bytes for each whole page, and no more pages than tokens")
+        return tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
 
     def _prompts(self, control: pb.Open | pb.Handover, payload: Buffer, num_blocks: int) -> BlockPrompts | None:
         if control.HasField("block_prompts"):

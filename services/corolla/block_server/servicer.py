@@ -54,6 +54,7 @@ class BlockServicer:
             pb.Resend: self._resend,
             pb.Close: self._close,
             pb.Truncate: self._truncate,
+            pb.Holds: self._holds,
             pb.Handover: self._handover,
             pb.HandoverTokens: self._handover_tokens,
         }
@@ -227,6 +228,13 @@ class BlockServicer:
         self._engine.between_iterations(
             lambda: self._sessions.truncate(control.session_id, control.epoch, control.position, idle=control.idle),
             max_released_pages=self._sessions.num_pages_in_use(control.session_id),
+        )
+
+    def _holds(self, frame: Frame, peer: Peer) -> None:
+        control: pb.Holds = frame.control  # type: ignore[assignment]
+        hashes = self._checks.page_hashes(control.text)
+        self._engine.between_iterations(
+            lambda: self._sessions.describe(control.session_id, control.epoch, hashes), max_released_pages=0
         )
 
     def _handover(self, frame: Frame, peer: Peer) -> None:

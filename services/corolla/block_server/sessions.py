@@ -1,11 +1,12 @@
 """The sessions that this hop holds: epochs, owners, leases and reserved pages. Pure: time is passed in."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Generic
 
 from corolla.block_server.held import AnyCache, HopSession, OpenRequest
 from corolla.block_server.kv.pages import PagePool, too_few_pages
+from corolla.block_server.kv.prefixes import salt_of
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
@@ -230,6 +231,12 @@ class SessionTable(Generic[AnyCache]):
             held.cache.truncate(held.cache.nearest_position(position))
         held.cache.reserve(held.cache.num_tokens)
         held.is_idle = idle
+
+    def describe(self, session_id: bytes, epoch: int, hashes: Sequence[bytes]) -> None:
+        """Says what the session's first pages hold. A stale word counts nothing, nor one of other than text."""
+        held = self._sessions.get(session_id)
+        if held is not None and held.request.epoch == epoch and held.request.prompts is None:
+            held.cache.describe(salt_of(held.request.tenant, held.request.blocks), hashes)
 
     def close(self, session_id: bytes, epoch: int) -> None:
         """Frees the session, unless it was reopened since."""

@@ -76,6 +76,8 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """HandoverAnswer, answer to both"""
     FRAME_KIND_MOVED: _FrameKind.ValueType  # 14
     """Moved, to the originating client"""
+    FRAME_KIND_HOLDS: _FrameKind.ValueType  # 15
+    """Holds, not answered"""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper): ...
 
@@ -110,6 +112,8 @@ FRAME_KIND_HANDOVER_ANSWER: FrameKind.ValueType  # 13
 """HandoverAnswer, answer to both"""
 FRAME_KIND_MOVED: FrameKind.ValueType  # 14
 """Moved, to the originating client"""
+FRAME_KIND_HOLDS: FrameKind.ValueType  # 15
+"""Holds, not answered"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 class _TensorType:
@@ -544,6 +548,36 @@ class Close(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Close: _TypeAlias = Close  # noqa: Y015
+
+@_typing.final
+class Holds(_message.Message):
+    """What a session holds, told at the end of an answer: a server that sees hidden states does not know the tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    epoch: _builtins.int
+    @_builtins.property
+    def text(self) -> Global___ExpectedText:
+        """The session's first tokens. Their whole pages will be found by others of the tenant whose texts begin alike."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        text: Global___ExpectedText | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "session_id", b"session_id", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holds: _TypeAlias = Holds  # noqa: Y015
 
 @_typing.final
 class Truncate(_message.Message):

@@ -35,6 +35,7 @@ _CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
     pb.FRAME_KIND_HANDOVER_TOKENS: pb.HandoverTokens,
     pb.FRAME_KIND_HANDOVER_ANSWER: pb.HandoverAnswer,
     pb.FRAME_KIND_MOVED: pb.Moved,
+    pb.FRAME_KIND_HOLDS: pb.Holds,
 }
 _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in _CONTROL_CLASSES.items()}
 

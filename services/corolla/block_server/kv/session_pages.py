@@ -160,6 +160,12 @@ class SessionPages:
             # From here on the text is another one than was said.
             self._text = replace(self._text, hashes=self._text.hashes[:num_whole])
 
+    def describe(self, salt: bytes, hashes: Sequence[bytes]) -> None:
+        """Its first whole pages hold what these digests say, and may be reused."""
+        num_whole = min(len(hashes), self.num_tokens // self.pool.page_tokens)
+        self._text = ExpectedText(salt, tuple(hashes[:num_whole]), num_whole * self.pool.page_tokens)
+        self._remember(self._text, num_whole)
+
     def clear(self) -> None:
         """Gives everything back, the room too."""
         self.num_tokens = self.num_unchanged_tokens = 0
@@ -172,14 +178,14 @@ class SessionPages:
         """The same tokens, on the same pages, without any room; to be adopted or cleared before the next step."""
         twin = self._empty()
         twin.tables = tuple(table.share(self.num_tokens) for table in self.tables)
-        twin._describe(self)
+        twin._take_account(self)
         return twin
 
     def adopt(self, twin: Self) -> None:
         """Holds what the twin held, which is empty afterwards; the room stays its own."""
         for table, theirs in zip(self.tables, twin.tables, strict=True):
             table.adopt(theirs, twin.num_tokens)
-        self._describe(twin)
+        self._take_account(twin)
         self.num_unchanged_tokens = 0
         twin.num_tokens = 0
 
@@ -206,7 +212,7 @@ class SessionPages:
                     self.pool.remember(PrefixKey(text.salt, text.hashes[index], group), page)
         self._num_remembered = max(self._num_remembered, num_whole)
 
-    def _describe(self, other: "SessionPages") -> None:
+    def _take_account(self, other: "SessionPages") -> None:
         self.num_tokens, self._text = other.num_tokens, other._text
         self._num_remembered, self._has_stepped = other._num_remembered, other._has_stepped
 

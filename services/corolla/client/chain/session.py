@@ -12,6 +12,7 @@ from corolla.client.chain.awaited import RowFuture, RowResult
 from corolla.client.chain.chunks import chunk_tokens
 from corolla.client.chain.gangs import Gang
 from corolla.client.chain.history import StepShapes, TokenHistory
+from corolla.client.chain.prefixes import page_hashes
 from corolla.client.chain.reading import Arrival, Reader, Reading, embed, read
 from corolla.client.chain.recovery import Recovery
 from corolla.client.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP, Places
@@ -179,6 +180,7 @@ class ChainSession:
         """
         identity = self._places.identities[0]
         session_id, epoch = identity.session_id, identity.epoch
+        self._describe(position)
         for hop in recorded.hops:
             self._plane.tell(hop.address, pb.Truncate(session_id=session_id, epoch=epoch, position=position, idle=True))
         for hop in (*self.chain.hops, *earlier.hops):
@@ -186,7 +188,8 @@ class ChainSession:
                 self._plane.tell(hop.address, pb.Close(session_id=session_id, epoch=epoch))
 
     def close(self) -> None:
-        """Frees the session's pages on every hop."""
+        """Frees the session's pages on every hop, which may keep what they hold for texts that begin alike."""
+        self._describe(self.position)
         identity = self._places.identities[0]
         for hop in self._plane.moves.holders(self.chain, self._places.opened[0]):
             self._plane.tell(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
@@ -194,6 +197,16 @@ class ChainSession:
     def leave_gang(self) -> None:
         """No more decode steps come; the gang must not wait for them."""
         self._gang.leave(self._places.identities[0].session_id)
+
+    def _describe(self, num_tokens: int) -> None:
+        """Tells every hop what it holds."""
+        identity = self._places.identities[0]
+        for hop in self._plane.moves.holders(self.chain, self._places.opened[0]):
+            page_tokens = self._plane.page_tokens(hop.address)
+            if page_tokens and num_tokens >= page_tokens:
+                hashes = page_hashes(self._history.token_ids[:num_tokens], page_tokens)
+                text = pb.ExpectedText(num_tokens=num_tokens, page_hashes=hashes)
+                self._plane.tell(hop.address, pb.Holds(session_id=identity.session_id, epoch=identity.epoch, text=text))
 
     @property
     def _chunk_tokens(self) -> int:

@@ -101,6 +101,11 @@ class DataPlane:
         except TimeoutError:
             raise HopUnavailable("a hop of the chain is not reachable", address) from None
 
+    def page_tokens(self, address: str) -> int:
+        """Tokens of the pages that a connected server reuses; 0 where it reuses none, or is gone."""
+        stream = self._streams.get(address)
+        return stream.welcome.result().page_tokens if stream is not None and _is_welcome(stream) else 0
+
     async def _greet(self, address: str) -> None:
         with contextlib.suppress(CorollaError):  # whoever needs the server learns of it
             await self.connect(address)
@@ -160,7 +165,7 @@ class DataPlane:
                 fail(futures, HopUnavailable("a hop of the chain was lost", hop.address))
         return futures
 
-    def tell(self, address: str, control: pb.Close | pb.Truncate) -> None:
+    def tell(self, address: str, control: pb.Close | pb.Truncate | pb.Holds) -> None:
         """Sends a frame that has no answer. A server that is gone has nothing left to free."""
         stream = self._streams.get(address)
         if stream is not None:
@@ -273,3 +278,7 @@ def _error_of(fault: pb.Fault, sender: str) -> CorollaError:
     if isinstance(error, NonFiniteOutput | HopLeaving):
         error.address = sender
     return error
+
+
+def _is_welcome(stream: _Stream) -> bool:
+    return stream.welcome.done() and not stream.welcome.cancelled() and stream.welcome.exception() is None

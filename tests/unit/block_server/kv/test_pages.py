@@ -27,7 +27,9 @@ RULES = st.sampled_from(
 )
 # Few texts and tenants, so that they meet.
 LONG = [[(name, index) for index in range(15)] for name in "ab"]
-TEXTS = (*LONG, LONG[0][:7])
+# What one text goes on with, as an answer may.
+ANSWERED = LONG[0][:7] + [("x", index) for index in range(7, 15)]
+TEXTS = (*LONG, LONG[0][:7], ANSWERED)
 
 
 def hashes_of(text: list[Token]) -> tuple[bytes, ...]:
@@ -107,7 +109,8 @@ class Pages(RuleBasedStateMachine):
                     self.contents[target * PAGE_TOKENS + offset] = self.contents[source * PAGE_TOKENS + offset]
         follows_text = session.tokens == session.text[:position]
         new = session.text[position : position + num_tokens] if follows_text else []
-        new += [data.draw(st.tuples(st.sampled_from("xy"), st.just(position)))] * (num_tokens - len(new))
+        name = data.draw(st.sampled_from(["tx", "ty"]))
+        new += [(name, index) for index in range(position + len(new), position + num_tokens)]
         for group in range(len(self.group_rules)):
             for slot, token in zip(pages.slots(position, num_tokens, group), new, strict=True):
                 self.contents[slot] = token
@@ -117,6 +120,18 @@ class Pages(RuleBasedStateMachine):
             if session.tokens[: len(session.text)] != session.text[: len(session.tokens)]:
                 session.text = []
         note(f"{len(self.held)} sessions, {self.numbers()}")
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), num_more=st.integers(0, 6))
+    def describe(self, data: st.DataObject, num_more: int) -> None:
+        """At the end of an answer its tokens are told; what is said of more than it holds counts nothing."""
+        session = self.some(data)
+        tenants = {name[0] for name, _ in session.tokens}
+        if len(tenants) == 1:
+            held = len(session.tokens)
+            told = [(name[1:], index) for name, index in session.tokens + session.text[held : held + num_more]]
+            session.pages.describe(tenants.pop().encode(), hashes_of(told))
+            session.text = list(session.tokens)
 
     @precondition(lambda self: len(self.held) > 1)
     @rule(data=st.data())
