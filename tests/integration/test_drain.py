@@ -1,14 +1,21 @@
 """Servers that leave while answers run: their sessions go to a peer, and nobody notices."""
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from corolla.block_server.service import BlockServer
 from corolla.chassis.errors import NoChain
-from tests.checkpoints import make_tiny_checkpoint
+from corolla.hf import AutoDistributedModelForCausalLM
+from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
+from tests.integration.hf.models import draw_prompts
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -120,6 +127,158 @@ async def test_an_answer_whose_server_finds_no_peer_in_time_is_replayed(tmp_path
         assert given.token_ids == undisturbed
         assert given.usage.recoveries >= 1
         await swarm.until_empty()
+
+
+@pytest.mark.parametrize("dies_next", ["0:2", "2:5"])
+async def test_a_server_that_took_sessions_over_can_die(tmp_path: Path, model: Path, dies_next: str) -> None:
+    """Either its own span is rebuilt, or that after it, of whose input it has kept only what it computed itself."""
+    options: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 20.0}) as swarm, swarm.connect() as client:
+        undisturbed = (await client.generate(PROMPTS[1], **options)).token_ids
+        await swarm.until_empty()
+        answer = asyncio.create_task(client.generate(PROMPTS[1], **options))
+        leaving = swarm.servers[0]
+        await until_held(leaving, 1)
+        taker = await swarm.add_server("0:2")
+        spare = await swarm.add_server(dies_next)
+        # The spare one of the same span must not be the one that takes it over.
+        spare._sessions.is_draining = True  # type: ignore[union-attr]
+        swarm.servers.remove(leaving)
+        await leaving.stop()
+        spare._sessions.is_draining = False  # type: ignore[union-attr]
+        assert num_sessions(taker) == 1
+        victim = taker if dies_next == "0:2" else swarm.servers[0]
+        swarm.servers.remove(victim)
+        await die(victim)
+        given = await answer
+        assert given.token_ids == undisturbed
+        assert given.usage.recoveries >= 2
+        assert await sample(swarm.clients[0].metrics_port, RECOMPUTED) > 0
+        await swarm.until_empty()
+        await victim.stop()
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+async def test_behind_a_sliding_window_only_what_is_still_seen_is_handed_over(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_checkpoint(family, tmp_path / family, config_changes={"max_position_embeddings": 4096})
+    options: dict[str, Any] = {**OPTIONS, "temperature": 1.0, "seed": 5}
+    server = {"grace_s": 20.0, "page_tokens": 4}
+    async with Swarm(tmp_path, folder, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
+        undisturbed = (await client.generate(PROMPTS[1], **options)).token_ids
+        await swarm.until_empty()
+        answer = asyncio.create_task(client.generate(PROMPTS[1], **options))
+        for _ in range(2):
+            leaving = swarm.servers.pop(0)
+            await until_held(leaving, 1)
+            await swarm.add_server(leaving.settings.blocks)
+            await asyncio.wait_for(leaving.stop(), 10)
+        assert (await answer).token_ids == undisturbed
+        assert (await answer).usage.recoveries == 2
+        assert await sample(swarm.clients[0].metrics_port, RECOMPUTED) == 0
+        await swarm.until_empty()
+
+
+@pytest.mark.parametrize(
+    "num_rows, options",
+    [(3, {"do_sample": True}), (2, {"num_beams": 3}), (1, {"prompt_lookup_num_tokens": 4})],
+    ids=["batch", "beams", "guesses"],
+)
+@pytest.mark.parametrize("waits", [True, False], ids=["between steps", "under way"])
+async def test_batches_and_beams_of_the_library_move(
+    tmp_path: Path, model: Path, num_rows: int, options: dict[str, Any], waits: bool
+) -> None:
+    prompt = draw_prompts(num_rows, 12)
+    loop = asyncio.get_running_loop()
+
+    def generate(remote: Any, *processors: LogitsProcessor) -> list[list[int]]:
+        torch.manual_seed(0)
+        tokens: list[list[int]] = remote.generate(
+            prompt, max_new_tokens=40, min_new_tokens=40, logits_processor=LogitsProcessorList(processors), **options
+        ).tolist()
+        return tokens
+
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 20.0}) as swarm:
+        remote = await asyncio.to_thread(load_remote, model, swarm)
+        undisturbed = await asyncio.to_thread(generate, remote)
+        takers: list[BlockServer] = []
+        changes: list[Future[None]] = []
+
+        async def change() -> None:
+            leaving = swarm.servers.pop(0)
+            takers.append(await swarm.add_server(leaving.settings.blocks))
+            await leaving.stop()
+
+        def begin() -> None:
+            changes.append(asyncio.run_coroutine_threadsafe(change(), loop))
+            if waits:
+                changes[-1].result()
+
+        given = await asyncio.to_thread(generate, remote, At({4, 9}, begin))
+        for each in changes:
+            await asyncio.wrap_future(each)
+        assert given == undisturbed
+        for taker in takers:
+            assert not waits or await metric(taker, "corolla_handover_bytes_total", direction="in") > 0
+        await swarm.until_empty()
+
+
+async def test_trained_prompts_travel_with_their_session(tmp_path: Path, model: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    block_prompts = torch.randn(5, 40, HIDDEN_SIZE, generator=generator)
+    prompt = draw_prompts(1, 12)
+
+    def first(remote: Any, session: Any) -> list[list[int]]:
+        tokens: list[list[int]] = remote.generate(prompt, max_new_tokens=8, session=session).tolist()
+        return tokens
+
+    def further(remote: Any, session: Any) -> list[list[int]]:
+        # Most of the prompts belong to positions that come only now.
+        tokens: list[list[int]] = remote.generate(max_new_tokens=24, session=session).tolist()
+        return tokens
+
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 20.0}) as swarm:
+        remote = await asyncio.to_thread(load_remote, model, swarm)
+        answers = []
+        for moves in (False, True):
+            session = remote.inference_session(block_prompts=block_prompts)
+            parts = [await asyncio.to_thread(first, remote, session)]
+            if moves:
+                for _ in range(2):
+                    leaving = swarm.servers.pop(0)
+                    taker = await swarm.add_server(leaving.settings.blocks)
+                    await leaving.stop()
+                    assert await metric(taker, "corolla_handover_bytes_total", direction="in") > 0
+            parts.append(await asyncio.to_thread(further, remote, session))
+            answers.append(parts)
+            await asyncio.to_thread(session.close)
+        assert answers[0] == answers[1]
+        await swarm.until_empty()
+
+
+class At(LogitsProcessor):
+    """Does something at some steps of `generate`, and changes nothing."""
+
+    def __init__(self, steps: set[int], act: Callable[[], None]) -> None:
+        self._steps = steps
+        self._act = act
+        self._step = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self._step in self._steps:
+            self._act()
+        self._step += 1
+        return scores
+
+
+def load_remote(model: Path, swarm: Swarm) -> Any:
+    return AutoDistributedModelForCausalLM.from_pretrained(str(model), router=swarm.router_address)
+
+
+async def die(server: BlockServer) -> None:
+    """Its streams break, and it says nothing more."""
+    if server._heartbeats is not None:
+        server._heartbeats.cancel()
+    await server._rpc.stop(0)
 
 
 async def until_held(server: BlockServer, count: int) -> None:

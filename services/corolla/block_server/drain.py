@@ -70,7 +70,7 @@ class Drain:
                     await self._registration.heartbeat()
                 await self._rounds()
         self._metrics.drain_seconds.set(time.monotonic() - started_s)
-        log.info("drained", extra={"sessions_left": len(self._sessions)})
+        log.info("drained", extra={"sessions_left": self.num_left})
 
     async def _rounds(self) -> None:
         while True:
@@ -175,6 +175,11 @@ class Drain:
         peer = self._peers.get(held.request.client_id)
         if peer is not None:
             peer.send(moved)
+
+    @property
+    def num_left(self) -> int:
+        """Sessions that are nowhere else."""
+        return sum(not held.is_leaving for held in self._sessions)
 
     def _has_moved(self, held: HopSession[SessionCache]) -> bool:
         moved = self._moved.get(held.request.session_id)

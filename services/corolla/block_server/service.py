@@ -20,6 +20,7 @@ from corolla.block_server.relay import Relay
 from corolla.block_server.runner import Runner, page_windows
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
+from corolla.block_server.servicer_admin import AdminDoor
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
 from corolla.block_server.speed import measure_decode_step, measure_speed
@@ -69,6 +70,8 @@ class BlockServer:
         self._registration: Registration | None = None
         self._heartbeats: asyncio.Task[None] | None = None
         self._drain: Drain | None = None
+        self._rpc_metrics = RpcMetrics(self._registry)
+        self._admin = AdminDoor(settings.admin_host, settings.admin_port, self._rpc_metrics)
 
     @property
     def port(self) -> int:
@@ -111,6 +114,7 @@ class BlockServer:
         self._registration = Registration(settings.router, description, self._load)
         self._rpc.announce(_SERVICE)
         await self._rpc.start()
+        await self._admin.open()
         span = await self._registration.register(self._wanted)
         self._heartbeats = self._tasks.start(self._registration.keep(), "heartbeats")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
@@ -146,7 +150,7 @@ class BlockServer:
             service_handler(
                 _SERVICE,
                 servicer,
-                RpcMetrics(self._registry),
+                self._rpc_metrics,
                 max_request_bytes=MAX_FRAME_BYTES,
                 raw_methods=["Exchange"],
             ),
@@ -172,6 +176,7 @@ class BlockServer:
         await self._rpc.not_ready()
         if self._drain is not None:
             await self._drain.run(self.settings.grace_s)
+        await self._admin.close(self._drain.num_left if self._drain is not None else 0)
         if self._heartbeats is not None:
             # A heartbeat after the farewell would find the lease gone and register a server that is about to end.
             self._heartbeats.cancel()

@@ -58,6 +58,11 @@ class BlockServerSettings(ServiceSettings):
     )
     max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")
     max_queued_steps: int = Field(1024, ge=1, description="Steps that may wait; further ones are refused.")
+    admin_host: str = Field("127.0.0.1", description="Address that AdminService is served on.")
+    admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 serves none.")
+    grace_s: float = Field(
+        25.0, ge=0, le=600, description="Seconds to hand sessions over, or to serve those nobody takes, before it ends."
+    )
     zone: str = Field("", description="Failure domain; the planner prefers chains within one.")
     pod_uid: str = Field("", description="UID of the Kubernetes pod, where there is one.")
 

@@ -35,6 +35,8 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 def run_service(settings_class: type[Settings], build: Callable[[Settings], Service], /, **overrides: Any) -> int:
     """Reads the settings, builds the service and runs it until SIGTERM or SIGINT. Returns the exit status.
 
+    A second signal does not wait for the service's end: the process dies by it.
+
     A StartupError ends the process with its sentence on standard error and status 2.
     """
     try:
@@ -51,13 +53,17 @@ async def _serve_until_signal(build: Callable[[], Service]) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def terminate() -> None:
-        # A second SIGTERM ends the process at once.
-        loop.remove_signal_handler(signal.SIGTERM)
-        stopping.set()
+    def stop(number: signal.Signals) -> None:
+        if not stopping.is_set():
+            log.info("stopping; once more ends it at once")
+            stopping.set()
+            return
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
-    loop.add_signal_handler(signal.SIGTERM, terminate)
-    loop.add_signal_handler(signal.SIGINT, stopping.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
     service = build()
     starting = asyncio.create_task(service.start())
     waiting = asyncio.create_task(stopping.wait())

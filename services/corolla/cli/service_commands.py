@@ -31,6 +31,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("router", rich_help_panel=_PANEL, epilog=_REST)(router)
     app.command("block-server", rich_help_panel=_PANEL, epilog=_REST)(block_server)
     app.command("client", rich_help_panel=_PANEL, epilog=_REST)(client)
+    app.command("drain", rich_help_panel=_PANEL)(drain)
 
 
 def router(
@@ -115,6 +116,16 @@ def client(
         model=model, router=router, port=port, host=host, dtype=dtype, quantization=quantization,
         device=device, threads=threads, api_keys_file=api_keys_file, metrics_port=metrics_port, log_level=log_level,
     )  # fmt: skip
+
+
+def drain(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="AdminService of the block server.")],
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait until it has ended.")] = 60.0,
+) -> int:
+    """Makes a block server hand its sessions over and end; waits until it is done."""
+    from corolla.cli.drain import run_drain
+
+    return run_drain(address, timeout_s)
 
 
 def _print_settings(model: Any) -> int:

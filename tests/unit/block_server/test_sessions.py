@@ -9,13 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from corolla.block_server.held import HopSession, OpenRequest
+from corolla.block_server.held import UNCLAIMED_LEASE_S, HopSession, OpenRequest
 from corolla.block_server.kv.pages import PagePool
 from corolla.block_server.kv.session_pages import SessionPages
 from corolla.block_server.kv.tables import GroupRule
 from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.sessions import SessionTable
-from corolla.chassis.errors import CorollaError, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
+from corolla.chassis.errors import CorollaError, HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
 
 NUM_PAGES, PAGE_TOKENS = 12, 4
@@ -296,3 +296,88 @@ def test_what_was_computed_under_prompts_is_not_taken_for_what_was_not(
         with pytest.raises(HopSessionLost, match="prompts"):
             table.fork(b"s", b"t", CLIENTS[0], BLOCKS[0])
     assert table.open(a_request(epoch=2, prompts=has), 0.0).cache.num_tokens == (5 if is_kept else 0)
+
+
+# --- handed over by another server ----------------------------------------------------------------------------------
+
+TRANSFER = b"x" * 16
+
+
+def test_what_arrives_is_used_by_nobody_until_it_is_whole_and_only_by_its_own_client_then() -> None:
+    table = a_table()
+    request = a_request(epoch=3)
+    held = table.receive(replace(request, resume=False), TRANSFER, 0.0)
+    assert table.arriving(b"s", 3, TRANSFER, 1.0) is held
+    for epoch, transfer_id in ((3, b"y" * 16), (3, b""), (2, TRANSFER), (4, TRANSFER)):
+        with pytest.raises(HopSessionLost):
+            table.arriving(b"s", epoch, transfer_id, 1.0)
+    with pytest.raises(StaleEpoch):
+        step(table, request, 0, 1)
+    held.cache.make_writable(0, 6)
+    held.cache.commit(6)
+    table.arrived(held, is_idle=False)
+    with pytest.raises(HopSessionLost):
+        table.arriving(b"s", 3, TRANSFER, 1.0)
+    with pytest.raises(HopSessionLost):
+        table.open(a_request(epoch=4, tenant="u"), 2.0)
+    assert table.open(a_request(epoch=4), 2.0).cache.num_tokens == 6
+
+
+def test_half_of_it_is_never_taken_for_the_whole() -> None:
+    table = a_table()
+    held = table.receive(a_request(epoch=3, resume=False), TRANSFER, 0.0)
+    held.cache.make_writable(0, 6)
+    held.cache.commit(6)
+    assert table.open(a_request(epoch=4), 1.0).cache.num_tokens == 0
+
+
+def test_an_offer_goes_on_with_the_same_handover_and_begins_anew_with_another() -> None:
+    table = a_table()
+    request = a_request(epoch=3, resume=False)
+    for transfer_id, num_kept in ((TRANSFER, 0), (TRANSFER, 6), (b"y" * 16, 0)):
+        held = table.receive(request, transfer_id, 0.0)
+        assert held.cache.num_tokens == num_kept
+        held.cache.make_writable(0, 6)
+        held.cache.commit(6)
+
+
+def test_no_handover_touches_a_session_that_its_client_has_open() -> None:
+    table = a_table()
+    held = table.open(a_request(epoch=3), 0.0)
+    step(table, held.request, 0, 5)
+    with pytest.raises(StaleEpoch):
+        table.receive(a_request(epoch=3, resume=False), TRANSFER, 1.0)
+    with pytest.raises(HopSessionLost):
+        table.receive(a_request(epoch=9, tenant="u", resume=False), TRANSFER, 1.0)
+    assert held.cache.num_tokens == 5
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_pages_of_what_nobody_claims_are_free_again_long_before_its_lease_ends(is_whole: bool) -> None:
+    table = a_table()
+    held = table.receive(a_request(lease_s=3600.0), TRANSFER, 0.0)
+    if is_whole:
+        table.arrived(held, is_idle=False)
+    assert table.expire(UNCLAIMED_LEASE_S) == 0
+    assert table.expire(UNCLAIMED_LEASE_S + 1) == 1
+    assert table.num_available_pages == NUM_PAGES
+    # Between two turns it waits as long as where it came from.
+    table.arrived(table.receive(a_request(lease_s=3600.0), TRANSFER, 0.0), is_idle=True)
+    assert table.expire(3599.0) == 0
+
+
+def test_a_server_that_leaves_takes_nothing_new_and_keeps_what_it_has_until_it_is_elsewhere() -> None:
+    table = a_table()
+    held = table.open(a_request(), 0.0)
+    table.is_draining = True
+    with pytest.raises(HopLeaving):
+        table.open(a_request(b"new"), 0.0)
+    with pytest.raises(HopLeaving):
+        table.receive(a_request(b"new"), TRANSFER, 0.0)
+    reopened = table.open(a_request(epoch=2), 0.0)
+    step(table, reopened.request, 0, 1)
+    held.is_leaving = True
+    with pytest.raises(HopLeaving):
+        step(table, reopened.request, 1, 1)
+    with pytest.raises(HopLeaving):
+        table.open(a_request(epoch=3), 0.0)

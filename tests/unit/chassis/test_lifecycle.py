@@ -2,6 +2,8 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from pydantic import Field
@@ -89,3 +91,18 @@ async def test_a_group_ends_its_tasks_and_notes_those_that_fail(caplog: pytest.L
     await group.close()
     assert waiting.cancelled()
     assert ended == ["waiting"]
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    program = (
+        "import asyncio, os, signal\n"
+        "from corolla.chassis.lifecycle import run_service\n"
+        "from corolla.chassis.settings import ServiceSettings\n"
+        "class Slow:\n"
+        "    async def start(self): os.kill(os.getpid(), signal.SIGINT)\n"
+        "    async def stop(self):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        await asyncio.sleep(60)\n"
+        "run_service(ServiceSettings, lambda _: Slow())\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode == -signal.SIGTERM

@@ -1,0 +1,38 @@
+"""AdminService: what an operator asks of this server, at a door of its own."""
+
+import asyncio
+from signal import SIGTERM, raise_signal
+
+from corolla.chassis.handlers import Context, service_handler
+from corolla.chassis.metrics import RpcMetrics
+from corolla.chassis.rpc_server import RpcServer
+from corolla.v1 import admin_pb2 as pb
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"]
+_FAREWELL_S = 1.0
+
+
+class AdminDoor:
+    """Serves AdminService, if a port was given."""
+
+    def __init__(self, host: str, port: int, metrics: RpcMetrics) -> None:
+        self._num_sessions_left: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._rpc = RpcServer(host, port, with_reflection=False) if port else None
+        if self._rpc is not None:
+            self._rpc.add(_SERVICE, service_handler(_SERVICE, self, metrics))
+
+    async def open(self) -> None:
+        if self._rpc is not None:
+            await self._rpc.start()
+            await self._rpc.ready()
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        raise_signal(SIGTERM)
+        return pb.DrainResponse(num_sessions_left=await asyncio.shield(self._num_sessions_left))
+
+    async def close(self, num_sessions_left: int) -> None:
+        """Answers those who asked for the drain that has ended now."""
+        if not self._num_sessions_left.done():
+            self._num_sessions_left.set_result(num_sessions_left)
+        if self._rpc is not None:
+            await self._rpc.stop(_FAREWELL_S)

@@ -1,0 +1,21 @@
+"""`corolla drain`."""
+
+import sys
+
+import grpc
+
+from corolla.sdk.transport import CHANNEL_OPTIONS, error_of
+from corolla.v1 import admin_pb2
+from corolla.v1.admin_pb2_grpc import AdminServiceStub
+
+
+def run_drain(address: str, timeout_s: float) -> int:
+    """Asks a block server to leave, and waits until it has. Returns 0 also where sessions are left to be replayed."""
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        try:
+            answer = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s)
+        except grpc.RpcError as failure:
+            raise error_of(failure, address) from None
+    left = answer.num_sessions_left
+    sys.stdout.write("drained" + (f"; nobody had room for {left} sessions, they are replayed" if left else "") + "\n")
+    return 0

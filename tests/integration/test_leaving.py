@@ -1,0 +1,116 @@
+"""How a block server's process ends: asked once it hands over what it holds, asked twice it goes at once."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corolla.cli.app import main
+from corolla.local.ports import Ports
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.metrics import sample
+from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
+
+OPTIONS: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("leaving") / "tiny"
+    return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 8192})
+
+
+@contextmanager
+def block_server(swarm: Swarm, model: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """One of the blocks 2:5, in a process of its own."""
+    command = [sys.executable, "-m", "corolla", "block-server", "--model", str(model), "--blocks", "2:5", "--port", "0"]
+    command += ["--host", "127.0.0.1", "--advertised-host", "127.0.0.1", "--router", swarm.router_address]
+    command += ["--threads", "1"]
+    process = subprocess.Popen(command, env={**os.environ, "COROLLA_METRICS_HOST": "127.0.0.1", **environment})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def ended(process: subprocess.Popen[bytes]) -> int:
+    """Its exit status."""
+    return await asyncio.to_thread(process.wait, 30)
+
+
+async def test_whoever_asks_for_a_drain_learns_when_it_is_done(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    door = Ports().free()
+    async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
+        await swarm.servers.pop().stop()
+        await until_uncovered(swarm)
+        with block_server(swarm, model, COROLLA_ADMIN_PORT=str(door)) as process:
+            await swarm.until_ready(60)
+            answer = asyncio.create_task(client.generate("the thin man", **OPTIONS))
+            await until_generating(swarm)
+            await swarm.add_server("2:5")
+            assert await asyncio.to_thread(main, ["drain", f"127.0.0.1:{door}"]) == 0
+            assert capsys.readouterr().out == "drained\n"
+            assert await ended(process) == 0
+            given = await answer
+            assert given.usage.recoveries == 1
+            assert await sample(swarm.clients[0].metrics_port, "corolla_recomputed_tokens_total") == 0
+            assert given.token_ids == (await client.generate("the thin man", **OPTIONS)).token_ids
+        assert await asyncio.to_thread(main, ["drain", f"127.0.0.1:{door}"]) == 1
+
+
+async def test_an_interrupt_drains_and_a_second_one_ends_it_at_once(tmp_path: Path, model: Path) -> None:
+    async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
+        undisturbed = (await client.generate("the thin man", **OPTIONS)).token_ids
+        await swarm.servers.pop().stop()
+        await until_uncovered(swarm)
+        with block_server(swarm, model) as process:
+            await swarm.until_ready(60)
+            answer = asyncio.create_task(client.generate("the thin man", **OPTIONS))
+            await until_generating(swarm)
+            process.send_signal(signal.SIGINT)
+            # Nobody else could serve the answer: it serves it to its end.
+            assert (await answer).token_ids == undisturbed
+            assert (await answer).usage.recoveries == 0
+            assert await ended(process) == 0
+        await until_uncovered(swarm)
+        with block_server(swarm, model) as process:
+            await swarm.until_ready(60)
+            answer = asyncio.create_task(client.generate("the thin man", **OPTIONS))
+            await until_generating(swarm)
+            process.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.2)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert await ended(process) == -signal.SIGINT
+            assert not answer.done()
+            await swarm.add_server("2:5")
+            assert (await answer).token_ids == undisturbed
+            assert (await answer).usage.recoveries >= 1
+
+
+async def until_generating(swarm: Swarm) -> None:
+    before = await sample(swarm.clients[0].metrics_port, "corolla_generation_tokens_total")
+
+    async def has_more() -> bool:
+        return await sample(swarm.clients[0].metrics_port, "corolla_generation_tokens_total") > before + 5
+
+    await until(has_more, 15)
+
+
+async def until_uncovered(swarm: Swarm) -> None:
+    async def is_uncovered() -> bool:
+        async with swarm.connect() as client:
+            return not (await client.models())[0].ready
+
+    await until(is_uncovered, 15)
