@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from tests.faults.figures import Figures, say
+from tests.faults.figures import Figures, percentile, say
 from tests.faults.stand import Stand
 from tests.faults.streams import Answer, Question, listen
 
@@ -51,7 +51,9 @@ async def _run(stand: Stand, rng: random.Random, figures: Figures) -> None:
     num_recomputed = await stand.metric("corolla_recomputed_tokens_total") - recomputed_before
     figures.check(num_recomputed == 0, f"{num_recomputed:.0f} tokens were computed again")
     figures.check(num_moved > 0, "no stream was hit")
+    usual_s = percentile([answer.longest_wait_s(0) for answer in undisturbed], 0.95)
     say(f"run {figures.num_runs}: {num_moved} answers moved, {num_recomputed:.0f} tokens recomputed, "
+        f"longest wait of undisturbed answers p95 {usual_s:.2f} s, "
         f"longest exit {max(exits_s):.2f} s")  # fmt: skip
     await stand.until_whole()
 

@@ -55,7 +55,7 @@ async def test_whoever_asks_for_a_drain_learns_when_it_is_done(
         await swarm.servers.pop().stop()
         await until_uncovered(swarm)
         with block_server(swarm, model, COROLLA_ADMIN_PORT=str(door)) as process:
-            await swarm.until_ready(60)
+            await swarm.until_ready(120)
             answer = asyncio.create_task(client.generate("the thin man", **OPTIONS))
             await until_generating(swarm)
             await swarm.add_server("2:5")
@@ -75,7 +75,7 @@ async def test_an_interrupt_drains_and_a_second_one_ends_it_at_once(tmp_path: Pa
         await swarm.servers.pop().stop()
         await until_uncovered(swarm)
         with block_server(swarm, model) as process:
-            await swarm.until_ready(60)
+            await swarm.until_ready(120)
             answer = asyncio.create_task(client.generate("the thin man", **OPTIONS))
             await until_generating(swarm)
             process.send_signal(signal.SIGINT)
@@ -85,7 +85,7 @@ async def test_an_interrupt_drains_and_a_second_one_ends_it_at_once(tmp_path: Pa
             assert await ended(process) == 0
         await until_uncovered(swarm)
         with block_server(swarm, model) as process:
-            await swarm.until_ready(60)
+            await swarm.until_ready(120)
             answer = asyncio.create_task(client.generate("the thin man", **OPTIONS))
             await until_generating(swarm)
             process.send_signal(signal.SIGINT)

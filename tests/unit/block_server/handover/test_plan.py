@@ -13,7 +13,7 @@ def a_server(name: str, start: int = 0, end: int = 4, free: int = 10, **changes:
         server=router_pb2.ServerDescription(server_id=name, address=f"{name}:1", fingerprint="f"),
         span=common_pb2.BlockSpan(start=start, end=end),
         state=router_pb2.SERVER_STATE_READY,
-        load=router_pb2.ServerLoad(num_free_pages=free, page_tokens=16),
+        load=router_pb2.ServerLoad(num_free_pages=free, max_session_tokens=16 * free),
     )
     for name_of_field, value in changes.items():
         setattr(placed, name_of_field, value)
