@@ -3,7 +3,8 @@
     python -m benchmarks.hops --rounds 9
 
 Four tiny blocks whose hidden states are as long as the demo model's are held by one to four servers. All chains run
-side by side and take turns; in each round a line is laid through the times per token: its slope is a hop's cost.
+side by side and take turns; in each round a line is laid through the times per token: its slope is a hop's cost. As many
+processes that only pass messages of the same size on, over the same kind of streams, show what of it is gRPC's.
 """
 
 import argparse
@@ -18,9 +19,11 @@ import numpy as np
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_most, figure
+from benchmarks.forwarder import Forwarders
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 
 _PROMPT_TOKENS = 8
+_MESSAGE_BYTES = 2500
 _SHAPE = {
     "hidden_size": 576,
     "intermediate_size": 16,
@@ -52,10 +55,15 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory())) / "nothing"
         make_tiny_checkpoint("llama", folder, num_blocks=options.most_hops, config_changes=_SHAPE)
         chains = {f"{count}": exits.enter_context(Chain(folder, count)) for count in hops}
-        times_us = interleaved({name: partial(microseconds, chain) for name, chain in chains.items()}, options.rounds)
+        sides = {name: partial(microseconds, chain) for name, chain in chains.items()}
+        rows = {f"bare {count}": exits.enter_context(Forwarders(count)) for count in hops}
+        bare = {name: partial(row.round_trip_us, _MESSAGE_BYTES, options.tokens) for name, row in rows.items()}
+        found = interleaved({**sides, **bare}, options.rounds)
+    times_us = {name: found[name] for name in sides}
     for name, rounds in times_us.items():
         yield figure(f"a token of nothing, {name} hops", "us", rounds)
     yield figure("one more hop, a token of nothing", "us", _slopes(list(times_us.values())), at_most(250))
+    yield figure("one more hop, a stream of gRPC alone", "us", _slopes([found[name] for name in bare]))
     # The first round warmed up.
     yield figure("one more hop, a token of nothing, processor time", "us",
                  _slopes([cpu_us[chain][1:] for chain in chains.values()]))  # fmt: skip
