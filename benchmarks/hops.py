@@ -3,8 +3,8 @@
     python -m benchmarks.hops --rounds 9
 
 Four tiny blocks whose hidden states are as long as the demo model's are held by one to four servers. All chains run
-side by side and take turns; in each round a line is laid through the times per token: its slope is a hop's cost. As many
-processes that only pass messages of the same size on, over the same kind of streams, show what of it is gRPC's.
+side by side and take turns; in each round a line is laid through the times per token: its slope is a hop's cost. As
+many processes that only pass messages of the same size on, over the same kind of streams, show what of it is gRPC's.
 """
 
 import argparse
