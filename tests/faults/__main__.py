@@ -22,18 +22,22 @@ from tests.faults.freeze import freeze
 from tests.faults.herd import herd
 from tests.faults.kill import kill
 from tests.faults.library import library
+from tests.faults.places import places
+from tests.faults.soak import soak
 from tests.faults.stand import TINY_SPANS, Stand, standing
 
 Row = Callable[[Stand, random.Random, int], Awaitable[int]]
 
 ROWS: dict[str, tuple[Row, int, str]] = {
     "kill": (kill, 100, "kill -9 of each hop at a random token"),
+    "places": (places, 10, "a server dies at each named place of its work"),
     "library": (library, 12, "kill -9 of each hop while `generate` of transformers runs"),
     "drain": (drain, 1, "rolling drain of every server under 16 streams"),
     "client": (client_service, 6, "kill -9 of a client service; its callers go on at another one"),
     "herd": (herd, 2, "one of two replicas dies with 64 live sessions"),
     "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
     "cut": (cut, 9, "each wire of a chain cut, in one direction or both"),
+    "soak": (soak, 3, "a fault every 20 seconds"),
     "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
     "cancel": (cancel, 500, "callers that leave"),
 }
@@ -52,13 +56,14 @@ def main() -> int:
     rows = "; ".join(f"{name}: {what}" for name, (_, _, what) in ROWS.items())
     parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: one after the other")
     parser.add_argument("--runs", type=int, default=0, help="how often; by default what CI does")
+    parser.add_argument("--minutes", type=float, default=0, help="of `soak`, instead of `--runs`")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
     parser.add_argument("--model", default="tiny", help="checkpoint folder, `demo`, or a random `tiny` one")
     parser.add_argument("--spans", default=TINY_SPANS, help="one block server for each; every span twice")
     parser.add_argument("--outage", type=float, default=60, help="seconds that Redis or the router stays away")
     given = parser.parse_args()
     rows_to_run = list(ROWS) if given.row == "all" else [given.row]
-    facts = (given.model, given.spans, given.seed, given.runs, given.outage)
+    facts = (given.model, given.spans, given.seed, given.runs or round(3 * given.minutes), given.outage)
     return max([asyncio.run(run(row, *facts)) for row in rows_to_run])
 
 

@@ -1,42 +1,85 @@
-"""Callers that leave: whatever they leave behind is gone within a second."""
+"""Callers that leave, by word or without one, or stop reading: whatever they leave behind is gone within a second."""
 
 import asyncio
 import random
 import time
 
+import psutil
+
+from corolla.sdk.async_client import AsyncClient
 from tests.faults.figures import Figures, say
 from tests.faults.stand import Stand
 from tests.faults.streams import Answer, Question, listen, until_tokens
 
 MAX_SECONDS_TO_EMPTY = 1.0
+MAX_GROWTH_MIB = 64.0
 _NUM_AT_A_TIME = 8
+_NUM_SLOW = 16
+_SLOW_S = 5.0
 
 
 async def cancel(stand: Stand, rng: random.Random, num_runs: int) -> int:
-    """`num_runs` streams, cancelled before or after their first tokens, eight at a time."""
+    """`num_runs` streams, cancelled or cut off before or after their first tokens, eight at a time; then slow ones."""
     figures = Figures(num_runs=num_runs)
     seeds = [rng.randrange(1 << 30) for _ in range(num_runs)]
     for start in range(0, num_runs, _NUM_AT_A_TIME):
         await asyncio.gather(*(_leave(stand, random.Random(seed)) for seed in seeds[start : start + _NUM_AT_A_TIME]))
-    left_s = time.monotonic()
-    while not await stand.is_empty():
-        if time.monotonic() - left_s > 10 * MAX_SECONDS_TO_EMPTY:
-            break
-        await asyncio.sleep(0.02)
-    seconds = time.monotonic() - left_s
-    figures.check(seconds <= MAX_SECONDS_TO_EMPTY, f"block servers were empty only after {seconds:.2f} s")
-    for gauge in ("corolla_num_requests_running", "corolla_num_requests_waiting"):
-        figures.check(await stand.metric(gauge) == 0, f"{gauge} is not back to zero")
-    say(f"{num_runs} streams cancelled; all pages free after {seconds:.2f} s")
+    await _check_empty(stand, figures, f"{num_runs} streams cancelled or cut off")
+    await _read_slowly(stand, rng, figures)
+    await _check_empty(stand, figures, f"{_NUM_SLOW} slow readers gone")
     return figures.conclude(0.0)
 
 
 async def _leave(stand: Stand, rng: random.Random) -> None:
+    """With a connection of its own every other time, which then ends with the stream."""
     answer = Answer(Question.draw(rng, rng.randint(1, 60), 200))
-    task = asyncio.create_task(listen(stand.client, answer))
+    is_cut_off = rng.random() < 0.5
+    client = AsyncClient(stand.service.address) if is_cut_off else stand.client
+    task = asyncio.create_task(listen(client, answer))
     if rng.random() < 0.3:
         await asyncio.sleep(rng.uniform(0, 0.05))
     else:
         await until_tokens(answer, rng.randint(1, 20), task)
-    task.cancel()
+    if is_cut_off:
+        await client.close()
+    else:
+        task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def _read_slowly(stand: Stand, rng: random.Random, figures: Figures) -> None:
+    """Streams of which nobody reads more than the first token: they wait, and fill no memory."""
+    service = psutil.Process(stand.stack.pid(stand.service.name))
+    before_mib = service.memory_info().rss / 2**20
+    streams = []
+    for _ in range(_NUM_SLOW):
+        question = Question.draw(rng, 4, 7000)
+        streams.append(stand.client.stream(question.prompt, **question.arguments()))
+        await anext(streams[-1])
+    await asyncio.sleep(_SLOW_S)
+    # Others are served meanwhile.
+    answer = Answer(Question.draw(rng, 4, 32))
+    await listen(stand.client, answer)
+    figures.check(len(answer.token_ids) == 32, f"beside slow readers an answer failed: {answer.failure}")
+    growth_mib = service.memory_info().rss / 2**20 - before_mib
+    figures.check(growth_mib <= MAX_GROWTH_MIB, f"the client service grew by {growth_mib:.0f} MiB")
+    say(f"{_NUM_SLOW} streams unread for {_SLOW_S:.0f} s; the client service grew by {growth_mib:.1f} MiB")
+    for stream in streams:
+        stream.close()
+
+
+async def _check_empty(stand: Stand, figures: Figures, what: str) -> None:
+    left_s = time.monotonic()
+    while not await _is_quiet(stand):
+        if time.monotonic() - left_s > 10 * MAX_SECONDS_TO_EMPTY:
+            break
+        await asyncio.sleep(0.02)
+    seconds = time.monotonic() - left_s
+    figures.check(seconds <= MAX_SECONDS_TO_EMPTY, f"all was free only after {seconds:.2f} s")
+    say(f"{what}; all pages and requests gone after {seconds:.2f} s")
+
+
+async def _is_quiet(stand: Stand) -> bool:
+    """No block server holds a page, and the client service runs nothing."""
+    running = await stand.metric("corolla_num_requests_running") + await stand.metric("corolla_num_requests_waiting")
+    return running == 0 and await stand.is_empty()

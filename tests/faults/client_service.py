@@ -6,23 +6,36 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from corolla.chassis import failpoints
 from corolla.sdk.async_client import AsyncClient
 from tests.faults.figures import Figures, say
 from tests.faults.stand import Stand
 from tests.faults.streams import Answer, Question, listen, until_tokens
 
 MAX_STALL_S = 3.0
+# The last moments at which a turn is not the session's yet, and is, but its caller does not know.
+_PLACES = ("before_commit", "after_commit")
 
 
 async def client_service(stand: Stand, rng: random.Random, num_runs: int) -> int:
-    """Of each run: 1 to 4 streams, of which half are turns of sessions; the two services die in turn."""
+    """Of each run: 1 to 4 streams, of which half are turns of sessions; the two services die in turn.
+
+    Every third one dies as it writes a turn back.
+    """
     figures = Figures()
     services = [stand.service, await stand.add_service()]
     for number in range(num_runs):
         figures.num_runs += 1
         victim, other = services[number % 2], services[1 - number % 2]
         async with AsyncClient(victim.address) as first, AsyncClient(other.address) as second:
-            await _run(stand, rng, figures, victim.name, first, second)
+            dies_at = _PLACES[number // 3 % 2] if number % 3 == 2 else ""
+            if dies_at:
+                stand.kill(victim)
+                await stand.until_gone(victim)
+                stand.stack.launch(victim, {failpoints.VARIABLE: dies_at})
+                await stand.until_serving(victim)
+            await _run(stand, rng, figures, victim.name, dies_at, first, second)
+        await stand.until_gone(victim)
         stand.stack.launch(victim)
         await stand.until_serving(victim)
         # What hops hold of a turn that went on elsewhere makes room for others, and ends with its lease.
@@ -31,18 +44,28 @@ async def client_service(stand: Stand, rng: random.Random, num_runs: int) -> int
 
 
 async def _run(
-    stand: Stand, rng: random.Random, figures: Figures, victim: str, first: AsyncClient, second: AsyncClient
+    stand: Stand,
+    rng: random.Random,
+    figures: Figures,
+    victim: str,
+    dies_at: str,
+    first: AsyncClient,
+    second: AsyncClient,
 ) -> None:
-    questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(96, 128)) for _ in range(rng.randint(1, 4))]
+    num_streams = rng.randint(2 if dies_at else 1, 4)
+    questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(96, 128)) for _ in range(num_streams)]
     names = [f"{rng.getrandbits(128):032x}" for _ in questions]
     expected = await _ask(second, questions, [await _place(second, number, name) for number, name in enumerate(names)])
     places = [await _place(first, number, name) for number, name in enumerate(names)]
     answers = [Answer(question) for question in questions]
     tasks = [asyncio.create_task(listen(first, answer, **place)) for answer, place in zip(answers, places, strict=True)]
-    await until_tokens(answers[0], at := rng.randint(1, questions[0].max_tokens - 8), tasks[0])
     killed_s = time.monotonic()
-    stand.stack.kill(victim)
+    if not dies_at:
+        await until_tokens(answers[0], rng.randint(1, questions[0].max_tokens - 8), tasks[0])
+        killed_s = time.monotonic()
+        stand.stack.kill(victim)
     await asyncio.gather(*tasks)
+    figures.check(any(answer.failure is not None for answer in answers), "no stream was hit")
     broken = [(answer, place) for answer, place in zip(answers, places, strict=True) if answer.failure is not None]
     # What the caller has it either sends along, or only counts.
     received: list[Any] = [
@@ -70,8 +93,8 @@ async def _run(
         if isinstance(has, list)
     ]
     figures.stalls_s += stalls
-    say(f"run {figures.num_runs}: {victim} killed at token {at} of {len(answers)} streams; {len(broken)} resumed, "
-        f"longest stall {max(stalls, default=0):.2f} s")  # fmt: skip
+    say(f"run {figures.num_runs}: {victim} killed {dies_at.replace('_', ' ')} with {len(answers)} streams; "
+        f"{len(broken)} resumed, longest stall {max(stalls, default=0):.2f} s")  # fmt: skip
 
 
 async def _place(client: AsyncClient, number: int, name: str) -> dict[str, Any]:

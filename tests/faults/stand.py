@@ -94,6 +94,12 @@ class Stand:
 
         await until(serves, _MENDED_WITHIN_S)
 
+    async def until_started(self, process: ManagedProcess) -> None:
+        async def is_there() -> bool:
+            return self.stack.pid(process.name) is not None
+
+        await until(is_there, _MENDED_WITHIN_S)
+
     async def until_gone(self, process: ManagedProcess) -> None:
         async def is_gone() -> bool:
             return self.stack.pid(process.name) is None
@@ -133,6 +139,7 @@ class Stand:
         Args:
             is_idle: whether that includes that no server holds a session.
         """
+        await asyncio.gather(*map(self.until_gone, servers))
         for server in servers:
             self.stack.launch(server)
         await self.until_whole(is_idle=is_idle)

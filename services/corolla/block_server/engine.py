@@ -24,6 +24,7 @@ from corolla.block_server.runner import BatchOutput, Runner
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.speed import DecodeSpeed
+from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput
 from corolla.chassis.handlers import where
 from corolla.v1 import blocks_pb2 as pb
@@ -132,7 +133,9 @@ class Engine:
                 blocks = steps[0].blocks
                 started_s = self.clock()
                 try:
+                    failpoints.passed("before_forward")
                     output = await loop.run_in_executor(self._compute_thread, self._compute, admitted, blocks)
+                    failpoints.passed("after_forward")
                 except Exception as failure:
                     log.error("iteration failed", extra={"where": where(failure)})
                     for batch in admitted:
@@ -223,7 +226,9 @@ class Engine:
             if bad:
                 self._fault(batch.work, NonFiniteOutput("a block's output is not finite"), bad)
             if rows:
+                failpoints.passed("before_send")
                 self._send_on(batch.work, rows, parts, kept)
+                failpoints.passed("after_send")
 
     def _send_on(self, work: StepWork, rows: list[pb.StepRow], parts: list[torch.Tensor], kept: set[bytes]) -> None:
         step = work.step

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from corolla.chassis import failpoints
 from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import CorollaError, SpanRefused, StartupError
 from corolla.chassis.status import from_rpc_error
@@ -114,7 +115,9 @@ class Registration:
         if self._span is not None:
             request.span.CopyFrom(common_pb2.BlockSpan(start=self._span.start, end=self._span.end))
         try:
+            failpoints.passed("before_lease")
             answer = await self._stub.Heartbeat(request, timeout=_CALL_TIMEOUT_S)
+            failpoints.passed("after_lease")
         except grpc.RpcError as failure:
             raise from_rpc_error(failure) from None
         if answer.HasField("move_to") and not self._ordered.done():
@@ -143,7 +146,9 @@ class Registration:
         """Gives the lease back; if no router answers, the lease runs out by itself."""
         request = router_pb2.DeregisterServerRequest(model=self._server.model, server_id=self._server.server_id)
         try:
+            failpoints.passed("before_deregister")
             await self._stub.DeregisterServer(request, timeout=_CALL_TIMEOUT_S)
+            failpoints.passed("after_deregister")
         except grpc.RpcError:
             log.warning("could not deregister; the lease will run out")
 

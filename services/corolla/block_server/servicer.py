@@ -17,6 +17,7 @@ from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
+from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, FingerprintMismatch, MalformedMessage, QueueFull
 from corolla.chassis.handlers import Context
 from corolla.v1 import blocks_pb2 as pb
@@ -158,6 +159,7 @@ class BlockServicer:
             return
 
         def open_session() -> None:
+            failpoints.passed("before_open")
             try:
                 session = self._sessions.open(request, self._engine.clock())
             except CorollaError as error:
@@ -175,6 +177,7 @@ class BlockServicer:
                     kept_end=kept_end,
                 )
             )
+            failpoints.passed("after_open")
 
         self._engine.between_iterations(
             open_session, max_released_pages=self._sessions.num_pages_in_use(control.session_id)

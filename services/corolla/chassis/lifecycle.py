@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -9,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import uvloop
 
-from corolla.chassis import logs
+from corolla.chassis import failpoints, logs
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import where
 from corolla.chassis.settings import ServiceSettings, load
@@ -41,6 +42,7 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
     """
     try:
         settings = load(settings_class, **overrides)
+        failpoints.arm(os.environ)
         logs.configure(settings.log_level, settings.log_format)
         uvloop.run(_serve_until_signal(lambda: build(settings)))
     except StartupError as failure:

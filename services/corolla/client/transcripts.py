@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
+from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, RouterUnavailable, SessionNotFound, StoreUnavailable
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.client.chain.control import ControlPlane
@@ -36,7 +37,9 @@ class Turn:
         Raises:
             RouterUnavailable, StoreUnavailable: it could not be written; the session stays as it was.
         """
+        failpoints.passed("before_commit")
         await self._write_back(self.record)
+        failpoints.passed("after_commit")
         self.committed = True
 
 

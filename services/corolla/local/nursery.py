@@ -122,7 +122,9 @@ class Nursery:
                 if event["event"] == "started":
                     self._pids[event["name"]] = event["pid"]
                 elif event["event"] == "exited":
-                    self._pids.pop(event["name"], None)
+                    # It may have been started again meanwhile.
+                    if self._pids.get(event["name"]) == event["pid"]:
+                        del self._pids[event["name"]]
                     self._exits.append(Exit(event["name"], event["pid"], event["status"]))
                 elif event["event"] == "warm":
                     self._warm_s.append(event["seconds"])

@@ -4,7 +4,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -105,12 +105,17 @@ class Stack:
         if self._nursery is not None:
             self._nursery.signal(name, number)
 
-    def launch(self, process: ManagedProcess) -> None:
-        """Starts a process of the stack, or starts it again. Another one of this name takes its place, or is added."""
+    def launch(self, process: ManagedProcess, environment: Mapping[str, str] | None = None) -> None:
+        """Starts a process of the stack, or starts it again. Another one of this name takes its place, or is added.
+
+        Args:
+            environment: more variables for just this start.
+        """
         if self._processes.get(process.name) != process:
             self._plan([process])
+        variables = {**self._environment, **(environment or {})}
         if self._nursery is not None and not self._stopping.is_set():
-            self._nursery.start(process.name, process.module, process.arguments, self._environment, process.log.path)
+            self._nursery.start(process.name, process.module, process.arguments, variables, process.log.path)
 
     def is_serving(self, name: str) -> bool:
         """Whether the process answers that it is ready."""

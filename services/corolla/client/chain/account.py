@@ -10,6 +10,9 @@ from corolla.wire.span import Span
 MAX_DEATHS: Final = 2
 """Servers that may die of the same step before it is no longer tried."""
 
+MAX_REPLAY_DEATHS: Final = 4
+"""Servers that may die while they get a request's past, which others have borne. More than that is no chance."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
@@ -44,6 +47,7 @@ class RecoveryAccount:
     # Blocks of servers that died since the request last got further.
     _deaths: list[Span] = field(default_factory=list)
     _position: int = -1
+    _num_replay_deaths: int = 0
 
     def begin(self, failure: CorollaError) -> None:
         """One more attempt. Raises `failure` when there were enough."""
@@ -53,6 +57,12 @@ class RecoveryAccount:
 
     def recovered(self, recovered: Recovered) -> None:
         self.on_recovered(recovered)
+
+    def died_in_replay(self) -> None:
+        """A server died before it held what the request's next step needs. Raises RequestKillsServers after several."""
+        self._num_replay_deaths += 1
+        if self._num_replay_deaths >= MAX_REPLAY_DEATHS:
+            raise _kills()
 
     def died(self, blocks: Span, position: int) -> None:
         """A server of these blocks died while the request's step at `position` was under way.
@@ -66,10 +76,14 @@ class RecoveryAccount:
         self._deaths.append(blocks)
         num_same = sum(1 for each in self._deaths if each.start < blocks.end and blocks.start < each.end)
         if num_same >= MAX_DEATHS:
-            raise RequestKillsServers("block servers died one after the other while they processed this request")
+            raise _kills()
 
     def non_finite(self, failure: NonFiniteOutput) -> None:
         """A hop's output was no number. Raises `failure` at the second time: then it is not the hop's fault."""
         self._num_non_finite += 1
         if self._num_non_finite > 1:
             raise failure
+
+
+def _kills() -> RequestKillsServers:
+    return RequestKillsServers("block servers died one after the other while they processed this request")

@@ -108,7 +108,7 @@ class Recovery:
                 # Sessions that lost the same server do not all come at once.
                 await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE_S))
             account.begin(latest)
-            self._blame(latest, places, members, findings, account)
+            self._blame(latest, places, members, findings, account, in_replay=latest is not failure)
             if isinstance(latest, HopLeaving) and latest.address:
                 await self._moves.settled(latest.address, places.identities)
             try:
@@ -144,6 +144,8 @@ class Recovery:
         members: Sequence[Member],
         findings: _Findings,
         account: RecoveryAccount,
+        *,
+        in_replay: bool,
     ) -> None:
         """Learns from a failure. Raises it where other servers would not help."""
         if isinstance(failure, HopUnavailable | NonFiniteOutput):
@@ -157,7 +159,10 @@ class Recovery:
                 findings.lost.add(hop.server_id)
                 if isinstance(failure, HopUnavailable):
                     self._routes.avoid(hop.server_id)
-                    account.died(span_of(hop.span), max(member.position for member in members))
+                    if in_replay:
+                        account.died_in_replay()
+                    else:
+                        account.died(span_of(hop.span), max(member.position for member in members))
         elif isinstance(failure, OutOfPages):
             findings.may_scratch = False
         elif not isinstance(failure, HopLeaving | HopSessionLost | PositionGap | OutputsNotKept):

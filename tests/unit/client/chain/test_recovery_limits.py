@@ -3,7 +3,7 @@
 import pytest
 
 from corolla.chassis.errors import HopUnavailable, NonFiniteOutput, RequestKillsServers
-from corolla.client.chain.account import RecoveryAccount
+from corolla.client.chain.account import MAX_REPLAY_DEATHS, RecoveryAccount
 from corolla.client.chain.quarantine import FIRST_S, MOST_S, Quarantine
 from corolla.wire.span import Span
 
@@ -37,6 +37,15 @@ def test_servers_may_die_again_and_again_as_long_as_the_request_gets_further() -
     account = RecoveryAccount(16)
     for position in range(10):
         account.died(Span(0, 3), position)
+
+
+def test_servers_that_die_in_a_replay_are_chance_for_a_while() -> None:
+    account = RecoveryAccount(16)
+    account.died(Span(0, 3), position=7)
+    for _ in range(MAX_REPLAY_DEATHS - 1):
+        account.died_in_replay()
+    with pytest.raises(RequestKillsServers):
+        account.died_in_replay()
 
 
 def test_attempts_are_counted_over_all_recoveries() -> None:

@@ -1,0 +1,75 @@
+"""A server dies at each named place of its work: in the middle of an open, an iteration, a message, a heartbeat."""
+
+import asyncio
+import random
+import signal
+import time
+from typing import get_args
+
+from corolla.chassis import failpoints
+from corolla.local.processes import ManagedProcess
+from tests.faults.figures import Figures, say
+from tests.faults.stand import Stand
+from tests.faults.streams import Answer, Question, Repertoire, listen
+
+MAX_STALL_S = 2.0
+_NUM_QUESTIONS = 8
+_NUM_STREAMS = 4
+_GIVE_UP_S = 60.0
+# Turns are written back by client services, which have a row of their own.
+PLACES = [place for place in get_args(failpoints.Place) if "commit" not in place]
+
+
+async def places(stand: Stand, rng: random.Random, num_runs: int) -> int:
+    """Of each run: streams that follow each other until a server has died at the next place."""
+    figures = Figures()
+    questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(32, 96)) for _ in range(_NUM_QUESTIONS)]
+    repertoire = Repertoire(stand.client)
+    await repertoire.undisturbed(questions)
+    for number in range(num_runs):
+        figures.num_runs += 1
+        round_number, place_number = divmod(number, len(PLACES))
+        span = stand.spans[(round_number + place_number) % len(stand.spans)]
+        victim = rng.choice([server for server in stand.servers if server.blocks == span])
+        await _run(stand, rng, figures, repertoire, questions, victim, PLACES[place_number])
+    return figures.conclude(MAX_STALL_S)
+
+
+async def _run(
+    stand: Stand,
+    rng: random.Random,
+    figures: Figures,
+    repertoire: Repertoire,
+    questions: list[Question],
+    victim: ManagedProcess,
+    place: str,
+) -> None:
+    count = rng.randint(1, 40) if place.endswith(("forward", "send")) else rng.randint(1, 3)
+    stand.kill(victim)
+    await stand.until_gone(victim)
+    stand.stack.launch(victim, {failpoints.VARIABLE: f"{place}:{1 if 'deregister' in place else count}"})
+    await stand.until_started(victim)
+    started_s = time.monotonic()
+    answers: list[Answer] = []
+
+    async def ask_on(rng: random.Random) -> None:
+        while stand.stack.pid(victim.name) is not None and time.monotonic() < started_s + _GIVE_UP_S:
+            answers.append(Answer(rng.choice(questions)))
+            await listen(stand.client, answers[-1])
+
+    asking = [asyncio.create_task(ask_on(random.Random(rng.random()))) for _ in range(_NUM_STREAMS)]
+    if "deregister" in place:
+        await stand.until_serving(victim)
+        stand.kill(victim, signal.SIGTERM)
+    await asyncio.gather(*asking)
+    figures.check(stand.stack.pid(victim.name) is None, f"the server did not get {place}")
+    undisturbed = await repertoire.undisturbed([answer.question for answer in answers])
+    for answer, expected in zip(answers, undisturbed, strict=True):
+        figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
+        figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
+    hit = [answer for answer in answers if answer.usage is not None and answer.usage.recoveries]
+    stalls = [answer.longest_wait_s(started_s) for answer in hit]
+    figures.stalls_s += stalls
+    say(f"run {figures.num_runs}: server of {victim.blocks} died {place.replace('_', ' ')}; {len(answers)} answers, "
+        f"{len(hit)} recovered, longest stall {max(stalls, default=0):.2f} s")  # fmt: skip
+    await stand.restart(victim)

@@ -1,0 +1,218 @@
+"""Hops that die at the worst moments: in a prompt, in a replay, two at once; and outputs that are no numbers."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from corolla.block_server.iteration import Admitted
+from corolla.block_server.runner import BatchOutput
+from corolla.block_server.service import BlockServer
+from corolla.chassis.errors import NonFiniteOutput, RequestKillsServers
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.metrics import sample
+from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
+
+PROMPT = "the thin man in the inner tent " * 12
+OPTIONS: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+SPANS = ["0:2", "2:5"]
+
+IsFatal = Callable[[list[Admitted]], bool]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(
+        "llama", tmp_path_factory.mktemp("recovery") / "tiny", config_changes={"max_position_embeddings": 2048}
+    )
+
+
+def swarm_of(folder: Path, model: Path, spans: list[str], **client: Any) -> Swarm:
+    """Without shared beginnings, which would spare the hops the work in which they are to die."""
+    settings = {"prefill_chunk_tokens": 16, **client}
+    return Swarm(folder, model, spans, server={"prefix_cache": False}, client=settings)
+
+
+def doom(server: BlockServer, is_fatal: IsFatal) -> list[float]:
+    """The server dies, without a farewell, in the first iteration that is fatal. Gives the times of its deaths."""
+    engine = server._engine
+    assert engine is not None
+    compute, loop, deaths = engine._compute, asyncio.get_running_loop(), list[float]()
+
+    def compute_or_die(admitted: list[Admitted], blocks: Span) -> BatchOutput:
+        if not deaths and is_fatal(admitted):
+            deaths.append(time.monotonic())
+            asyncio.run_coroutine_threadsafe(server._rpc.stop(0), loop).result()
+        return compute(admitted, blocks)
+
+    engine._compute = compute_or_die  # type: ignore[method-assign]
+    return deaths
+
+
+def beyond(position: int) -> IsFatal:
+    """An iteration that computes the token at `position`."""
+    return lambda admitted: any(
+        row.position <= position < row.position + row.num_tokens for batch in admitted for row, _, _ in batch.rows
+    )
+
+
+async def undisturbed(swarm: Swarm, **options: Any) -> tuple[tuple[int, ...], int]:
+    """The tokens of the answer, and how many the prompt has."""
+    async with swarm.connect() as client:
+        answer = await client.generate(PROMPT, **{**OPTIONS, **options})
+        return answer.token_ids, answer.usage.prompt_tokens
+
+
+async def end(swarm: Swarm, dead: list[BlockServer]) -> None:
+    """The others are empty, and the dead ones can go."""
+    swarm.servers[:] = [server for server in swarm.servers if server not in dead]
+    await swarm.until_empty()
+    for server in dead:
+        await server.stop()
+
+
+@pytest.mark.parametrize("hop", [0, 1])
+@pytest.mark.parametrize(
+    "share, options",
+    [
+        (0.0, {}),
+        (0.6, {}),
+        (1.0, {"speculation": "prompt_lookup"}),
+        (1.1, {"temperature": 1.0, "seed": 3, "speculation": "prompt_lookup"}),
+    ],
+    ids=["first chunk", "mid prompt", "guesses", "sampled guesses"],
+)
+async def test_a_hop_that_dies_anywhere_is_replaced(
+    tmp_path: Path, model: Path, hop: int, share: float, options: dict[str, Any]
+) -> None:
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected, num_prompt_tokens = await undisturbed(swarm, **options)
+        victim = swarm.servers[hop]
+        deaths = doom(victim, beyond(round(share * num_prompt_tokens)))
+        await swarm.add_server(SPANS[hop])
+        # Whichever of the two replicas it comes to; the chain is that of the doomed one in the end.
+        for _ in range(20):
+            answer = await client.generate(PROMPT, **{**OPTIONS, **options})
+            assert answer.token_ids == expected
+            if deaths:
+                break
+        assert deaths
+        assert answer.usage.recoveries == 1
+        await end(swarm, [victim])
+
+
+async def test_both_hops_may_die_at_once(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected, _ = await undisturbed(swarm)
+        victims = list(swarm.servers)
+        answering = asyncio.create_task(client.generate(PROMPT, **{**OPTIONS, "max_tokens": 400}))
+        await until_half(swarm)
+        for span in SPANS:
+            await swarm.add_server(span)
+        await asyncio.gather(*(victim._rpc.stop(0) for victim in victims))
+        answer = await answering
+        assert answer.token_ids[: len(expected)] == expected
+        assert answer.usage.recoveries >= 1
+        await end(swarm, victims)
+
+
+async def until_half(swarm: Swarm) -> None:
+    """Until the running answer is beyond its prompt."""
+    port = swarm.servers[0].metrics_port
+    before = await sample(port, "corolla_hop_tokens_total", kind="decode")
+
+    async def has_begun() -> bool:
+        return await sample(port, "corolla_hop_tokens_total", kind="decode") > before + 5
+
+    await until(has_begun)
+
+
+async def test_a_lost_span_may_be_cut_otherwise(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected, num_prompt_tokens = await undisturbed(swarm)
+        victim = swarm.servers[1]
+        doom(victim, beyond(num_prompt_tokens + 10))
+        answering = asyncio.create_task(client.generate(PROMPT, **OPTIONS))
+        for span in ("1:3", "3:5", "2:4"):
+            await swarm.add_server(span)
+        answer = await answering
+        assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
+        assert await sample(swarm.clients[0].metrics_port, "corolla_session_recoveries_total", method="outputs") == 1
+        await end(swarm, [victim])
+
+
+async def test_a_replacement_that_dies_in_the_replay_is_replaced(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected, num_prompt_tokens = await undisturbed(swarm)
+        await swarm.add_server("2:5")
+        await swarm.add_server("2:5")
+        deaths: list[list[float]] = []
+
+        def is_fatal(admitted: list[Admitted]) -> bool:
+            """The first one dies at a token of the answer, the second one in the midst of what it gets again."""
+            num_dead = sum(map(len, deaths))
+            return num_dead < 2 and beyond((num_prompt_tokens + 10, 40)[num_dead])(admitted)
+
+        deaths += [doom(server, is_fatal) for server in swarm.servers[1:]]
+        answer = await client.generate(PROMPT, **OPTIONS)
+        assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
+        assert sorted(map(len, deaths)) == [0, 1, 1]
+        await end(swarm, [server for server, death in zip(swarm.servers[1:], deaths, strict=True) if death])
+
+
+async def test_a_request_that_kills_servers_is_stopped_after_the_second(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, ["0:2", *["2:5"] * 4]) as swarm, swarm.connect() as client:
+        expected, num_prompt_tokens = await undisturbed(swarm)
+        doomed = swarm.servers[1:]
+        is_poison = beyond(num_prompt_tokens + 50)
+        deaths = [doom(server, is_poison) for server in doomed]
+        with pytest.raises(RequestKillsServers):
+            await client.generate(PROMPT, **{**OPTIONS, "max_tokens": 300})
+        assert sum(map(len, deaths)) == 2
+        # The others serve whoever does no harm.
+        assert (await undisturbed(swarm))[0] == expected
+        await end(swarm, [server for server, death in zip(doomed, deaths, strict=True) if death])
+
+
+@pytest.mark.parametrize("num_sick", [1, 2])
+async def test_numbers_that_are_none_are_tried_on_one_other_server(tmp_path: Path, model: Path, num_sick: int) -> None:
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected, _ = await undisturbed(swarm)
+        sick = swarm.servers[1]
+        sicken(sick)
+        other = await swarm.add_server("2:5")
+        if num_sick == 2:
+            sicken(other)
+        num_recovered = 0
+        for _ in range(6):
+            if num_sick == 2:
+                with pytest.raises(NonFiniteOutput):
+                    await client.generate(PROMPT, **OPTIONS)
+                continue
+            answer = await client.generate(PROMPT, **OPTIONS)
+            assert answer.token_ids == expected
+            num_recovered += answer.usage.recoveries
+        if num_sick == 1:
+            # Its numbers are no reason to leave a server out: it answers, and may be right about other requests.
+            name = "corolla_session_recoveries_total"
+            assert await sample(swarm.clients[0].metrics_port, name, cause="non_finite") == num_recovered
+        await swarm.until_empty()
+
+
+def sicken(server: BlockServer) -> None:
+    """Its outputs are no numbers any more."""
+    engine = server._engine
+    assert engine is not None
+    compute = engine._compute
+
+    def compute_nothing(admitted: list[Admitted], blocks: Span) -> BatchOutput:
+        output = compute(admitted, blocks)
+        return BatchOutput(torch.full_like(output.hidden, torch.nan), (False,) * len(output.finite))
+
+    engine._compute = compute_nothing  # type: ignore[method-assign]
