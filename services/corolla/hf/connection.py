@@ -131,6 +131,7 @@ class Connection:
             max_step_tokens=max(LIMITS.prefill_chunk_tokens, len(identities)),
             step_timeout_s=LIMITS.step_timeout_s,
             max_recoveries=LIMITS.max_recoveries,
+            num_cached_tokens=reservation.num_cached_tokens if earlier is None else 0,
         )
 
 

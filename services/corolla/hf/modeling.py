@@ -63,6 +63,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         revision: str | None = None,
         device: torch.device | str = "cpu",
         tenant: str = "public",
+        reuse_prefixes: bool = False,
     ) -> Self:
         """Reads what runs here, and connects to a router for the rest.
 
@@ -74,6 +75,9 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             revision: branch, tag or commit on the hub.
             device: of embedding, norm and head.
             tenant: who owns the sessions.
+            reuse_prefixes: whether block servers keep what they compute for a text and use it again for others of the
+                tenant that begin alike. Only with the checkpoint's own embeddings: a text stands for what they make
+                of it.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another family than this class is for.
@@ -98,6 +102,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             dtype=DTYPES[dtype_name],
             tenant=tenant,
             context_length=checkpoint.context_length,
+            reuses_prefixes=reuse_prefixes,
         )
         edges = load_edges(checkpoint, dtype=DTYPES[dtype_name], device=device)
         model = cls(copy.deepcopy(checkpoint.config), edges=edges, blocks=RemoteBlocks(run))
@@ -183,7 +188,9 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         session = cache.session
         num_rows, num_columns = given.shape[:2]
         mask = _new_columns(attention_mask, cache.get_seq_length(), num_rows, num_columns)
-        held = session.prepare(num_rows, num_columns)
+        columns = _kept_columns(logits_to_keep, num_columns)
+        num_last = num_columns - int(columns.min())
+        held = session.prepare(num_rows, num_columns, None if given.dim() == 3 else _texts(given, mask, num_last))
         positions = torch.tensor(held.row_positions)[:, None] + mask.long().cumsum(dim=1) - 1
         _check_positions(position_ids, positions - session.num_prefix, mask)
         is_embedded = given.dim() == 3
@@ -192,8 +199,6 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         counts: list[int] = mask.sum(dim=1).tolist()
         hidden = torch.split(embed(given[where], positions[mask]), counts)
         token_ids = torch.full((num_rows, num_columns), -1) if is_embedded else given
-        columns = _kept_columns(logits_to_keep, num_columns)
-        num_last = num_columns - int(columns.min())
         outputs = torch.cat(session.advance(hidden, token_ids, mask, num_last))
         computed = self.edges.head(outputs)
         logits = computed.new_zeros(num_rows, num_last, computed.shape[-1])
@@ -232,6 +237,13 @@ def _check_positions(given: Tensor | None, positions: Tensor, mask: Tensor) -> N
             "`position_ids` must count each row's tokens, padding left out, on from those in the cache; remote blocks "
             "know no others."
         )
+
+
+def _texts(token_ids: Tensor, mask: Tensor, num_last: int) -> list[list[int]]:
+    """Each row's tokens, up to the first one whose logits are wanted."""
+    num_wanted = mask[:, mask.shape[1] - num_last :].sum(dim=1).tolist()
+    rows = [row[its_mask].tolist() for row, its_mask in zip(token_ids.cpu(), mask, strict=True)]
+    return [row[: len(row) - max(0, num - 1)] for row, num in zip(rows, num_wanted, strict=True)]
 
 
 def _kept_columns(logits_to_keep: int | Tensor, num_columns: int) -> Tensor:

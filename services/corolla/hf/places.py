@@ -26,6 +26,7 @@ class RemoteBlockRun:
         dtype: of hidden states on their way.
         tenant: who owns the sessions.
         context_length: the longest sequence that the model takes.
+        reuses_prefixes: whether the tenant's sequences share what hops computed for texts that begin alike.
     """
 
     connection: Connection
@@ -34,6 +35,7 @@ class RemoteBlockRun:
     dtype: torch.dtype
     tenant: str
     context_length: int
+    reuses_prefixes: bool = False
 
 
 class HopPlaces:
@@ -51,6 +53,7 @@ class HopPlaces:
         self._prompts = prompts
         self._group: RowGroup | None = None
         self._capacity = 0
+        self._num_cached_tokens = 0
         self._origins: tuple[int, ...] = ()
 
     def suit(self, origins: Sequence[int], num_positions: int) -> bool:
@@ -61,12 +64,25 @@ class HopPlaces:
         """
         return num_positions <= self._capacity and self._origins[: len(origins)] == tuple(origins)
 
-    def open(self, origins: Sequence[int], capacity: int) -> None:
-        """Opens places, or opens them again."""
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of every row that the hops held when they were first opened."""
+        return self._num_cached_tokens
+
+    def open(self, origins: Sequence[int], capacity: int, texts: Sequence[Sequence[int]] | None = None) -> None:
+        """Opens places, or opens them again.
+
+        Args:
+            texts: what each row is going to hold, from its beginning, where that is known.
+        """
+        if self._group is not None or not self._blocks.reuses_prefixes:
+            texts = None
         capacity = max(capacity, self._capacity)
         self._origins = (*origins, *self._origins[len(origins) :])
         prompts = None if self._prompts is None else [self._prompts[origin] for origin in self._origins]
-        options = OpenOptions(max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts)
+        options = OpenOptions(
+            max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts, texts=texts
+        )
         num_open = len(self._group.identities) if self._group is not None else 0
         new = [
             SessionIdentity(secrets.token_bytes(16), 1, self._blocks.tenant)
@@ -75,6 +91,7 @@ class HopPlaces:
         connection = self._blocks.connection
         self._group = connection.call(connection.open_rows(new, options, self._group))
         self._capacity = capacity
+        self._num_cached_tokens = max(self._num_cached_tokens, self._group.num_cached_tokens)
 
     def step(self, steps: Sequence[RowStep]) -> list[Tensor]:
         if self._group is None:

@@ -192,8 +192,16 @@ class InferenceSession:
         nothing = torch.empty(0, self.blocks.hidden_size, dtype=self.blocks.dtype)
         return [by_row.get(row, nothing) for row in range(held.num_rows)]
 
-    def prepare(self, num_rows: int, num_columns: int) -> HeldRows:
+    @property
+    def num_reused_positions(self) -> int:
+        """Positions of every sequence that the hops had when the session began, from others of the tenant."""
+        return self._places.num_cached_tokens
+
+    def prepare(self, num_rows: int, num_columns: int, texts: Sequence[Sequence[int]] | None = None) -> HeldRows:
         """Makes sure that there is room on the hops; the first time, opens the session there.
+
+        Args:
+            texts: the tokens of each row, up to the first one whose output is wanted. None where they are not known.
 
         Raises:
             ValueError: the batch has another size, or there would be more positions than `max_length`.
@@ -212,7 +220,7 @@ class InferenceSession:
         if not self._places.suit(origins, needed):
             capacity = self.max_length or min(self.blocks.context_length, self._room_for(needed))
             try:
-                self._places.open(origins, capacity)
+                self._places.open(origins, capacity, texts if self._prompts is None else None)
             except BaseException:
                 self.close()  # what the hops held is between two epochs now
                 raise
@@ -224,7 +232,9 @@ class InferenceSession:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Row `i` becomes what row `rows[i]` is, with the next step; there may be more rows afterwards, or fewer."""
-        self._held_rows().select(rows)
+        if self._held is None:
+            raise ValueError("The session holds no sequences yet.")
+        self._held.select(rows)
 
     def align(self, token_ids: Tensor, mask: Tensor) -> None:
         """Keeps what can serve a text, int64 `[R, T]` with bool `[R, T]`, and forgets the rest; nothing is sent."""
@@ -279,11 +289,6 @@ class InferenceSession:
     def _room_for(self, num_positions: int) -> int:
         """At first what is expected; later twice what is needed, so that growing stays rare."""
         return self._expected_length if num_positions <= self._expected_length else 2 * num_positions
-
-    def _held_rows(self) -> HeldRows:
-        if self._held is None:
-            raise ValueError("The session holds no sequences yet.")
-        return self._held
 
     def _require_open(self) -> None:
         if self.is_closed:

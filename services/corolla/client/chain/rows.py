@@ -51,6 +51,8 @@ class RowGroup:
         max_step_tokens: longer steps travel in chunks; hops may take less.
         step_timeout_s: after it a step counts as lost.
         max_recoveries: attempts within one step.
+        num_cached_tokens: of each sequence's text, that all hops held when it was first opened. The first step may give
+            them nevertheless, since replays need them; they are sent nowhere.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class RowGroup:
         max_step_tokens: int,
         step_timeout_s: float,
         max_recoveries: int,
+        num_cached_tokens: int = 0,
     ) -> None:
         self._places = places
         self._plane = plane
@@ -70,6 +73,8 @@ class RowGroup:
         self._max_step_tokens = max_step_tokens
         self._step_timeout_s = step_timeout_s
         self._max_recoveries = max_recoveries
+        self.num_cached_tokens = num_cached_tokens
+        self._has_stepped = False
         known: list[StateHistory] = earlier._histories if earlier is not None else []
         self._histories: list[StateHistory] = [*known, *(StateHistory() for _ in places.identities[len(known) :])]
 
@@ -95,6 +100,9 @@ class RowGroup:
         """
         if not rows or any(len(row.hidden) == 0 for row in rows):
             raise InternalError("a step has rows, and each row new tokens")
+        if not self._has_stepped:
+            rows = [self._behind_cached(row) for row in rows]
+            self._has_stepped = True
         pasts = [self._past(row) for row in rows]
         account = RecoveryAccount(self._max_recoveries)
         if self._plane.moves.concern(self.chain, self._places.opened):
@@ -120,6 +128,13 @@ class RowGroup:
     ) -> None:
         """Brings all sequences back after a failure, or raises why not. Of `ambiguous` rows hops hold nothing."""
         await self._recovery.recover(self._places, self._histories, failure, account, ambiguous)
+
+    def _behind_cached(self, row: RowStep) -> RowStep:
+        num_cached = self.num_cached_tokens
+        if not num_cached or row.position or row.source is not None or num_cached > len(row.hidden) - row.num_results:
+            return row
+        self._histories[row.row].append(row.hidden[:num_cached])
+        return replace(row, position=num_cached, hidden=row.hidden[num_cached:])
 
     def _past(self, row: RowStep) -> StateHistory:
         own = self._histories[row.row]

@@ -1,0 +1,101 @@
+"""Calls whose texts begin alike: block servers compute the beginning once, and nobody's tokens change."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from corolla.hf import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
+from tests.integration.hf.stacks import Stacks
+
+PAGE_TOKENS = 32
+PROMPT = draw_prompts(1, 100)
+NEW: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, stacks: Stacks) -> ModelPair:
+    """All layers see everything in one family; in the other most see the last 12 tokens only."""
+    folder = make_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param) / request.param)
+    return ModelPair.load(folder, stacks.start(folder, ["0:2", "2:5"]))
+
+
+def sharing(pair: ModelPair, tenant: str, **options: Any) -> DistributedModelForCausalLM:
+    folder, router = str(pair.remote.config.name_or_path), pair.stack.router
+    return AutoDistributedModelForCausalLM.from_pretrained(
+        folder, router=router, tenant=tenant, **{"reuse_prefixes": True, **options}
+    )
+
+
+def generate(model: DistributedModelForCausalLM, text: torch.Tensor, **options: Any) -> tuple[torch.Tensor, int]:
+    """What it generates, and how much of the text hops had already."""
+    with model.inference_session(max_length=200) as session:
+        output = model.generate(text, **{**NEW, **options})
+        return output, session.num_reused_positions
+
+
+def test_the_second_call_finds_what_the_first_computed(pair: ModelPair) -> None:
+    model = sharing(pair, "ada")
+    for number, text in enumerate((PROMPT, PROMPT, torch.cat([PROMPT[:, :70], draw_prompts(1, 20)], dim=1))):
+        expected = pair.unsplit.generate(text, **NEW)
+        output, num_reused = generate(model, text)
+        assert torch.equal(output, expected)
+        assert num_reused == [0, 3 * PAGE_TOKENS, 2 * PAGE_TOKENS][number]
+    pair.stack.until_empty()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"do_sample": True},
+        {"prompt_lookup_num_tokens": 4},
+        {"num_return_sequences": 2, "num_beams": 2},
+    ],
+    ids=str,
+)
+def test_every_way_of_decoding_finds_it(pair: ModelPair, options: dict[str, Any]) -> None:
+    model = sharing(pair, "bob")
+    generate(model, PROMPT)
+    torch.manual_seed(7)
+    expected = pair.unsplit.generate(PROMPT, **{**NEW, **options})
+    torch.manual_seed(7)
+    output, num_reused = generate(model, PROMPT, **options)
+    assert torch.equal(output, expected)
+    assert num_reused == 3 * PAGE_TOKENS
+
+
+def test_rows_of_a_batch_share_with_what_was_and_go_on_from_the_same_place(pair: ModelPair) -> None:
+    model = sharing(pair, "cyd")
+    generate(model, PROMPT)
+    batch = torch.cat([PROMPT, PROMPT, torch.cat([PROMPT[:, :50], draw_prompts(1, 50)], dim=1)])
+    output, num_reused = generate(model, batch)
+    assert torch.equal(output, pair.unsplit.generate(batch, **NEW))
+    # Who holds more goes back to where all can go on from; a sliding window cannot.
+    assert num_reused == (PAGE_TOKENS if pair.unsplit.config.model_type == "llama" else 0)
+    mask = left_padding(100, 0, 60, 3)
+    output, _ = generate(model, batch, attention_mask=mask)
+    assert torch.equal(output, pair.unsplit.generate(batch, attention_mask=mask, **NEW))
+    pair.stack.until_empty()
+
+
+def test_logits_of_the_whole_text_are_all_computed(pair: ModelPair) -> None:
+    model = sharing(pair, "dan")
+    generate(model, PROMPT)
+    with torch.inference_mode():
+        expected = pair.unsplit(PROMPT).logits
+        torch.testing.assert_close(model(PROMPT).logits, expected, rtol=1e-4, atol=1e-4)
+        last = model(PROMPT, logits_to_keep=40).logits
+    torch.testing.assert_close(last, expected[:, -40:], rtol=1e-4, atol=1e-4)
+
+
+def test_nobody_shares_unasked_or_with_other_tenants(pair: ModelPair) -> None:
+    generate(sharing(pair, "eve"), PROMPT)
+    assert generate(sharing(pair, "fay"), PROMPT)[1] == 0
+    assert generate(sharing(pair, "eve", reuse_prefixes=False), PROMPT)[1] == 0
+    embedded = sharing(pair, "eve")
+    with embedded.inference_session(max_length=200) as session:
+        embedded.generate(inputs_embeds=embedded.get_input_embeddings()(PROMPT), **NEW)
+        assert session.num_reused_positions == 0
