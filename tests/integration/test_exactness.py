@@ -16,6 +16,7 @@ from corolla.models.demo import demo_checkpoint
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Completion, FinishReason, Usage
 from tests.golden import NUM_NEW_TOKENS, SAFE_GAP, SAMPLINGS, GoldenAnswer, cases, golden_answers, prompt_texts
+from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.reference import Sampling, Unsplit, smallest_gap
 
@@ -142,10 +143,54 @@ def difference(answer: GoldenAnswer, given: Given, unsplit: Unsplit) -> str | No
         return f"{answer.name}: {len(given.token_ids)} tokens, of which the first {num_right} are right"
     if given.text != unsplit.decode(expected):
         return f"{answer.name}: right tokens, wrong text"
-    counted = (given.usage.prompt_tokens, given.usage.completion_tokens, given.usage.cached_tokens)
-    if given.finish_reason is not FinishReason.LENGTH or counted != (len(answer.prompt_ids), NUM_NEW_TOKENS, 0):
+    counted = (given.usage.prompt_tokens, given.usage.completion_tokens)
+    if given.finish_reason is not FinishReason.LENGTH or counted != (len(answer.prompt_ids), NUM_NEW_TOKENS):
         return f"{answer.name}: ended by {given.finish_reason}, counted {counted}"
     return None
+
+
+# --- everything at once -----------------------------------------------------------------------------------------------
+
+PAGE_TOKENS = 16
+NUM_CROWDED_TOKENS = 12
+# Prompts are cut into small chunks, of which an iteration takes a few beside what decodes.
+CROWDED_SERVER = {"page_tokens": PAGE_TOKENS, "max_batch_tokens": 64, "prefill_tokens_beside_decode": 24}
+CROWDED_CLIENT = {"prefill_chunk_tokens": 24, "prefill_chunk_tokens_beside_decode": 10}
+
+
+@pytest.mark.timeout(900)
+async def test_reuse_small_chunks_and_full_batches_change_no_token(tmp_path: Path, unsplit: Unsplit) -> None:
+    """All prompts come at once: first as new ones, then with their beginnings known, then as what goes on."""
+    kept = golden_answers()
+    answers = [pair[number % 2] for number, pair in enumerate(zip(kept[::2], kept[1::2], strict=True))]
+    swarm = Swarm(
+        tmp_path, demo_checkpoint(), CHAINS["three hops"], server=CROWDED_SERVER, client=CROWDED_CLIENT
+    )  # fmt: skip
+    async with swarm, swarm.connect() as client:
+
+        async def ask(answer: GoldenAnswer) -> Given:
+            return await unary(client, answer, NUM_CROWDED_TOKENS)
+
+        async def go_on(answer: GoldenAnswer) -> Completion:
+            """The first tokens of a greedy answer come as a part of the prompt."""
+            text = answer.prompt_ids + answer.token_ids[:NUM_CROWDED_TOKENS]
+            generation = await client.generate(text, max_tokens=NUM_CROWDED_TOKENS, ignore_eos=True)
+            assert generation.usage.cached_tokens == (len(text) - 1) // PAGE_TOKENS * PAGE_TOKENS
+            return generation.completions[0]
+
+        for round_number in range(2):
+            for answer, given in zip(answers, await asyncio.gather(*map(ask, answers)), strict=True):
+                assert given.token_ids == answer.token_ids[:NUM_CROWDED_TOKENS], (round_number, answer.name)
+                assert given.text == unsplit.decode(given.token_ids)
+                num_cached = (len(answer.prompt_ids) - 1) // PAGE_TOKENS * PAGE_TOKENS if round_number else 0
+                assert given.usage.cached_tokens == num_cached, (round_number, answer.name)
+        greedy = [answer for answer in answers if not answer.sampling]
+        for answer, completion in zip(greedy, await asyncio.gather(*map(go_on, greedy)), strict=True):
+            assert list(completion.token_ids) == answer.token_ids[NUM_CROWDED_TOKENS : 2 * NUM_CROWDED_TOKENS]
+        port = swarm.servers[0].metrics_port
+        num_batches = await sample(port, "corolla_hop_batch_rows_count")
+        assert await sample(port, "corolla_hop_batch_rows_sum") / num_batches > 2, "sessions share iterations"
+        await swarm.until_empty()
 
 
 # --- what is kept is true ---------------------------------------------------------------------------------------------
