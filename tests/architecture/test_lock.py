@@ -5,7 +5,9 @@ The closure is walked through the metadata of the installed packages, for the pl
 
 import re
 import tomllib
+from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +22,14 @@ STAND_INS: dict[str, list[str]] = {
     entry["name"]: entry["requires-dist"] for entry in PYPROJECT["tool"]["uv"]["dependency-metadata"]
 }
 OUTSIDE = {"corolla", "torch"}
+IMAGE_LOCKS = {"server": ["block-server", "quantization", "router"], "client": ["client"], "demo": ["demo"]}
 
 
-def read_lock() -> tuple[dict[str, Requirement], set[str]]:
+def read_lock(path: Path = LOCK) -> tuple[dict[str, Requirement], set[str]]:
     """The pins by package name, and the names of those without a hash."""
     pins: dict[str, Requirement] = {}
     unhashed: set[str] = set()
-    logical_lines = re.sub(r"\\\n\s*", " ", LOCK.read_text(encoding="utf-8")).splitlines()
+    logical_lines = re.sub(r"\\\n\s*", " ", path.read_text(encoding="utf-8")).splitlines()
     for line in logical_lines:
         if not line or line.startswith("#"):
             continue
@@ -45,8 +48,10 @@ def pins_here() -> dict[str, Requirement]:
 
 
 def requirements_of(name: str) -> list[str]:
+    project = PYPROJECT["project"]
+    if extra := re.fullmatch(r"corolla\[(.+)\]", name):
+        return [*project["dependencies"], *project["optional-dependencies"][extra[1]]]
     if name == "corolla":
-        project = PYPROJECT["project"]
         return [
             *project["dependencies"],
             *(requirement for extra in project["optional-dependencies"].values() for requirement in extra),
@@ -56,11 +61,11 @@ def requirements_of(name: str) -> list[str]:
     return metadata.requires(name) or []
 
 
-def closure() -> dict[str, list[Requirement]]:
-    """Every package that the project needs here, with each requirement made of it."""
+def closure(beginnings: Sequence[str] = ("corolla",)) -> dict[str, list[Requirement]]:
+    """Every package that the project, or some of its extras, need here, with each requirement made of it."""
     wanted: dict[str, list[Requirement]] = {}
     seen: set[tuple[str, str]] = set()
-    todo = [("corolla", "")]
+    todo = [(name, "") for name in beginnings]
     while todo:
         package, extra = todo.pop()
         if (package, extra) in seen:
@@ -71,7 +76,10 @@ def closure() -> dict[str, list[Requirement]]:
                 continue
             name = canonicalize_name(requirement.name)
             wanted.setdefault(name, []).append(requirement)
-            todo += [(name, wanted_extra) for wanted_extra in ("", *requirement.extras)]
+            if name == "corolla":
+                todo += [(f"corolla[{own_extra}]", "") for own_extra in requirement.extras]
+            else:
+                todo += [(name, wanted_extra) for wanted_extra in ("", *requirement.extras)]
     return wanted
 
 
@@ -88,6 +96,16 @@ def test_the_lock_names_no_place() -> None:
 
 def test_the_lock_is_the_closure_of_the_project() -> None:
     assert set(pins_here()) == set(closure()) - OUTSIDE, "run: make lock"
+
+
+@pytest.mark.parametrize("image", IMAGE_LOCKS)
+def test_an_image_installs_what_its_extras_need_and_what_is_locked(image: str) -> None:
+    everything, _ = read_lock()
+    pins, unhashed = read_lock(LOCK.parent / f"{image}.txt")
+    assert unhashed == set()
+    assert {name: str(pin) for name, pin in pins.items()} == {name: str(everything[name]) for name in pins}
+    here = {name for name, pin in pins.items() if pin.marker is None or pin.marker.evaluate()}
+    assert here == set(closure([f"corolla[{extra}]" for extra in IMAGE_LOCKS[image]])) - OUTSIDE, "run: make lock"
 
 
 def test_every_requirement_admits_its_pin() -> None:

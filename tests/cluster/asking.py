@@ -1,0 +1,58 @@
+"""Questions whose answers are known, put to a release."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from corolla import Client
+from tests.golden import GoldenAnswer, golden_answers
+
+GREEDY: Final = [each for each in golden_answers() if not each.sampling and len(each.prompt_ids) < 200]
+"""Short questions, answered by always taking the likeliest token."""
+
+
+def answer_of(address: str, golden: GoldenAnswer, disturb: Callable[[], None] | None = None) -> tuple[list[int], int]:
+    """The streamed token ids, and how many recoveries it took. `disturb` runs when a fifth of the answer is there."""
+    token_ids: list[int] = []
+    with Client(address, timeout=600) as client:
+        stream = client.stream(golden.prompt_ids, max_tokens=len(golden.token_ids), temperature=0, ignore_eos=True)
+        for chunk in stream:
+            token_ids += chunk.token_ids
+            if disturb is not None and len(token_ids) >= len(golden.token_ids) // 5:
+                disturb()
+                disturb = None
+        assert stream.usage is not None
+        return token_ids, stream.usage.recoveries
+
+
+@contextmanager
+def load(address: str) -> Iterator[list[str]]:
+    """Asks one question after the other meanwhile. Gives what went wrong."""
+    golden = GREEDY[0]
+    problems: list[str] = []
+    is_over = threading.Event()
+    num_answers = 0
+
+    def ask() -> None:
+        nonlocal num_answers
+        while not is_over.is_set():
+            try:
+                with Client(address, timeout=300) as client:
+                    answer = client.generate(golden.prompt_ids, max_tokens=16, temperature=0, ignore_eos=True)
+                if list(answer.token_ids) != golden.token_ids[:16]:
+                    problems.append("other tokens")
+                num_answers += 1
+            except Exception as failure:
+                problems.append(repr(failure))
+                time.sleep(0.5)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield problems
+    finally:
+        is_over.set()
+        thread.join()
+    assert num_answers > 0

@@ -1,0 +1,143 @@
+"""One release of the chart on the cluster of the current kubeconfig, by the users' own tools."""
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from tests.architecture.sources import ROOT
+
+CHART: Final = ROOT / "charts" / "corolla"
+VALUES: Final = Path(__file__).parent / "values.yaml"
+NAMESPACE: Final = "corolla-test"
+RELEASE: Final = "corolla"
+CLIENT_PORT: Final = 50051
+METRICS_PORT: Final = 9464
+READY_WITHIN_S: Final = 180
+
+
+class CommandFailed(Exception):
+    """What helm or kubectl said."""
+
+
+def run(*command: str, stdin: str | None = None) -> str:
+    """Its standard output. Raises CommandFailed."""
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True)
+    if done.returncode:
+        raise CommandFailed(f"{' '.join(command)}: {done.stderr or done.stdout}")
+    return done.stdout
+
+
+def kubectl(*arguments: str, stdin: str | None = None) -> str:
+    return run("kubectl", "--namespace", NAMESPACE, *arguments, stdin=stdin)
+
+
+def helm(*arguments: str) -> str:
+    return run("helm", "--namespace", NAMESPACE, *arguments)
+
+
+def install() -> float:
+    """Installs and waits until everything is ready. Returns the seconds that it took."""
+    started = time.monotonic()
+    helm(
+        "upgrade", "--install", RELEASE, str(CHART), "--create-namespace", "--values", str(VALUES),
+        "--wait", "--timeout", "15m",
+    )  # fmt: skip
+    return time.monotonic() - started
+
+
+def pods(component: str, **labels: str) -> list[dict[str, Any]]:
+    """Those that are not on their way out, oldest first."""
+    wanted = {"app.kubernetes.io/instance": RELEASE, "app.kubernetes.io/component": component}
+    wanted |= {f"corolla.dev/{name}": value for name, value in labels.items()}
+    selector = ",".join(f"{name}={value}" for name, value in wanted.items())
+    items = json.loads(kubectl("get", "pods", "--selector", selector, "--output", "json"))["items"]
+    alive = [each for each in items if "deletionTimestamp" not in each["metadata"]]
+    return sorted(alive, key=lambda each: str(each["metadata"]["creationTimestamp"]))
+
+
+def names(found: list[dict[str, Any]]) -> list[str]:
+    return [str(each["metadata"]["name"]) for each in found]
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in pod["status"].get("conditions", []))
+
+
+def wait_until_whole(timeout_s: float = 600) -> None:
+    """Until every object of the release has all of its pods again."""
+    wanted = {"block-server": 4, "client": 2, "router": 2, "redis": 1}
+    wait_for(
+        lambda: all(sum(map(is_ready, pods(component))) == number for component, number in wanted.items()),
+        timeout_s,
+        "the release is not whole again",
+    )
+
+
+def wait_for(is_so: Callable[[], bool], timeout_s: float, complaint: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.5)
+
+
+def metric(pod: str, name: str) -> float:
+    """The sum of a metric's series in one pod, read through the API server."""
+    text = kubectl("get", "--raw", f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}:{METRICS_PORT}/proxy/metrics")
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, flags=re.MULTILINE))
+
+
+def serving_pod(pool: str) -> str:
+    """The block server of a pool that holds a session now."""
+    found: list[str] = []
+
+    def holds_one() -> bool:
+        found[:] = [name for name in names(pods("block-server", pool=pool)) if metric(name, "corolla_hop_sessions")]
+        return bool(found)
+
+    wait_for(holds_one, 30, f"no block server of pool {pool} holds a session")
+    return found[0]
+
+
+def kill(pod: str) -> None:
+    """Without notice."""
+    kubectl("delete", "pod", pod, "--force", "--grace-period=0", "--wait=false")
+
+
+def evict(pod: str) -> None:
+    """As `kubectl drain` does. Raises CommandFailed where the budget forbids it."""
+    eviction = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACE}}
+    if "policy/v1\n" in run("kubectl", "api-versions"):
+        eviction["apiVersion"] = "policy/v1"
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
+    kubectl("create", "--raw", path, "--filename", "-", stdin=json.dumps(eviction))
+
+
+@contextmanager
+def forwarded(target: str, port: int = CLIENT_PORT) -> Iterator[str]:
+    """host:port of this machine that leads to a port of a pod or service of the release."""
+    process = subprocess.Popen(
+        ["kubectl", "--namespace", NAMESPACE, "port-forward", target, f":{port}"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        match = re.search(r"127\.0\.0\.1:(\d+)", said)
+        assert match, f"kubectl port-forward {target} said {said!r}"
+        yield f"127.0.0.1:{match[1]}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def leftovers() -> list[str]:
+    """What the release still has in the cluster."""
+    kinds = "all,configmaps,secrets,serviceaccounts,roles,rolebindings,networkpolicies,poddisruptionbudgets,pvc"
+    selector = f"app.kubernetes.io/instance={RELEASE}"
+    return kubectl("get", kinds, "--selector", selector, "--output", "name").split()

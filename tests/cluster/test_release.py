@@ -1,0 +1,97 @@
+"""A release on a real cluster, from `helm install` to `helm uninstall`, in this order."""
+
+from collections.abc import Callable
+
+import pytest
+
+from corolla import Client
+from tests.cluster import release
+from tests.cluster.asking import GREEDY, answer_of, load
+from tests.golden import GoldenAnswer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+def test_it_becomes_ready_in_time(installed: float) -> None:
+    assert installed < release.READY_WITHIN_S
+
+
+def test_helm_test_passes(installed: float) -> None:
+    assert "Succeeded" in release.helm("test", release.RELEASE, "--timeout", "5m")
+
+
+@pytest.mark.parametrize("golden", GREEDY[:3], ids=lambda golden: golden.name)
+def test_an_answer_is_that_of_the_unsplit_model(address: str, golden: GoldenAnswer) -> None:
+    assert answer_of(address, golden) == (golden.token_ids, 0)
+
+
+def test_a_conversation_goes_on_at_another_client_service(whole: None) -> None:
+    one, other = release.names(release.pods("client"))
+    with release.forwarded(f"pod/{one}") as here, release.forwarded(f"pod/{other}") as there:
+        texts = []
+        for second in (here, there):
+            with Client(here, timeout=300) as first_client, Client(second, timeout=300) as second_client:
+                chat = first_client.chat(temperature=0, max_tokens=24)
+                chat.send("What is the capital of France?")
+                going_on = second_client.chat(session=chat.session_id, temperature=0, max_tokens=24)
+                reply = going_on.send("And of Italy?")
+                assert reply.usage.cached_tokens > 0
+                texts.append(reply.text)
+        assert texts[0] == texts[1]
+
+
+def delete_gracefully(pod: str) -> None:
+    release.kubectl("delete", "pod", pod, "--wait=false")
+
+
+@pytest.mark.parametrize("remove", [delete_gracefully, release.kill, release.evict], ids=lambda remove: remove.__name__)
+@pytest.mark.parametrize("pool", ["front", "back"])
+def test_a_block_server_goes_in_the_middle_of_an_answer(
+    whole: None, address: str, pool: str, remove: Callable[[str], None]
+) -> None:
+    golden = GREEDY[1]
+    token_ids, num_recoveries = answer_of(address, golden, lambda: remove(release.serving_pod(pool)))
+    assert token_ids == golden.token_ids
+    # One that leaves with notice may still finish the answer, or hand it over.
+    assert num_recoveries >= (remove is release.kill)
+
+
+def test_a_span_is_never_evicted_whole(whole: None) -> None:
+    one, other = release.names(release.pods("block-server", pool="back"))
+    release.evict(one)
+    with pytest.raises(release.CommandFailed, match="disruption budget"):
+        release.evict(other)
+
+
+@pytest.mark.parametrize("component", ["router", "redis"])
+def test_the_control_plane_goes_in_the_middle_of_an_answer(whole: None, address: str, component: str) -> None:
+    golden = GREEDY[1]
+
+    def kill_all() -> None:
+        for name in release.names(release.pods(component)):
+            release.kill(name)
+
+    assert answer_of(address, golden, kill_all) == (golden.token_ids, 0)
+
+
+def test_an_upgrade_and_its_rollback_fail_no_request(whole: None, address: str) -> None:
+    changed = ("--reuse-values", "--set", "router.settings.leaseMs=7000", "--wait", "--timeout", "5m")
+    with load(address) as problems:
+        release.helm("upgrade", release.RELEASE, str(release.CHART), *changed)
+        release.helm("rollback", release.RELEASE, "--wait", "--timeout", "5m")
+    assert problems == []
+
+
+def test_a_pool_grows_and_shrinks_without_an_error(whole: None, address: str) -> None:
+    deployment = f"deployment/{release.RELEASE}-block-server-back"
+    with load(address) as problems:
+        release.kubectl("scale", deployment, "--replicas=3")
+        release.kubectl("rollout", "status", deployment, "--timeout=5m")
+        release.kubectl("scale", deployment, "--replicas=2")
+        release.wait_until_whole()
+    assert problems == []
+
+
+def test_uninstalling_leaves_nothing(whole: None) -> None:
+    release.helm("uninstall", release.RELEASE, "--wait", "--timeout", "5m")
+    release.wait_for(lambda: not release.leftovers(), 120, f"the release left {release.leftovers()}")
