@@ -1,12 +1,17 @@
 """Placement for watchers: one loop per watched model, however many watch it, and the newest state for each of them."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
+from typing import Final
 
 from corolla.chassis.errors import CorollaError, ServiceStopping
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.router.registry import Registry
 from corolla.v1 import router_pb2 as pb
+
+# In which the servers of a store that has lost its memory have registered again, or are gone.
+_LOST_MEMORY_S: Final = 5.0
 
 
 class _Feed:
@@ -76,15 +81,18 @@ class PlacementWatches:
     async def _follow(self, model: str, feed: _Feed) -> None:
         clock = asyncio.get_running_loop().time
         pushed_at = 0.0
+        older_since = math.inf
         while True:
             try:
                 roster = await self._registry.snapshot(model)
                 before = feed.placement
                 # A lower version is a store that has lost its memory, not a cluster that has lost its servers: they
                 # register again within a heartbeat, and until then what was pushed last stands.
-                if before is None or roster.version >= before.version:
+                is_older = before is not None and roster.version < before.version
+                older_since = min(older_since, clock()) if is_older else math.inf
+                if clock() - older_since >= _LOST_MEMORY_S or not is_older:
                     placement = roster.placement()
-                    is_changed = before is None or placement.version > before.version
+                    is_changed = before is None or placement.version != before.version
                     is_due = clock() - pushed_at >= self._load_push_interval_s
                     if is_changed or (is_due and placement != before):
                         feed.publish(placement)

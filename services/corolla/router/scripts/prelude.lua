@@ -45,12 +45,12 @@ local function address_of(entry) return string.sub(entry, 1, string.find(entry, 
 local function description_of(entry) return string.sub(entry, string.find(entry, '\n', 1, true) + 1) end
 
 -- Silence counts against a server only while somebody listened: not while routers were away, nor while the store was
--- frozen, nor while it was too full to note a heartbeat.
+-- frozen, nor while it was too full to note a heartbeat. A clock that was set, in either direction, begins it anew.
 local function listening_since(lease_ms)
   local now = now_ms()
   local listened = redis.call('HMGET', LISTENING, 'since', 'last')
-  local since = tonumber(listened[1])
-  if not since or now - tonumber(listened[2]) > lease_ms / 2 then since = now end
+  local since, last = tonumber(listened[1]), tonumber(listened[2])
+  if not since or now < last or now - last > lease_ms / 2 then since = now end
   local noted = redis.pcall('HSET', LISTENING, 'since', string.format('%.0f', since), 'last', string.format('%.0f', now))
   if type(noted) == 'table' and noted.err then return now end
   return since

@@ -2,7 +2,8 @@
 -- ARGV: session id or '', lease in ms.
 -- Returns version, number of blocks, id of the last change, the servers, the session's chain.
 local SUSPECTED = string.char(0x28, 1)    -- PlacedServer.suspected = true, serialised
-local silent_since = now_ms() - tonumber(ARGV[2])
+local now = now_ms()
+local silent_since = now - tonumber(ARGV[2])
 local may_expire = listening_since(tonumber(ARGV[2])) < silent_since
 local live = {}
 local entries = redis.call('HGETALL', SERVERS)
@@ -10,6 +11,8 @@ for index = 1, #entries, 2 do
   local server_id, entry = entries[index], entries[index + 1]
   local lease = redis.call('HGET', LEASES, server_id)
   local heard = tonumber(redis.call('ZSCORE', HEARD, server_id) or '0')
+  -- The clock was set back: silence is counted from now on.
+  if heard > now then redis.pcall('ZADD', HEARD, string.format('%.0f', now), server_id) end
   if lease and not (may_expire and heard < silent_since) then
     -- Two serialised halves of a message, one after the other, are the whole message.
     local suspected = redis.call('EXISTS', suspect_key(server_id)) == 1 and SUSPECTED or ''
