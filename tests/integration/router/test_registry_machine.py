@@ -79,6 +79,8 @@ class World(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.check_that_all_is_well_after_two_quiet_leases()
+        self.run(self.delete_all())
+        self.run(self.registry.forget(self.model))
         self.run(self.registry._store.close())
         self.run(self.redis.aclose())
         self.runner.close()
