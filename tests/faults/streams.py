@@ -1,6 +1,7 @@
 """Answers as a caller sees them: their tokens, and when each came."""
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -50,13 +51,13 @@ class Answer:
     failure: CorollaError | None = None
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def longest_wait_s(self, since_s: float) -> float:
-        """Between two tokens, of which the second came after `since_s`."""
+    def longest_wait_s(self, since_s: float, until_s: float = math.inf) -> float:
+        """Between two tokens, of which the second came after `since_s`, and the first before `until_s`."""
         return max(
             (
                 after - before
                 for before, after in zip(self.arrived_s, self.arrived_s[1:], strict=False)
-                if after >= since_s
+                if after >= since_s and before <= until_s
             ),
             default=0.0,
         )
