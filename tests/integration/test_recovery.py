@@ -12,7 +12,7 @@ import torch
 from corolla.block_server.iteration import Admitted
 from corolla.block_server.runner import BatchOutput
 from corolla.block_server.service import BlockServer
-from corolla.chassis.errors import NonFiniteOutput, RequestKillsServers
+from corolla.chassis.errors import NoChain, NonFiniteOutput, RequestKillsServers
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
@@ -179,6 +179,18 @@ async def test_a_request_that_kills_servers_is_stopped_after_the_second(tmp_path
         # The others serve whoever does no harm.
         assert (await undisturbed(swarm))[0] == expected
         await end(swarm, [server for server, death in zip(doomed, deaths, strict=True) if death])
+
+
+async def test_other_weights_are_no_replacement(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=1.0) as swarm, swarm.connect() as client:
+        _, num_prompt_tokens = await undisturbed(swarm)
+        victim = swarm.servers[1]
+        doom(victim, beyond(num_prompt_tokens + 10))
+        await swarm.add_server("2:5", dtype="bfloat16")
+        with pytest.raises(NoChain):
+            await client.generate(PROMPT, **OPTIONS)
+        assert await sample(swarm.servers[2].metrics_port, "corolla_hop_tokens_total") == 0
+        await end(swarm, [victim])
 
 
 @pytest.mark.parametrize("num_sick", [1, 2])

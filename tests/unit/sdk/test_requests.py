@@ -1,5 +1,7 @@
 """Each option lands in its field; what cannot be carried is refused under the caller's own name for it."""
 
+from typing import Any
+
 import pytest
 
 from corolla.chassis.errors import InvalidRequest
@@ -16,6 +18,23 @@ def test_unset_options_stay_unset() -> None:
     assert not request.HasField("num_completions")
     assert not request.HasField("logprobs")
     assert not request.speculation.ListFields()
+
+
+def test_an_answer_is_resumed_by_its_tokens_or_by_their_number() -> None:
+    for request in (
+        generate_request("hello", {"request_id": "a", "resume_from": [7, 8]}),
+        chat_request([], {"request_id": "a", "resume_from": (7, 8)}),
+    ):
+        assert (request.request_id, request.resume_from_index, list(request.received.ids)) == ("a", 2, [7, 8])
+    request = generate_request("hello", {"request_id": "a", "resume_from": 2})
+    assert (request.resume_from_index, request.HasField("received")) == (2, False)
+    assert generate_request("hello", {"request_id": "a"}).resume_from_index == 0
+
+
+@pytest.mark.parametrize("received", [-1, "7", b"7", [1.5], 2**32])
+def test_what_is_no_received_answer_is_refused(received: Any) -> None:
+    with pytest.raises(InvalidRequest, match="resume_from"):
+        generate_request("hello", {"request_id": "a", "resume_from": received})
 
 
 def test_zero_is_not_unset() -> None:
