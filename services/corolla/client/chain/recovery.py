@@ -19,6 +19,7 @@ from corolla.chassis.errors import (
     PositionGap,
 )
 from corolla.client.chain.account import Recovered, RecoveryAccount
+from corolla.client.chain.lost import LostServers
 from corolla.client.chain.moves import Moves
 from corolla.client.chain.recovery_plan import CLIENT, HopState, plan_lanes
 from corolla.client.chain.replay import Member, Places, Replayer
@@ -37,13 +38,13 @@ class _Findings:
     """What one recovery has learned from attempt to attempt.
 
     Attributes:
-        lost: ids of the servers that it does without.
+        lost: the servers that it does without.
         forgetful: ids of the servers that no longer have the outputs that they said they keep.
         may_scratch: until a hop had no room for a scratch session.
         patience_s: how long to wait for a server that can replace a lost one.
     """
 
-    lost: set[str] = field(default_factory=set)
+    lost: LostServers
     forgetful: set[str] = field(default_factory=set)
     may_scratch: bool = True
     patience_s: float = 0.0
@@ -101,13 +102,15 @@ class Recovery:
             raise failure
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        findings = _Findings(patience_s=self._patience_s)
+        findings = _Findings(LostServers(self._patience_s))
         latest: CorollaError | None = failure
         while latest is not None:
             if latest is not failure:
                 # Sessions that lost the same server do not all come at once.
                 await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE_S))
             account.begin(latest)
+            # A server whose numbers are bad will not be replaced by one that is still to come.
+            findings.patience_s = 0.0 if isinstance(latest, NonFiniteOutput) else self._patience_s
             self._blame(latest, places, members, findings, account, in_replay=latest is not failure)
             if isinstance(latest, HopLeaving) and latest.address:
                 await self._moves.settled(latest.address, places.identities)
@@ -130,7 +133,7 @@ class Recovery:
         """
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        findings = _Findings()
+        findings = _Findings(LostServers(0.0))
         await self._fill(places, 0, member, states, findings)
         if findings.methods:
             recovered = findings.recovered("idle", clock() - started_s)
@@ -152,11 +155,10 @@ class Recovery:
             guilty = [hop for hop in places.chain.hops if failure.address and hop.address == failure.address]
             if isinstance(failure, NonFiniteOutput):
                 account.non_finite(failure)
-                findings.patience_s = 0.0
                 if not guilty:
                     raise failure
             for hop in guilty:
-                findings.lost.add(hop.server_id)
+                findings.lost.add(hop.server_id, self._now_s(), for_good=isinstance(failure, NonFiniteOutput))
                 if isinstance(failure, HopUnavailable):
                     self._routes.avoid(hop.server_id)
                     if in_replay:
@@ -180,6 +182,7 @@ class Recovery:
             findings.lost,
             num_tokens=places.options.max_tokens * len(members),
             patience_s=findings.patience_s,
+            due=findings.lost.due,
         )
         fresh = [hop for hop in chain.hops if hop not in before.hops]
         try:
@@ -189,8 +192,10 @@ class Recovery:
         except NotOpened as refused:
             self._reservations.give_back(places.identities, fresh)
             return self._refusal(refused, findings)
+        findings.lost.returned(hop.server_id for hop in chain.hops)
         # A server that was only frozen frees what it holds as soon as it wakes.
-        self._reservations.give_back(places.identities, [hop for hop in before.hops if hop not in chain.hops])
+        kept = {hop.server_id for hop in chain.hops}
+        self._reservations.give_back(places.identities, [hop for hop in before.hops if hop.server_id not in kept])
         places.open_on(chain, reservation.max_step_tokens)
         return await self._fill_all(places, members, reservation, findings, stale)
 
@@ -210,10 +215,14 @@ class Recovery:
                 self._routes.avoid(hop.server_id)
             elif isinstance(failure, HopLeaving):
                 self._routes.leaves(hop.server_id)
-            findings.lost.add(hop.server_id)
+            findings.lost.add(hop.server_id, self._now_s(), for_good=isinstance(failure, HopLeaving))
             told = failure
         # Who is to blame is written down; nobody died of the request's own step.
         return HopUnavailable(told.message if told else "a hop of the chain is not reachable")
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
 
     async def _fill_all(
         self,

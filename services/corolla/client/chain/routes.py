@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -109,7 +109,13 @@ class Routes:
         return bool(placed) and hop.server_id not in placed
 
     async def repaired(
-        self, chain: common_pb2.Chain, lost: Collection[str], *, num_tokens: int, patience_s: float
+        self,
+        chain: common_pb2.Chain,
+        lost: Collection[str],
+        *,
+        num_tokens: int,
+        patience_s: float,
+        due: Callable[[float], Collection[str]] = lambda now_s: (),
     ) -> common_pb2.Chain:
         """The chain with other servers in place of the lost ones, which may cut the blocks otherwise.
 
@@ -117,16 +123,22 @@ class Routes:
             lost: server ids.
             num_tokens: for which a replacement needs pages, if that can be had.
             patience_s: how long to wait for a replacement to appear.
+            due: which of the lost ones may stay, at a time, if nobody can take their place.
 
         Raises:
             NoChain: none appeared.
         """
-        give_up_s = asyncio.get_running_loop().time() + patience_s
+        clock = asyncio.get_running_loop().time
+        give_up_s = clock() + patience_s
         while True:
             try:
                 return self._repaired_now(chain, lost, num_tokens)
             except CorollaError:
-                if asyncio.get_running_loop().time() >= give_up_s:
+                now_s = clock()
+                with contextlib.suppress(CorollaError):
+                    if may_stay := frozenset(due(now_s)):
+                        return self._repaired_now(chain, frozenset(lost) - may_stay, num_tokens)
+                if now_s >= give_up_s:
                     raise
             await asyncio.sleep(_RETRY_INTERVAL_S)
 
@@ -134,6 +146,16 @@ class Routes:
         await self._tasks.close()
 
     def _repaired_now(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> common_pb2.Chain:
+        try:
+            hops = self._refilled(chain, lost, num_tokens)
+        except (NoChain, OutOfPages):
+            # Where spans overlap, a hop that stays may be needed for more blocks, and then begins anew.
+            blocks = Span(chain.hops[0].span.start, chain.hops[-1].span.end)
+            hops = self._replacements(blocks, lost, num_tokens)
+        return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
+
+    def _refilled(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
+        """The hops that stay, as they are, and others in the gaps."""
         # A server's sessions have one run of blocks each, so a hop that stays cannot take more.
         staying = {hop.server_id for hop in chain.hops if hop.server_id not in lost}
         hops: list[common_pb2.Hop] = []
@@ -144,7 +166,7 @@ class Routes:
                 staying.update(hop.server_id for hop in hops)
             else:
                 hops.extend(group)
-        return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
+        return hops
 
     def _replacements(self, blocks: Span, excluded: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
         """Servers with room that failed not lately, if there are; else such as may have none, or may have recovered."""
