@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
@@ -18,6 +17,7 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.sessions import SessionTable
+from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import CorollaError, HopSessionLost, SessionBusy
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
@@ -37,6 +37,9 @@ class Drain:
 
     Rounds are repeated while somebody needs this server: a peer may come, or have room again. A session that finds none
     is served until its time is over; then its client replays it elsewhere.
+
+    Args:
+        channels: to the servers that take over.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Drain:
         registration: Registration,
         sender: HandoverSender,
         metrics: BlockServerMetrics,
+        channels: Channels = open_channel,
     ) -> None:
         self._server = server
         self._sessions = sessions
@@ -56,12 +60,13 @@ class Drain:
         self._registration = registration
         self._sender = sender
         self._metrics = metrics
+        self._channels = channels
         # Sessions that others have, as they had been opened here, and who has them.
         self._moved: dict[bytes, tuple[OpenRequest, common_pb2.Hop]] = {}
 
     async def run(self, timeout_s: float) -> None:
         """Returns when nobody needs this server any more, at the latest after `timeout_s`."""
-        started_s = time.monotonic()
+        started_s = self._engine.clock()
         self._sessions.is_draining = True
         self._registration.state = router_pb2.SERVER_STATE_DRAINING
         with contextlib.suppress(TimeoutError):
@@ -69,24 +74,24 @@ class Drain:
                 with contextlib.suppress(CorollaError):
                     await self._registration.heartbeat()
                 await self._rounds()
-        self._metrics.drain_seconds.set(time.monotonic() - started_s)
+        self._metrics.drain_seconds.set(self._engine.clock() - started_s)
         log.info("drained", extra={"sessions_left": self.num_left})
 
     async def _rounds(self) -> None:
         while True:
-            next_round_s = time.monotonic() + _ROUND_INTERVAL_S
+            next_round_s = self._engine.clock() + _ROUND_INTERVAL_S
             await self._round()
             if await self._none(self._is_needed, next_round_s):
                 break
         # Clients that were told let go of their sessions at their next step. Who takes longer knows where to go.
-        await self._none(self._is_connected, time.monotonic() + _FAREWELL_S)
+        await self._none(self._is_connected, self._engine.clock() + _FAREWELL_S)
         # Turns may have ended meanwhile.
         await self._round()
 
     async def _none(self, is_so: Callable[[HopSession[SessionCache]], bool], until_s: float) -> bool:
         """Waits until no session is so; whether that came about in time."""
         while any(map(is_so, self._sessions)):
-            if time.monotonic() >= until_s:
+            if self._engine.clock() >= until_s:
                 return False
             await asyncio.sleep(_POLL_INTERVAL_S)
         return True
@@ -109,7 +114,7 @@ class Drain:
 
             async def link_to(address: str) -> HandoverLink:
                 if address not in links:
-                    links[address] = HandoverLink(address)
+                    links[address] = HandoverLink(address, self._channels)
                     await stack.enter_async_context(links[address].open(self._server.fingerprint))
                 return links[address]
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import grpc
 
-from corolla.chassis.channels import open_channel
+from corolla.chassis.channels import Channels
 from corolla.chassis.errors import HopUnavailable
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import EXCHANGE, Buffer, decode
@@ -20,8 +20,9 @@ _FLUSH_TIMEOUT_S: Final = 0.5
 class HandoverLink:
     """Offers and parts out, answers in; of each session one thing at a time."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, channels: Channels) -> None:
         self.address = address
+        self._channels = channels
         self._outbox = Outbox()
         self._answers: dict[bytes, asyncio.Future[pb.HandoverAnswer]] = {}
         self._is_broken = False
@@ -30,7 +31,7 @@ class HandoverLink:
     async def open(self, fingerprint: str) -> AsyncIterator[None]:
         """It lives as long as the context. Whoever asks on a broken one gets HopUnavailable."""
         self._outbox.put(pb.Hello(fingerprint=fingerprint))
-        channel = open_channel(self.address)
+        channel = self._channels(self.address)
         tasks: list[asyncio.Task[None]] = []
         try:
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()

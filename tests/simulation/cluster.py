@@ -1,0 +1,234 @@
+"""The services of a scenario: the real ones, put together on a network, a Redis and a clock that are simulated."""
+
+import asyncio
+import secrets
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry
+
+from corolla.block_server.drain import Drain
+from corolla.block_server.engine import Engine
+from corolla.block_server.frame_checks import Identity
+from corolla.block_server.handover.intake import Intake
+from corolla.block_server.handover.sender import HandoverSender
+from corolla.block_server.housekeeping import keep_house
+from corolla.block_server.iteration import StepWork
+from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.outputs import OutputStore
+from corolla.block_server.peers import PeerTable
+from corolla.block_server.registration import Registration
+from corolla.block_server.relay import Relay
+from corolla.block_server.scheduler import Scheduler
+from corolla.block_server.servicer import BlockServicer
+from corolla.block_server.sessions import SessionTable
+from corolla.chassis.handlers import service_handler
+from corolla.chassis.lifecycle import TaskGroup
+from corolla.chassis.metrics import RpcMetrics
+from corolla.chassis.settings import load
+from corolla.client.chain.control import ControlPlane
+from corolla.client.chain.placement import PlacementWatch
+from corolla.client.chain.reservations import ChainLimits
+from corolla.client.chain.routes import Routes
+from corolla.client.chain.streams import DataPlane
+from corolla.client.compute import ComputeThread
+from corolla.client.generation.admission import Admission
+from corolla.client.generation.answering import Answering, ModelLimits
+from corolla.client.generation.speculator import Speculators
+from corolla.client.metrics import ClientMetrics
+from corolla.client.transcripts import Transcripts
+from corolla.router.metrics import RouterMetrics
+from corolla.router.registry import Registry
+from corolla.router.servicer import RouterServicer
+from corolla.router.sessions import SessionRecords
+from corolla.router.settings import RouterSettings
+from corolla.router.watch import PlacementWatches
+from corolla.v1 import blocks_pb2, router_pb2
+from corolla.wire.span import Span
+from tests.simulation.callers import WatchedOpener
+from tests.simulation.loop import Process, VirtualLoop
+from tests.simulation.network import Network
+from tests.simulation.scenario import Scenario
+from tests.simulation.store import SimulatedRedis, SimulatedStore
+from tests.simulation.toy_model import ToyEdges, ToyRunner, ToyTokenizer
+
+FINGERPRINT: Final = "toy"
+MODEL: Final = "toy"
+ROUTER: Final = "router:1"
+LEASE_S: Final = 6.0
+"""Of sessions on hops; of conversations as well."""
+
+_BLOCKS: Final = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
+_ROUTER: Final = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
+
+
+class Server:
+    """One incarnation of a block server."""
+
+    def __init__(self, cluster: "Cluster", number: int, span: Span) -> None:
+        self.process = Process(cluster.loop, f"server{number}", lambda: cluster.scenario.compute_s[number])
+        self.number = number
+        self.span = span
+        self.address = f"server{number}:1"
+        self.server_id = secrets.token_hex(16)
+        scenario, channels = cluster.scenario, cluster.network.channels(self.process)
+        clock = cluster.loop.time
+        self.runner = ToyRunner(
+            scenario.model, span, num_pages=scenario.num_pages, page_tokens=scenario.page_tokens,
+            max_step_tokens=scenario.max_step_tokens,
+        )  # fmt: skip
+        metrics = BlockServerMetrics(CollectorRegistry())
+        self.scheduler: Scheduler[StepWork] = Scheduler(scenario.max_batch_tokens, 1024)
+        self.sessions: SessionTable[SessionCache] = SessionTable(self.runner.store.pool, self.runner.new_cache)
+        self.outputs = OutputStore(scenario.kept_output_bytes)
+        self.sessions.on_forget = self.outputs.forget
+        self.peers = PeerTable()
+        self.relay = Relay(FINGERPRINT, self.peers, channels, clock)
+        self.engine = self.process.call(
+            lambda: Engine(
+                self.runner, self.scheduler, self.sessions, self.outputs, self.peers, self.relay, metrics, clock
+            )
+        )
+        self._metrics = metrics
+        description = self._description(scenario)
+        self._registration = Registration(ROUTER, description, self._load, channels)
+        identity = Identity(
+            server_id=self.server_id, span=span, model=MODEL, fingerprint=FINGERPRINT, dtype_name="float32",
+            dtype=blocks_pb2.TENSOR_TYPE_FLOAT32, hidden_size=1, max_tokens_per_frame=scenario.max_step_tokens,
+            prefix_page_tokens=scenario.page_tokens if scenario.has_prefix_cache else 0,
+        )  # fmt: skip
+        most = scenario.max_step_tokens
+        self._tasks = TaskGroup()
+        intake = Intake(span, self.sessions, self.engine, metrics, self._tasks, max_part_tokens=most)
+        servicer = BlockServicer(
+            identity, self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self.runner.store, intake
+        )
+        sender = HandoverSender(span, self.sessions, self.engine, max_part_tokens=most)
+        self._drain = Drain(
+            description, self.sessions, self.engine, self.peers, self._registration, sender, metrics, channels
+        )
+        handler = service_handler(_BLOCKS, servicer, cluster.rpc_metrics, raw_methods=["Exchange"])
+        cluster.network.listen(self.address, self.process, [handler])
+        self.process.keep_up(self._run())
+
+    async def _run(self) -> None:
+        await self._registration.register(self.span)
+        self._registration.state = router_pb2.SERVER_STATE_READY
+        housekeeping = keep_house(
+            self.engine, self.scheduler, self.sessions, self.outputs, self._metrics,
+            page_bytes=lambda: self.runner.store.page_bytes,
+        )  # fmt: skip
+        await asyncio.gather(self._registration.keep(), self.engine.run(), housekeeping)
+
+    def _description(self, scenario: Scenario) -> router_pb2.ServerDescription:
+        return router_pb2.ServerDescription(
+            server_id=self.server_id, address=self.address, model=MODEL, fingerprint=FINGERPRINT, dtype="float32",
+            num_model_blocks=scenario.model.num_blocks, capacity_blocks=len(self.span), decode_tokens_per_second=20.0,
+            prefill_tokens_per_second=100.0,
+        )  # fmt: skip
+
+    def _load(self) -> router_pb2.ServerLoad:
+        pool = self.sessions.pool
+        return router_pb2.ServerLoad(
+            num_sessions=len(self.sessions), num_pages=pool.num_pages,
+            num_free_pages=self.sessions.num_available_pages,
+            max_session_tokens=self.sessions.max_session_tokens,
+            num_queued_steps=len(self.scheduler), decode_step_seconds=self.engine.decode_step_seconds,
+        )  # fmt: skip
+
+
+class Router:
+    """One incarnation of a router."""
+
+    def __init__(self, cluster: "Cluster", number: int) -> None:
+        self.process = Process(cluster.loop, f"router{number}")
+        self.process.call(lambda: self._build(cluster))
+
+    def _build(self, cluster: "Cluster") -> None:
+        metrics = RouterMetrics(CollectorRegistry())
+        settings = load(RouterSettings)
+        store = SimulatedStore(cluster.redis, settings.redis_timeout_ms / 1000, metrics)
+        registry, sessions = Registry(store, settings.lease_ms), SessionRecords(store)
+        watches = PlacementWatches(
+            registry,
+            relist_interval_s=settings.relist_interval_s,
+            load_push_interval_s=settings.load_push_interval_s,
+        )
+        handler = service_handler(_ROUTER, RouterServicer(settings, registry, sessions, watches), cluster.rpc_metrics)
+        cluster.network.listen(ROUTER, self.process, [handler])
+
+
+class Client:
+    """One incarnation of a client service."""
+
+    def __init__(self, cluster: "Cluster", number: int) -> None:
+        self.process = Process(cluster.loop, f"client{number}")
+        self.number = number
+        self.process.call(lambda: self._build(cluster))
+
+    def _build(self, cluster: "Cluster") -> None:
+        scenario, channels = cluster.scenario, cluster.network.channels(self.process)
+        metrics = ClientMetrics(CollectorRegistry())
+        control = ControlPlane(ROUTER, MODEL, channels)
+        placement = PlacementWatch(control)
+        self.process.keep_up(placement.run())
+        compute = ComputeThread(metrics.compute_seconds)
+        self.plane = DataPlane(FINGERPRINT, 1.0, 1.0, channels)
+        routes = Routes(control, placement, FINGERPRINT, scenario.model.num_blocks)
+        limits = ChainLimits(
+            prefill_chunk_tokens=scenario.prefill_chunk_tokens,
+            prefill_chunk_tokens_beside_decode=max(1, scenario.prefill_chunk_tokens // 2),
+            step_timeout_s=15.0, lease_ms=round(LEASE_S * 1000),
+            max_replayed_tokens=64, merges_replayed_steps=scenario.merges_replayed_steps,
+        )  # fmt: skip
+        edges = ToyEdges(scenario.model, is_lookup=scenario.is_lookup)
+        self.opener = WatchedOpener(routes, self.plane, edges, compute, limits, metrics.recovered)
+        self.transcripts = Transcripts(control, LEASE_S)
+        self.answering = Answering(
+            self.opener,
+            self.transcripts,
+            ToyTokenizer(),
+            ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id])),
+            Admission(64, 64, 1 << 20, metrics),
+            Speculators(compute, max_draft_tokens=3, is_adaptive=False),
+        )
+
+
+class Cluster:
+    """All processes of a scenario."""
+
+    def __init__(self, loop: VirtualLoop, scenario: Scenario) -> None:
+        self.loop = loop
+        self.scenario = scenario
+        self.network = Network(loop, scenario.seed)
+        self.redis = SimulatedRedis(loop)
+        self.rpc_metrics = RpcMetrics(CollectorRegistry())
+        self.processes: list[Process] = []
+        self.routers = [self.new(Router(self, number)) for number in range(scenario.num_routers)]
+        self.servers = [self.new(Server(self, number, span)) for number, span in enumerate(scenario.spans)]
+        self.clients = [self.new(Client(self, number)) for number in range(scenario.num_clients)]
+
+    def new(self, service: Any) -> Any:
+        """Takes note of a process, so that it is dissolved at the end."""
+        self.processes.append(service.process)
+        return service
+
+    def restart_server(self, number: int) -> None:
+        self.servers[number] = self.new(Server(self, number, self.scenario.spans[number]))
+
+    def restart_router(self, number: int) -> None:
+        self.routers[number] = self.new(Router(self, number))
+
+    def restart_client(self, number: int) -> None:
+        self.clients[number] = self.new(Client(self, number))
+
+    async def dissolve(self) -> None:
+        """Ends everything that still runs."""
+        for process in self.processes:
+            process.dissolve()
+        for _ in range(3):
+            tasks = [task for process in self.processes for task in process.tasks if not task.done()]
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=1.0)

@@ -1,0 +1,176 @@
+"""Mistakes that somebody could make, each as a patch of the real code. The simulation must find every one of them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+from unittest.mock import patch
+
+from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.outputs import OutputStore
+from corolla.block_server.sessions import SessionTable
+from corolla.client.chain.awaited import Awaited, RowResult
+from corolla.client.chain.history import StepShapes
+from corolla.client.chain.recovery_plan import HopState
+from corolla.client.chain.routes import Routes
+from corolla.client.chain.session import ChainSession
+from corolla.v1 import blocks_pb2 as pb
+
+Mutant = Callable[[], AbstractContextManager[object]]
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    with patch.object(owner, name, make(getattr(owner, name))):
+        yield
+
+
+def _no_fence() -> AbstractContextManager[object]:
+    """A client takes an answer to any step of the session, of whatever epoch and position."""
+
+    def make(_right: Callable[..., Any]) -> Callable[..., Any]:
+        def result(self: Awaited, result: pb.Result, payload: Any) -> None:
+            view, start = memoryview(payload), 0
+            num_tokens = sum(row.num_result_tokens for row in result.rows)
+            token_bytes = len(view) // num_tokens if num_tokens else 0
+            for row in result.rows:
+                end = start + row.num_result_tokens * token_bytes
+                for step in list(self._steps.values()):
+                    asked, future = step.rows.get(row.session_id, (None, None))
+                    if asked is None or future is None or future.done():
+                        continue
+                    if asked.num_result_tokens == row.num_result_tokens:
+                        future.set_result(
+                            RowResult(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size)
+                        )
+                        break
+                start = end
+
+        return result
+
+    return _replaced(Awaited, "result", make)
+
+
+def _stale_epoch() -> AbstractContextManager[object]:
+    """A hop computes steps of epochs that are over."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def for_step(self: Any, session_id: bytes, epoch: int, *args: Any, **options: Any) -> Any:
+            held = self.get(session_id)
+            return right(self, session_id, held.request.epoch if held is not None else epoch, *args, **options)
+
+        return for_step
+
+    return _replaced(SessionTable, "for_step", make)
+
+
+def _position_zero() -> AbstractContextManager[object]:
+    """A hop that was opened again is taken to hold everything, though it begins at nothing."""
+
+    def make(_right: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, position: position
+
+    return _replaced(HopState, "start_for", make)
+
+
+def _not_closed() -> AbstractContextManager[object]:
+    """Sessions are not closed at the end of an answer."""
+    return _replaced(ChainSession, "close", lambda _right: lambda self: None)
+
+
+def _pages_not_freed() -> AbstractContextManager[object]:
+    """A session that is freed keeps its pages."""
+
+    def make(_right: Callable[..., Any]) -> Callable[..., Any]:
+        def free(self: Any, held: Any) -> None:
+            del self._sessions[held.request.session_id]
+            self.on_forget(held.request.session_id)
+
+        return free
+
+    return _replaced(SessionTable, "_free", make)
+
+
+def _leases_for_ever() -> AbstractContextManager[object]:
+    """Leases do not end."""
+    return _replaced(SessionTable, "expire", lambda _right: lambda self, now_s: 0)
+
+
+def _token_twice() -> AbstractContextManager[object]:
+    """A step that came back is written into the history twice."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        async def decode(self: Any, token_id: int, guesses: Sequence[int], reader: Any) -> list[int]:
+            recovered = self._account.num_attempts
+            chosen: list[int] = await right(self, token_id, guesses, reader)
+            if self._account.num_attempts > recovered:
+                self._history.append([token_id], is_prompt=False)
+            return chosen
+
+        return decode
+
+    return _replaced(ChainSession, "decode", make)
+
+
+def _replay_too_short() -> AbstractContextManager[object]:
+    """A replay leaves its first token out."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, start, *args, **options: right(self, start + 1, *args, **options)
+
+    return _replaced(StepShapes, "replay", make)
+
+
+def _no_quarantine() -> AbstractContextManager[object]:
+    """Servers that failed are not left out: a recovery goes back to the one that it lost."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def repaired(self: Any, chain: Any, lost: Any, num_tokens: int) -> Any:
+            return right(self, chain, (), num_tokens)
+
+        return repaired
+
+    return _replaced(Routes, "_repaired_now", make)
+
+
+def _others_prefix() -> AbstractContextManager[object]:
+    """The beginning of any text is taken for that of any other."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def find(self: PagePool, key: Any) -> int | None:
+            found: int | None = right(self, key)
+            others = (page for known, page in self._prefixes._pages.items() if known.group == key.group)
+            return found if found is not None else next(others, None)
+
+        return find
+
+    return _replaced(PagePool, "find", make)
+
+
+def _kept_outputs_shifted() -> AbstractContextManager[object]:
+    """Outputs that were kept are sent again for the wrong positions."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: OutputStore, session_id: bytes, start: int, end: int) -> bytes:
+            shift = 1 if start > self.range(session_id)[0] else 0
+            rows: bytes = right(self, session_id, start - shift, end - shift)
+            return rows
+
+        return read
+
+    return _replaced(OutputStore, "read", make)
+
+
+MUTANTS: Final[Mapping[str, Mutant]] = {
+    "no fence": _no_fence,
+    "stale epoch": _stale_epoch,
+    "position zero": _position_zero,
+    "not closed": _not_closed,
+    "pages not freed": _pages_not_freed,
+    "leases for ever": _leases_for_ever,
+    "token twice": _token_twice,
+    "replay too short": _replay_too_short,
+    "no quarantine": _no_quarantine,
+    "others' prefix": _others_prefix,
+    "kept outputs shifted": _kept_outputs_shifted,
+}
+"""By name."""

@@ -1,0 +1,478 @@
+"""gRPC without sockets: what clients and handlers of `grpc.aio` see of a network that is slow, cut or broken.
+
+Connections are those of TCP: bytes come in order or not at all. A connection whose other end is silent for longer than
+the keepalive allows is given up by both ends; what was under way is lost. A frozen process still receives into its
+buffers, and reads them when it wakes up, before it learns that its connections are gone.
+"""
+
+import asyncio
+import itertools
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from contextlib import aclosing
+from typing import Any, Final, cast
+
+import grpc
+from grpc import aio
+
+from corolla.chassis.channels import Channels
+from tests.simulation.loop import Process, VirtualLoop
+
+KEEPALIVE_S: Final = 3.0
+CONNECT_TIMEOUT_S: Final = 2.0
+_CONNECT_RETRY_S: Final = 0.1
+_WAKING_S: Final = 0.02
+_TICK_S: Final = 1e-6
+
+Tamper = Callable[[Process, bytes, bool], bytes]
+"""What becomes of a message on its way to a process; the last argument says whether it comes a second time."""
+
+
+class Network:
+    """All connections.
+
+    Args:
+        seed: of delays and duplicates. Each link has a stream of its own, so that the order of events at one moment
+            does not change what others draw.
+    """
+
+    def __init__(self, loop: VirtualLoop, seed: int) -> None:
+        self.loop = loop
+        self.tamper: Tamper = lambda _receiver, message, _is_copy: message
+        self.num_copies = 0
+        self._seed = seed
+        self._links: dict[tuple[str, str], _Link] = {}
+        self._endpoints: dict[str, list[_Endpoint]] = {}
+        self._connections: list[_Connection] = []
+        self._numbers = itertools.count()
+
+    def listen(self, address: str, process: Process, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """The process answers calls to an address; several may do so."""
+        live = [each for each in self._endpoints.get(address, []) if not each.process.is_dead]
+        self._endpoints[address] = [*live, _Endpoint(process, tuple(handlers))]
+
+    def channels(self, process: Process) -> Channels:
+        """Opens channels of a process."""
+        return lambda address: cast(aio.Channel, _Channel(self, process, address))
+
+    def link(self, sender: str, receiver: str) -> "_Link":
+        """One direction between two processes, by their names."""
+        key = (sender, receiver)
+        if key not in self._links:
+            self._links[key] = _Link(random.Random(f"{self._seed} {sender} {receiver}"))
+        return self._links[key]
+
+    def cut(self, sender: str, receiver: str, seconds: float) -> None:
+        """Holds one direction up for a while. What was sent comes later, unless the connection is given up before."""
+        link = self.link(sender, receiver)
+        link.cut_until_s = max(link.cut_until_s, self.loop.time() + seconds)
+        if seconds > KEEPALIVE_S:
+            self.loop.at(self.loop.time() + KEEPALIVE_S, lambda: self.reset(sender, receiver))
+
+    def reset(self, one: str, other: str) -> None:
+        """Breaks all connections between two processes; what was under way is lost."""
+        for connection in list(self._connections):
+            if {connection.client.name, connection.server.name} == {one, other}:
+                connection.give_up()
+
+    def freeze(self, process: Process) -> None:
+        """The others lose patience with a process that is frozen for too long."""
+        process.freeze()
+        number = process.num_freezes
+
+        def lose_patience() -> None:
+            if process.is_frozen and process.num_freezes == number:
+                self._give_up(process)
+
+        self.loop.at(self.loop.time() + KEEPALIVE_S, lose_patience)
+
+    def kill(self, process: Process) -> None:
+        """The process ends, and its machine says so to all others."""
+        process.kill()
+        for connection in list(self._connections):
+            if process in (connection.client, connection.server):
+                connection.hang_up(process)
+
+    def connect(self, client: Process, address: str) -> "_Connection":
+        connection = _Connection(self, client, address, next(self._numbers))
+        self._connections.append(connection)
+        return connection
+
+    def endpoint(self, address: str, number: int) -> "_Endpoint | None":
+        live = [each for each in self._endpoints.get(address, []) if not each.process.is_dead]
+        return live[number % len(live)] if live else None
+
+    def forget(self, connection: "_Connection") -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+
+    def _give_up(self, process: Process) -> None:
+        for connection in list(self._connections):
+            if process in (connection.client, connection.server):
+                connection.give_up()
+
+
+class _Link:
+    """One direction between two processes."""
+
+    def __init__(self, stream: random.Random) -> None:
+        self.stream = stream
+        self.cut_until_s = 0.0
+        self.slow_until_s = 0.0
+        self.repeats_until_s = 0.0
+
+    def delay_s(self, now_s: float) -> float:
+        seconds = self.stream.uniform(0.0002, 0.002)
+        if now_s < self.slow_until_s:
+            seconds += self.stream.expovariate(1 / 0.3)
+        return seconds
+
+    def repeats(self, now_s: float) -> bool:
+        return now_s < self.repeats_until_s and self.stream.random() < 0.3
+
+
+class _Endpoint:
+    def __init__(self, process: Process, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
+        self.process = process
+        self._handlers = handlers
+
+    def handler(self, method: str) -> Any:
+        details = cast(grpc.HandlerCallDetails, _Details(method))
+        found = (each.service(details) for each in self._handlers)
+        return next((each for each in found if each is not None), None)
+
+
+class _Details:
+    invocation_metadata = ()
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+
+class _Connection:
+    """What one channel has to one server, shared by its calls."""
+
+    def __init__(self, network: Network, client: Process, address: str, number: int) -> None:
+        self.network = network
+        self.client = client
+        self.server = client  # until it is known
+        self.is_gone = False
+        self.is_ready = False
+        self.calls: list[_Call] = []
+        self._endpoint: _Endpoint | None = None
+        self._address = address
+        self._number = number
+        self._latest_s = {True: 0.0, False: 0.0}
+        self._waiting: list[Callable[[], None]] = []
+        self._give_up_s = network.loop.time() + CONNECT_TIMEOUT_S
+        network.loop.at(network.loop.time() + 0.001, self._try)
+
+    def _try(self) -> None:
+        if self.is_gone:
+            return
+        endpoint = self.network.endpoint(self._address, self._number)
+        if endpoint is None:
+            self.give_up()
+            return
+        now_s = self.network.loop.time()
+        there = self.network.link(self.client.name, endpoint.process.name)
+        back = self.network.link(endpoint.process.name, self.client.name)
+        if endpoint.process.is_frozen or now_s < max(there.cut_until_s, back.cut_until_s):
+            if now_s >= self._give_up_s:
+                self.give_up()
+            else:
+                self.network.loop.at(now_s + _CONNECT_RETRY_S, self._try)
+            return
+        self.server, self._endpoint, self.is_ready = endpoint.process, endpoint, True
+        waiting, self._waiting = self._waiting, []
+        for work in waiting:
+            work()
+
+    def when_ready(self, work: Callable[[], None]) -> None:
+        if self.is_ready:
+            work()
+        else:
+            self._waiting.append(work)
+
+    def handler(self, method: str) -> Any:
+        return self._endpoint.handler(method) if self._endpoint is not None else None
+
+    def send(self, to_server: bool, deliver: Callable[[], None], *, copy: Callable[[], None] | None = None) -> None:
+        """Delivers after all that was sent before; `copy` once more, perhaps."""
+        loop = self.network.loop
+        names = (self.client.name, self.server.name)
+        link = self.network.link(*(names if to_server else names[::-1]))
+        now_s = loop.time()
+        arrival_s = max(now_s, link.cut_until_s) + link.delay_s(now_s)
+        # Timers of one moment have no order.
+        self._latest_s[to_server] = arrival_s = max(arrival_s, self._latest_s[to_server] + _TICK_S)
+        loop.at(arrival_s, lambda: None if self.is_gone else deliver())
+        if copy is not None and link.repeats(now_s):
+            again_s = arrival_s + link.stream.uniform(0.0, 0.3)
+            self.network.num_copies += 1
+            loop.at(again_s, lambda: None if self.is_gone else copy())
+
+    def give_up(self) -> None:
+        """Both ends find it broken now; a frozen one when it wakes up."""
+        if self.is_gone:
+            return
+        self.is_gone = True
+        self.network.forget(self)
+        for call in list(self.calls):
+            call.lost_by_client()
+            call.lost_by_server()
+
+    def hang_up(self, process: Process) -> None:
+        """One end is gone; the other learns it after all that came before."""
+        other_is_server = process is self.client
+        if not self.is_ready:
+            self.give_up()
+            return
+
+        def learn() -> None:
+            self.give_up()
+
+        self.send(other_is_server, learn)
+
+
+class _Call:
+    """One call, of both ends."""
+
+    def __init__(self, connection: _Connection, method: str, kind: str, parse: Callable[[bytes], Any] | None) -> None:
+        self._connection = connection
+        self._loop = connection.network.loop
+        self._method = method
+        self._kind = kind
+        self._parse = parse or (lambda data: data)
+        self._received: deque[Any] = deque()
+        self._news: asyncio.Future[None] | None = None
+        self._end: aio.AioRpcError | bool | None = False
+        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._status: tuple[grpc.StatusCode, str, Any] = (grpc.StatusCode.OK, "", ())
+        self._num_sent = self._num_answered = 0
+        self._is_handled = False
+        connection.calls.append(self)
+
+    # --- the caller's end ---
+
+    def begin(self, request: bytes | None, timeout_s: float | None) -> None:
+        if timeout_s is not None:
+            self._loop.at(self._loop.time() + timeout_s, self._run_out)
+        if self._connection.is_gone:
+            self._finish(_rpc_error(grpc.StatusCode.UNAVAILABLE, "lost"))
+            return
+        self._connection.when_ready(lambda: self._connection.send(True, lambda: self._serve(request)))
+
+    async def write(self, message: bytes) -> None:
+        if self._end is not False:
+            raise asyncio.InvalidStateError("RPC already finished.")
+        self._num_sent += 1
+        self._connection.when_ready(lambda: self._send_message(True, message, self._num_sent > 1))
+
+    def __aiter__(self) -> "_Call":
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._received:
+            if self._end is not False:
+                if self._end is None:
+                    raise StopAsyncIteration
+                raise cast(aio.AioRpcError, self._end)
+            self._news = self._loop.create_future()
+            try:
+                await self._news
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        return self._parse(self._received.popleft())
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.__anext__().__await__()
+
+    def cancel(self) -> None:
+        if self._end is False:
+            self._finish(_rpc_error(grpc.StatusCode.CANCELLED, "cancelled"))
+            if self._connection.is_ready and not self._connection.is_gone:
+                self._connection.send(True, self._cancel_handler)
+
+    def lost_by_client(self) -> None:
+        self._connection.client.when_running(
+            lambda: self._finish(_rpc_error(grpc.StatusCode.UNAVAILABLE, "connection lost"))
+        )
+
+    def _run_out(self) -> None:
+        if self._end is False:
+            self._connection.client.when_running(self._expire)
+
+    def _expire(self) -> None:
+        if self._end is False:
+            self._finish(_rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+            if self._connection.is_ready and not self._connection.is_gone:
+                self._connection.send(True, self._cancel_handler)
+
+    def _receive(self, message: bytes) -> None:
+        if self._end is False:
+            self._received.append(message)
+            self._tell()
+
+    def _finish(self, end: aio.AioRpcError | None) -> None:
+        if self._end is False:
+            self._end = end
+            self._tell()
+            self._settle()
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    # --- the handler's end ---
+
+    def lost_by_server(self) -> None:
+        process = self._connection.server
+        if process.is_frozen:
+            # It first reads what is in its buffers.
+            process.when_running(self._cancel_handler_soon)
+        else:
+            self._cancel_handler()
+
+    def _serve(self, request: bytes | None) -> None:
+        handler = self._connection.handler(self._method)
+        if handler is None:
+            self._answer_end((grpc.StatusCode.UNIMPLEMENTED, "Method not found!", ()))
+            return
+        self._task = self._connection.server.start(self._handle(handler, request))
+
+    async def _handle(self, handler: Any, request: bytes | None) -> None:
+        context = _Context(self)
+        serialise = handler.response_serializer or (lambda response: response)
+        try:
+            if self._kind == "unary_unary":
+                context.send(serialise(await handler.unary_unary(request, context)))
+            elif self._kind == "unary_stream":
+                async with aclosing(handler.unary_stream(request, context)) as responses:
+                    async for response in responses:
+                        context.send(serialise(response))
+            else:
+                await handler.stream_stream(self._incoming(), context)
+        except aio.AbortError:
+            pass
+        except Exception:
+            self._status = (grpc.StatusCode.UNKNOWN, "Unexpected failure", ())
+        finally:
+            self._is_handled = True
+            self._settle()
+        self._answer_end(self._status)
+
+    def _settle(self) -> None:
+        """Where both ends are done, nobody need be told of a broken connection."""
+        if self._end is not False and (self._is_handled or self._task is None) and self in self._connection.calls:
+            self._connection.calls.remove(self)
+
+    async def _incoming(self) -> AsyncIterator[bytes]:
+        while (message := await self._requests.get()) is not None:
+            yield message
+
+    def answer(self, message: bytes) -> None:
+        if self._connection.is_gone:
+            raise aio.UsageError("RPC already finished.")
+        self._num_answered += 1
+        self._send_message(False, message, self._kind == "stream_stream" and self._num_answered > 1)
+
+    def abort(self, code: grpc.StatusCode, details: str, metadata: Any) -> None:
+        self._status = (code, details, metadata)
+
+    def _answer_end(self, status: tuple[grpc.StatusCode, str, Any]) -> None:
+        code, details, metadata = status
+        end = None if code is grpc.StatusCode.OK else _rpc_error(code, details, metadata)
+        self._connection.send(False, lambda: self._connection.client.when_running(lambda: self._finish(end)))
+
+    def _send_message(self, to_server: bool, message: bytes, may_repeat: bool) -> None:
+        connection = self._connection
+        receiver = connection.server if to_server else connection.client
+        is_stream = self._kind == "stream_stream"
+
+        def deliver(is_copy: bool) -> None:
+            arrived = connection.network.tamper(receiver, message, is_copy) if is_stream else message
+            if to_server:
+                self._requests.put_nowait(arrived)
+            else:
+                self._receive(arrived)
+
+        connection.send(to_server, lambda: deliver(False), copy=(lambda: deliver(True)) if may_repeat else None)
+
+    def _cancel_handler_soon(self) -> None:
+        self._loop.at(self._loop.time() + _WAKING_S, self._cancel_handler)
+
+    def _cancel_handler(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+class _Context:
+    """What a handler is given."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def send(self, message: bytes) -> None:
+        self._call.answer(message)
+
+    async def write(self, message: bytes) -> None:
+        self._call.answer(message)
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+        self._call.abort(code, details, trailing_metadata)
+        raise aio.AbortError("Locally aborted.")
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
+class _Channel:
+    """A channel of `grpc.aio`, as far as the services use one."""
+
+    def __init__(self, network: Network, process: Process, address: str) -> None:
+        self._network = network
+        self._process = process
+        self._address = address
+        self._connection: _Connection | None = None
+
+    def stream_stream(self, method: str, **_options: Any) -> Callable[[], _Call]:
+        return lambda: self._begin(method, "stream_stream", None, None, None)
+
+    def unary_unary(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_options: Any
+    ) -> Callable[..., Awaitable[Any]]:
+        def call(request: Any, timeout: float | None = None) -> _Call:
+            return self._begin(method, "unary_unary", request_serializer(request), response_deserializer, timeout)
+
+        return call
+
+    def unary_stream(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_options: Any
+    ) -> Callable[..., _Call]:
+        def call(request: Any, timeout: float | None = None) -> _Call:
+            return self._begin(method, "unary_stream", request_serializer(request), response_deserializer, timeout)
+
+        return call
+
+    def stream_unary(self, method: str, **_options: Any) -> Callable[..., None]:
+        raise NotImplementedError(method)
+
+    async def close(self, _grace_s: float | None = None) -> None:
+        if self._connection is not None:
+            for call in list(self._connection.calls):
+                call.cancel()
+
+    def _begin(self, method: str, kind: str, request: bytes | None, parse: Any, timeout_s: float | None) -> _Call:
+        if self._connection is None or self._connection.is_gone:
+            self._connection = self._network.connect(self._process, self._address)
+        call = _Call(self._connection, method, kind, parse)
+        call.begin(request, timeout_s)
+        return call
+
+
+def _rpc_error(code: grpc.StatusCode, details: str, metadata: Any = ()) -> aio.AioRpcError:
+    return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*metadata), details)

@@ -1,0 +1,15 @@
+"""Each mistake is found, within few seeds."""
+
+import pytest
+
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.run import run
+
+MOST_SEEDS = 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_found(name: str) -> None:
+    with MUTANTS[name]():
+        assert any(run(seed).broken for seed in range(MOST_SEEDS)), f"nobody noticed: {name}"

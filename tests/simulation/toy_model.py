@@ -1,0 +1,180 @@
+"""A language model of whole numbers: every answer is exact, whatever was cut, batched, cached or replayed.
+
+A hidden state is one number below a prime that float32 represents; a block adds to it what it reads in the keys of all
+tokens that it sees. So each token depends on every token before it, on its position and on every block; a lost, doubled
+or moved token, or a page of another session, changes all that follow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from corolla.block_server.kv.store import KVStore
+from corolla.block_server.runner import RowWork, Runner
+from corolla.client.edges import Edges
+from corolla.client.generation.sampling import Sampler, SamplingParams
+from corolla.client.text.tokenizer import TextTokenizer
+from corolla.wire.span import Span
+
+PRIME: Final = 8_388_593
+
+
+@dataclass(frozen=True, slots=True)
+class ToyModel:
+    """The unsplit model.
+
+    Attributes:
+        windows: for each block, how many tokens a token sees, itself included; None for all.
+        vocab_size: few tokens, so that texts repeat themselves and guesses are sometimes right.
+        eos_token_id: ends an answer.
+    """
+
+    windows: tuple[int | None, ...]
+    vocab_size: int = 12
+    eos_token_id: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.windows)
+
+    def embed(self, token_id: int, position: int) -> int:
+        return (token_id * 7_919 + position * 104_729 + 17) % PRIME
+
+    def key(self, block: int, position: int, state: int) -> int:
+        """What a token leaves in a block's cache."""
+        return (state * (2 * block + 3) + position * 1_299_709 + block) % PRIME
+
+    def start(self, block: int, position: int) -> int:
+        """The first token that a token sees."""
+        window = self.windows[block]
+        return 0 if window is None else max(0, position - window + 1)
+
+    def block(self, block: int, position: int, state: int, keys: "np.ndarray[Any, Any]") -> int:
+        """A token's state after a block; `keys` are those of the tokens that it sees."""
+        start = position + 1 - len(keys)
+        weights = np.arange(2 * start + 1, 2 * position + 2, 2, dtype=np.int64)
+        return (state * (block + 2) + int(keys @ weights)) % PRIME
+
+    def logits(self, states: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """float32 `[R, V]`."""
+        tokens = np.arange(1, self.vocab_size + 1, dtype=np.int64)
+        scrambled = (states[:, None] * (2 * tokens + 1) + tokens * 15_485_863) % PRIME
+        return (scrambled * (8.0 / PRIME)).astype(np.float32)
+
+    def answer(self, prompt_ids: Sequence[int], max_tokens: int, params: SamplingParams, *, ignores_eos: bool,
+               sampler_state: bytes | None = None) -> list[int]:  # fmt: skip
+        """The answer of one machine that does nothing but this."""
+        sampler = Sampler(params, prompt_ids, state=sampler_state)
+        size = len(prompt_ids) + max_tokens
+        keys = np.zeros((self.num_blocks, size), dtype=np.int64)
+        answer: list[int] = []
+        text = list(prompt_ids)
+        position = 0
+        while len(answer) < max_tokens and (ignores_eos or not answer or answer[-1] != self.eos_token_id):
+            state = 0
+            for token_id in text[position:]:
+                state = self.embed(token_id, position)
+                for block in range(self.num_blocks):
+                    keys[block, position] = self.key(block, position, state)
+                    state = self.block(block, position, state, keys[block, self.start(block, position) : position + 1])
+                position += 1
+            token = sampler.sample(torch.from_numpy(self.logits(np.array([state])))[0]).token_id
+            answer.append(token)
+            text.append(token)
+        return answer
+
+
+class ToyRunner(Runner):
+    """A runner whose blocks are the toy's; pages, positions and order of work are the real one's.
+
+    Attributes:
+        num_bad_batches: so many next batches come out as NaN.
+    """
+
+    def __init__(self, model: ToyModel, span: Span, *, num_pages: int, page_tokens: int, max_step_tokens: int) -> None:
+        self.model = cast(Any, _ToySpan(span))
+        self.store = KVStore(
+            num_pages, page_tokens, model.windows[span.start : span.end], max_step_tokens=max_step_tokens
+        )
+        self.num_bad_batches = 0
+        self._toy = model
+
+    def _run_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        states = hidden[:, 0].numpy().astype(np.int64)
+        start = 0
+        for row in rows:
+            end = start + row.num_tokens
+            for block in range(blocks.start, blocks.end):
+                states[start:end] = self._run_block(row, block, states[start:end])
+            start = end
+        output = torch.from_numpy(states.astype(np.float32)).unsqueeze(1)
+        if self.num_bad_batches:
+            self.num_bad_batches -= 1
+            output.fill_(torch.nan)
+        return output
+
+    def _run_block(self, row: RowWork, block: int, states: "np.ndarray[Any, Any]") -> list[int]:
+        layer = block - self.span.start
+        like = torch.empty(1, 1, 1, dtype=torch.int64)
+        keys = self.store.layer_like(layer, like, like)[0].numpy()[:, 0, 0]
+        group = self.store.group_of(layer)
+        for offset, slot in enumerate(row.cache.slots(row.position, row.num_tokens, group)):
+            keys[slot] = self._toy.key(block, row.position + offset, int(states[offset]))
+        outputs: list[int] = []
+        for position, state in enumerate(states, row.position):
+            extents = row.cache.extents(position + 1, self._toy.start(block, position), group)
+            seen = np.concatenate([keys[first : first + count] for first, count in extents])
+            outputs.append(self._toy.block(block, position, int(state), seen))
+        return outputs
+
+
+class _ToySpan:
+    """What a runner asks its model."""
+
+    hidden_size = 1
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+
+    def layer_indices(self, blocks: Span) -> range:
+        if not self.span.covers(blocks):
+            raise ValueError(f"blocks {blocks} are not within {self.span}")
+        return range(blocks.start - self.span.start, blocks.end - self.span.start)
+
+
+class ToyEdges(Edges):
+    """The toy's embedding and head."""
+
+    def __init__(self, model: ToyModel, *, is_lookup: bool) -> None:
+        self._toy = model
+        self.is_lookup = is_lookup
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+        states = [
+            self._toy.embed(token_id, position)
+            for token_id, position in zip(token_ids.tolist(), position_ids.tolist(), strict=True)
+        ]
+        return torch.tensor(states, dtype=torch.float32).unsqueeze(1)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return torch.from_numpy(self._toy.logits(hidden[:, 0].numpy().astype(np.int64)))
+
+
+class ToyTokenizer(TextTokenizer):
+    """Each token is a letter."""
+
+    def __init__(self) -> None:
+        self.special_token_ids = frozenset()
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
