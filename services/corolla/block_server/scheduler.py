@@ -124,6 +124,8 @@ class Scheduler(Generic[Item]):
         if len(self._queue) < 2:
             # Who is alone shares with nobody, and is remembered by nobody.
             alone = [entry.step for entry in self._queue]
+            if alone:
+                self._note(has_decode=alone[0].is_decode)
             self._queue.clear()
             self._turns.clear()
             self._accounts.clear()
@@ -131,8 +133,7 @@ class Scheduler(Generic[Item]):
         heads = self._heads()
         # The oldest step of all is a head, so some run has one.
         blocks = next(blocks for blocks in self._turns if any(entry.step.blocks == blocks for entry in heads))
-        has_decode = any(entry.step.is_decode for entry in heads)
-        self._num_batches_since_decode = 0 if has_decode else self._num_batches_since_decode + 1
+        self._note(has_decode=any(entry.step.is_decode for entry in heads))
         batch: list[_Entry[Item]] = []
         for is_decode in _DECODE_FIRST:
             waiting = [entry for entry in heads if (entry.step.blocks, entry.step.is_decode) == (blocks, is_decode)]
@@ -142,6 +143,9 @@ class Scheduler(Generic[Item]):
             batch += _first_due(waiting, self._accounts[blocks, is_decode], max_tokens)
         self._remove(batch, blocks)
         return [entry.step for entry in batch]
+
+    def _note(self, *, has_decode: bool) -> None:
+        self._num_batches_since_decode = 0 if has_decode else self._num_batches_since_decode + 1
 
     def _remove(self, batch: Iterable[_Entry[Item]], blocks: Span) -> None:
         taken = set(map(id, batch))

@@ -109,15 +109,19 @@ def test_what_decodes_waits_for_few_prompt_tokens(happenings: list[Arriving | No
             assert sum(chunks) <= most_beside or len(chunks) == 1
 
 
-def test_prompts_have_the_whole_budget_again_when_nobody_decodes() -> None:
+@pytest.mark.parametrize("decodes_alone", [False, True])
+def test_prompts_have_the_whole_budget_again_when_nobody_decodes(decodes_alone: bool) -> None:
     scheduler: Scheduler[str] = Scheduler(
         max_batch_tokens=40, max_queued_steps=1000, max_prefill_tokens_beside_decode=10
     )
     scheduler.add(QueuedStep(frozenset({b"d"}), {"ada": 1}, True, RUNS[0], "token"))
+    if decodes_alone:
+        assert len(scheduler.next_batch()) == 1
     for number in range(100):
         scheduler.add(QueuedStep(frozenset({bytes([number])}), {"ada": 10}, False, RUNS[0], "chunk"))
     sizes = [sum(step.item == "chunk" for step in scheduler.next_batch()) for _ in range(20)]
-    assert sizes == [1] * 8 + [4] * 12
+    num_small = 7 if decodes_alone else 8
+    assert sizes == [1] * num_small + [4] * (20 - num_small)
 
 
 @given(
