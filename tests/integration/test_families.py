@@ -18,6 +18,7 @@ from tests.reference import Reference, Sampling, Unsplit
 CHAINS = (["0:5"], ["0:1", "1:5"], ["0:2", "2:3", "3:5"])
 CHUNK_TOKENS = 16
 NUM_NEW_TOKENS = 16
+PAGE_TOKENS = 8
 
 # Prompts shorter than a chunk, of whole chunks, and beyond them; all but the first go past the sliding windows.
 STREAMS: tuple[tuple[int, Sampling], ...] = (
@@ -35,8 +36,10 @@ def prompt_of(num_tokens: int) -> list[int]:
     return drawn
 
 
-async def assert_streams_equal(client: AsyncClient, references: Sequence[Reference], chain: Sequence[str]) -> None:
-    """All streams at once; each as the unsplit model answers it alone."""
+async def assert_streams_equal(
+    client: AsyncClient, references: Sequence[Reference], chain: Sequence[str], *, is_known: bool
+) -> None:
+    """All streams at once, their beginnings computed before or not; each as the unsplit model answers it alone."""
     answers = await asyncio.gather(
         *(
             client.generate(prompt_of(num_tokens), max_tokens=NUM_NEW_TOKENS, ignore_eos=True, **sampling)
@@ -47,6 +50,8 @@ async def assert_streams_equal(client: AsyncClient, references: Sequence[Referen
         where = f"{num_tokens} prompt tokens, {sampling or 'greedy'}, chain {chain}"
         assert list(answer.token_ids) == reference.token_ids, where
         assert answer.finish_reason is FinishReason.LENGTH, where
+        num_whole = (num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+        assert answer.usage.cached_tokens == (num_whole if is_known else 0), where
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -60,11 +65,18 @@ async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str) -
     assert len({tuple(reference.token_ids) for reference in references}) == len(STREAMS)
     async with AsyncExitStack() as stack:
         swarms = [
-            Swarm(tmp_path, folder, chain, client={"prefill_chunk_tokens": CHUNK_TOKENS}, server={"kv_cache_mib": 16})
+            Swarm(
+                tmp_path,
+                folder,
+                chain,
+                client={"prefill_chunk_tokens": CHUNK_TOKENS},
+                server={"kv_cache_mib": 16, "page_tokens": PAGE_TOKENS},
+            )
             for chain in CHAINS
         ]
         await asyncio.gather(*(stack.enter_async_context(swarm) for swarm in swarms))
         for swarm, chain in zip(swarms, CHAINS, strict=True):
             async with swarm.connect() as client:
-                await assert_streams_equal(client, references, chain)
+                for is_known in (False, True):
+                    await assert_streams_equal(client, references, chain, is_known=is_known)
             await swarm.until_empty()

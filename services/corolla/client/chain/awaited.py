@@ -4,7 +4,7 @@ A step goes out on the stream to the first hop, its result comes back on the str
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from corolla.chassis.errors import CorollaError
@@ -126,3 +126,10 @@ def fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)
+
+
+def give_up(futures: Iterable[RowFuture]) -> None:
+    """Nobody waits for these any more; what came of them is not asked."""
+    for future in futures:
+        if not future.cancel() and not future.cancelled():
+            future.exception()  # seen, or asyncio would complain of it

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import torch
 
 from corolla.chassis.errors import CorollaError, HopUnavailable
-from corolla.client.chain.awaited import RowFuture
+from corolla.client.chain.awaited import RowFuture, give_up
 from corolla.client.chain.history import StepShapes
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.recovery_plan import CLIENT, Lane
@@ -114,9 +114,7 @@ class Replayer:
                     await self._arrived(under_way[0])
                     del under_way[0]
             finally:
-                for future in under_way:
-                    if not future.cancel() and not future.cancelled():
-                        future.exception()  # seen: what ended the replay is on its way
+                give_up(under_way)
 
     def _steps(self, places: Places, member: Member, lane: Lane) -> Sequence[tuple[int, int]]:
         max_tokens = min(self._limits.prefill_chunk_tokens, places.max_step_tokens)

@@ -9,7 +9,7 @@ import torch
 
 from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InternalError, OutOfPages
 from corolla.client.chain.account import RecoveryAccount
-from corolla.client.chain.awaited import RowFuture, RowResult
+from corolla.client.chain.awaited import RowFuture, RowResult, give_up
 from corolla.client.chain.history import StateHistory
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.recovery import Recovery
@@ -160,10 +160,7 @@ class RowGroup:
                 await self._collect(under_way[0], results)
                 under_way.popleft()
         finally:
-            for chunk in under_way:
-                for _, future in chunk:
-                    if not future.cancel() and not future.cancelled():
-                        future.exception()  # seen: what ended the step is on its way
+            give_up(future for chunk in under_way for _, future in chunk)
         return [_joined(parts, row.hidden) for parts, row in zip(results, rows, strict=True)]
 
     def close(self) -> None:

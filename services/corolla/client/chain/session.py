@@ -8,7 +8,7 @@ import torch
 
 from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InternalError
 from corolla.client.chain.account import RecoveryAccount
-from corolla.client.chain.awaited import RowFuture, RowResult
+from corolla.client.chain.awaited import RowFuture, RowResult, give_up
 from corolla.client.chain.chunks import chunk_tokens
 from corolla.client.chain.gangs import Gang
 from corolla.client.chain.history import StepShapes, TokenHistory
@@ -200,13 +200,15 @@ class ChainSession:
 
     def _describe(self, num_tokens: int) -> None:
         """Tells every hop what it holds."""
-        identity = self._places.identities[0]
+        identity, texts = self._places.identities[0], dict[int, pb.ExpectedText]()
         for hop in self._plane.moves.holders(self.chain, self._places.opened[0]):
-            page_tokens = self._plane.page_tokens(hop.address)
-            if page_tokens and num_tokens >= page_tokens:
-                hashes = page_hashes(self._history.token_ids[:num_tokens], page_tokens)
-                text = pb.ExpectedText(num_tokens=num_tokens, page_hashes=hashes)
-                self._plane.tell(hop.address, pb.Holds(session_id=identity.session_id, epoch=identity.epoch, text=text))
+            size = self._plane.page_tokens(hop.address)
+            if 0 < size <= num_tokens:
+                if size not in texts:
+                    hashes = page_hashes(self._history.token_ids[:num_tokens], size)
+                    texts[size] = pb.ExpectedText(num_tokens=num_tokens, page_hashes=hashes)
+                holds = pb.Holds(session_id=identity.session_id, epoch=identity.epoch, text=texts[size])
+                self._plane.tell(hop.address, holds)
 
     @property
     def _chunk_tokens(self) -> int:
@@ -214,8 +216,8 @@ class ChainSession:
 
     @property
     def _max_prefill_chunk_tokens(self) -> int:
-        num_tokens = self._chunk_tokens
-        return min(num_tokens, self._max_chunk_tokens_beside_decode) if self._gang.num_sessions else num_tokens
+        most = self._max_chunk_tokens_beside_decode if self._gang.num_sessions else self._max_chunk_tokens
+        return min(most, self._chunk_tokens)
 
     async def _surely(self, step: Callable[[], Awaitable[Answer]]) -> Answer:
         """Takes a step, again after each failure that a recovery mends; raises the others."""
@@ -251,9 +253,7 @@ class ChainSession:
             last_chunk, last = under_way.pop()
             result = await self._arrived(last_chunk, last)
         finally:
-            for _, future in under_way:
-                if not future.cancel() and not future.cancelled():
-                    future.exception()  # seen: what ended the prompt is on its way
+            give_up(future for _, future in under_way)
         return self._row(self.position - len(last_chunk), len(last_chunk), 1), result
 
     async def _take_step(self, hidden: torch.Tensor, reader: Reader) -> Reading:
