@@ -24,7 +24,7 @@ class Rebalancer:
         self._metrics = metrics
         self._settle_s = settings.rebalance_settle_s
         self._min_gain = settings.rebalance_min_gain
-        self._pause_ms = max(1, round(settings.rebalance_interval_s * 1000))
+        self._pause_ms = round(settings.rebalance_interval_s * 1000)
         # By model and fingerprint: what the last look said.
         self._advice: dict[tuple[str, str], _Advice] = {}
 

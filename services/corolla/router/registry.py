@@ -102,7 +102,8 @@ class Registry:
         """Has a server told to move; False if the placement is another one by now, or a move is under way.
 
         Args:
-            pause_ms: for which moves that give no block its only server have to wait after this one.
+            pause_ms: for which moves that give no block its only server have to wait after this one; it doubles with
+                each further one among the same servers.
         """
         covers = int(move.covers)
         reply = await self._store.run(

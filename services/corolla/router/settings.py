@@ -53,7 +53,10 @@ class RouterSettings(ServiceSettings):
         description="Part by which a move must make the slowest block faster; blocks without a server always count.",
     )
     rebalance_interval_s: float = Field(
-        60, ge=0, le=86_400, description="Seconds after a move in which none is ordered that only makes blocks faster."
+        60,
+        ge=0,
+        le=86_400,
+        description="Seconds after a move in which none only makes blocks faster; they double while the servers stay.",
     )
     session_ttl_s: float = Field(
         3600, gt=0, le=2_592_000, description="Seconds that a session record lives when its creator names no time."

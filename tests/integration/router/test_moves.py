@@ -122,6 +122,27 @@ async def test_servers_move_one_at_a_time_to_where_it_is_slow(router: Router, mo
     assert max(missing) == 1
 
 
+async def test_speeds_that_never_rest_move_servers_ever_more_rarely(start_router: StartRouter, model: str) -> None:
+    router = await start_router(rebalance_interval_s=0.3)
+    servers = [MovingServer(router, model) for _ in range(3)]
+    assert [await each.join() for each in servers] == ["0:3", "3:6", "0:3"]
+    began_s = asyncio.get_running_loop().time()
+    moved_s: list[float] = []
+    async with servers[0].living(), servers[1].living(), servers[2].living():
+        while asyncio.get_running_loop().time() < began_s + 12:
+            if (num_moves := sum(len(each.moves) for each in servers)) > len(moved_s):
+                moved_s.append(asyncio.get_running_loop().time() - began_s)
+                assert num_moves == len(moved_s)
+            # Whoever is alone is slow.
+            held = [each.held for each in servers]
+            for each in servers:
+                speed = 10 if held.count(each.held) == 1 else 100
+                each.load = pb.ServerLoad(decode_tokens_per_second=speed)
+            await asyncio.sleep(0.05)
+    # Each move takes 0.8 s, so without patience there were a dozen.
+    assert 2 <= len(moved_s) <= 6
+
+
 @pytest.mark.parametrize("num_servers, is_movable", [(2, False), (1, True)], ids=["explicit", "alone"])
 async def test_who_may_not_move_is_not_told_to(router: Router, model: str, num_servers: int, is_movable: bool) -> None:
     servers = [MovingServer(router, model, movable=is_movable) for _ in range(num_servers)]

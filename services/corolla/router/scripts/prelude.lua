@@ -12,6 +12,7 @@ local LISTENING = PREFIX .. 'listening'    -- hash: since when a router has been
 local STORE_ID = PREFIX .. 'store'          -- string: names this memory of the store; another one after it was lost
 local ORDER = PREFIX .. 'order'            -- hash with a TTL: the move under way: server, address, span, version
 local PAUSE = PREFIX .. 'pause'            -- string with a TTL: moves that only make it faster have to wait
+local PATIENCE = PREFIX .. 'patience'      -- hash with a TTL: how long they waited last, and among which servers
 local FORGOTTEN_AFTER_MS = 86400000        -- a model that nobody has served for so long is forgotten
 local MOST_SESSION_TTL_MS = 2592000000
 
