@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from corolla.chassis.errors import CorollaError, NonFiniteOutput, RequestKillsServers
+from corolla.chassis.errors import CorollaError, HopLeaving, NonFiniteOutput, RequestKillsServers
 from corolla.wire.span import Span
 
 MAX_DEATHS: Final = 2
@@ -50,7 +50,12 @@ class RecoveryAccount:
     _num_replay_deaths: int = 0
 
     def begin(self, failure: CorollaError) -> None:
-        """One more attempt. Raises `failure` when there were enough."""
+        """One more attempt. Raises `failure` when there were enough.
+
+        However many servers leave while an answer lasts, that is no failure of theirs.
+        """
+        if isinstance(failure, HopLeaving):
+            return
         if self.num_attempts >= self.max_recoveries:
             raise failure
         self.num_attempts += 1

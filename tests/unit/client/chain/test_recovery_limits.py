@@ -2,7 +2,7 @@
 
 import pytest
 
-from corolla.chassis.errors import HopUnavailable, NonFiniteOutput, RequestKillsServers
+from corolla.chassis.errors import HopLeaving, HopUnavailable, NonFiniteOutput, RequestKillsServers
 from corolla.client.chain.account import MAX_REPLAY_DEATHS, RecoveryAccount
 from corolla.client.chain.quarantine import FIRST_S, MOST_S, Quarantine
 from corolla.wire.span import Span
@@ -63,3 +63,12 @@ def test_the_second_output_that_is_no_number_is_the_requests_own() -> None:
     account.non_finite(failure)
     with pytest.raises(NonFiniteOutput):
         account.non_finite(failure)
+
+
+def test_servers_that_leave_cost_a_long_answer_none_of_its_attempts() -> None:
+    account = RecoveryAccount(1)
+    for _ in range(40):
+        account.begin(HopLeaving("drains"))
+    account.begin(HopUnavailable("lost"))
+    with pytest.raises(HopUnavailable):
+        account.begin(HopUnavailable("lost"))
