@@ -16,6 +16,7 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.chassis.metrics import RpcMetrics
 from corolla.client.metrics import ClientMetrics
 from corolla.router.metrics import RouterMetrics
+from tests.architecture.sources import ROOT
 from tests.charts.rendering import CHART, named, of_kind, render
 
 ALERTS: Final[list[dict[str, Any]]] = [
@@ -94,8 +95,11 @@ def test_a_query_asks_for_buckets_that_exist() -> None:
     assert asked <= there
 
 
-def test_every_alert_points_to_the_runbook_and_has_a_severity() -> None:
+def test_every_alert_has_a_severity_and_a_chapter_of_the_runbook() -> None:
+    runbook = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+    chapters = re.findall(r"^## (.*)$", runbook, flags=re.MULTILINE)
     for rule in ALERTS:
+        assert rule["alert"] in chapters
         assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{rule['alert'].lower()}"
         assert rule["labels"]["severity"] in ("page", "warning")
 

@@ -20,6 +20,14 @@ def test_helm_test_passes(installed: float) -> None:
     assert "Succeeded" in release.helm("test", release.RELEASE, "--timeout", "5m")
 
 
+@pytest.mark.parametrize("component", ["block-server", "client"])
+def test_a_container_holds_nothing_to_break_out_with(installed: float, component: str) -> None:
+    (pod, *_) = release.names(release.pods(component))
+    asked = "id -u; command -v cc gcc || echo no compiler; touch /x 2>/dev/null || echo read-only; ls /var/run/secrets"
+    said = release.kubectl("exec", pod, "--", "sh", "-c", f"({asked}) 2>/dev/null; true").splitlines()
+    assert said == ["10001", "no compiler", "read-only"]
+
+
 @pytest.mark.parametrize("golden", GREEDY[:3], ids=lambda golden: golden.name)
 def test_an_answer_is_that_of_the_unsplit_model(address: str, golden: GoldenAnswer) -> None:
     assert answer_of(address, golden) == (golden.token_ids, 0)
