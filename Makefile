@@ -134,6 +134,11 @@ images: ## Builds both images; DOCKER=podman and ARGS="--target demo" or others 
 	    --build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$$(git rev-parse HEAD) $(ARGS) . || exit 1; \
 	done
 
+.PHONY: test-simulation
+test-simulation: setup ## Runs 5000 seeds of the simulation (`make test` takes 500); SEEDS=20000 runs more.
+	@echo "==> Simulating"
+	@$(PY) -m tests.simulation --seeds $(or $(SEEDS),5000) $(ARGS)
+
 # --- checks --------------------------------------------------------------------------------------------------------
 
 .PHONY: lint

@@ -54,12 +54,15 @@ def run(seed: int, say: Callable[[str], None] = lambda line: None) -> Report:
     scenario = draw(seed)
     is_collecting = gc.isenabled()
     gc.disable()  # when it comes by depends on everything that ran before
+    gc.freeze()
     loop = VirtualLoop()
     try:
         with _entropy(seed):
             return loop.run_until_complete(_run(loop, scenario, say))
     finally:
         loop.close()
+        gc.collect()  # only what this run left
+        gc.unfreeze()
         if is_collecting:
             gc.enable()
 
