@@ -7,7 +7,7 @@ from typing import Final
 
 import grpc
 
-from corolla.chassis.channels import Channels
+from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import HopUnavailable
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import EXCHANGE, Buffer, decode
@@ -20,7 +20,7 @@ _FLUSH_TIMEOUT_S: Final = 0.5
 class HandoverLink:
     """Offers and parts out, answers in; of each session one thing at a time."""
 
-    def __init__(self, address: str, channels: Channels) -> None:
+    def __init__(self, address: str, channels: Channels = open_channel) -> None:
         self.address = address
         self._channels = channels
         self._outbox = Outbox()
