@@ -40,7 +40,7 @@ async def a_taker(folder: Path, model: Path) -> AsyncIterator[tuple[BlockServer,
     async with Swarm(folder, model, ["0:2", "2:5"]) as swarm:
         server = swarm.servers[1]
         fingerprint = (await swarm.statuses())[1].fingerprint
-        link = HandoverLink(server.address)
+        link = HandoverLink(server.address, open_channel)
         async with link.open(fingerprint):
             assert server._engine is not None
             yield server, link, token_bytes(server._engine._runner.store, range(3))
@@ -109,7 +109,7 @@ async def test_offers_are_checked_before_they_cost_a_page(tmp_path: Path, model:
         for changes in ({"session_id": b"short"}, {"transfer_id": b""}, {"epoch": 0}, {"lease_ms": 0},
                         {"blocks": common_pb2.BlockSpan(start=1, end=5)}):  # fmt: skip
             # What no server of ours would send costs the stream.
-            other = HandoverLink(server.address)
+            other = HandoverLink(server.address, open_channel)
             async with other.open(await fingerprint_of(server)):
                 with pytest.raises(HopUnavailable):
                     await other.ask(an_offer(**changes))
@@ -168,7 +168,7 @@ class _Breaking(HandoverLink):
     """Damages its first part, and breaks after some answers."""
 
     def __init__(self, address: str, num_asks: int) -> None:
-        super().__init__(address)
+        super().__init__(address, open_channel)
         self._num_left = num_asks
         self._has_damaged = False
 
