@@ -2,17 +2,22 @@
 
 import asyncio
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from corolla.block_server.process import BlockServerProcess
+from corolla.block_server.settings import BlockServerSettings
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import router_pb2
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
+from tests.integration.swarm import Swarm
+from tests.integration.test_placement_loss import placement
 from tests.integration.waiting import until
 
 PROMPT = "the thin man"
@@ -83,3 +88,35 @@ async def test_the_blocks_of_a_server_that_left_for_good_are_taken_by_another(
                     await session.generate(PROMPT, max_tokens=4)
     finally:
         await asyncio.to_thread(stack.stop)
+
+
+@pytest.mark.parametrize("stage", ["leaves", "comes back"])
+async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_path: Path, stage: str) -> None:
+    model = make_tiny_checkpoint("llama", tmp_path / "tiny", num_blocks=4)
+    router = {"rebalance_settle_s": 0.1}
+    async with Swarm(tmp_path, model, ["0:2", "2:4"], num_clients=0, router=router) as swarm:
+        given: dict[str, Any] = {
+            "host": "127.0.0.1", "advertised_host": "127.0.0.1", "port": 0, "metrics_host": "127.0.0.1",
+            "metrics_port": 0, "router": swarm.router_address, "model": str(model), "capacity_blocks": 2, "threads": 1,
+            "grace_s": 0.5,
+        }  # fmt: skip
+        process = BlockServerProcess(BlockServerSettings(**given))
+        await process.start()
+        first = process._server
+        assert first is not None
+        held = next(each.span.start for each in (await placement(swarm)).servers if each.server.movable)
+
+        async def has_come_so_far() -> bool:
+            if stage == "leaves":
+                return process._leaving is not None
+            return process._server not in (None, first)
+
+        # The one that it does not double leaves for good.
+        leaver = swarm.servers.pop(1 if held == 0 else 0)
+        await leaver.stop()
+        await until(has_come_so_far, timeout_s=30)
+        await asyncio.wait_for(process.stop(), 10)
+        addresses = {each.server.address for each in (await placement(swarm)).servers}
+        assert addresses == {swarm.servers[0].address}
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", first.port)) != 0

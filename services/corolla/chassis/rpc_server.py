@@ -20,6 +20,7 @@ class RpcServer:
         self._services = [health.SERVICE_NAME]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._is_started = False
         self.port = bind(self._server, host, port)
 
     def add(self, service: descriptor.ServiceDescriptor, handler: grpc.GenericRpcHandler) -> None:
@@ -36,6 +37,7 @@ class RpcServer:
         await self._set_all(_NOT_SERVING)
         if self._with_reflection:
             reflection.enable_server_reflection([*self._services, reflection.SERVICE_NAME], self._server)
+        self._is_started = True
         await self._server.start()
 
     async def ready(self) -> None:
@@ -47,6 +49,9 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls and gives running ones `grace_s` seconds."""
         await self._set_all(_NOT_SERVING)
+        if not self._is_started:
+            # gRPC listens from the beginning, and lets go of the port of a server that has started only.
+            await self._server.start()
         await self._server.stop(grace_s)
 
     async def _set_all(self, status: int) -> None:
