@@ -129,6 +129,29 @@ async def test_an_answer_whose_server_finds_no_peer_in_time_is_replayed(tmp_path
         await swarm.until_empty()
 
 
+async def test_a_peer_without_room_takes_nothing_and_the_answer_is_replayed_where_there_is(
+    tmp_path: Path, model: Path
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
+    settings: dict[str, Any] = {"server": {"grace_s": 1.0}, "client": {"recovery_patience_s": 60.0}}
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], **settings) as swarm, swarm.connect() as client:
+        undisturbed = (await client.generate(PROMPTS[0], **options)).token_ids
+        await swarm.until_empty()
+        answer = asyncio.create_task(client.generate(PROMPTS[0], **options))
+        leaving = swarm.servers.pop()
+        await until_held(leaving, 1)
+        small = await swarm.add_server("2:5", kv_cache_mib=1)
+        await leaving.stop()
+        assert leaving._registry.get_sample_value("corolla_sessions_handed_over_total", {"outcome": "moved"}) is None
+        assert num_sessions(small) == 0
+        await swarm.add_server("2:5")
+        given = await answer
+        assert given.token_ids == undisturbed
+        assert given.usage.recoveries >= 1
+        assert await sample(swarm.clients[0].metrics_port, RECOMPUTED) > 0
+        await swarm.until_empty()
+
+
 @pytest.mark.parametrize("dies_next", ["0:2", "2:5"])
 async def test_a_server_that_took_sessions_over_can_die(tmp_path: Path, model: Path, dies_next: str) -> None:
     """Either its own span is rebuilt, or that after it, of whose input it has kept only what it computed itself."""
