@@ -76,6 +76,7 @@ class WatchedOpener(ChainOpener):
             self.open_sessions[identity.session_id] = session
             if answer is not None:
                 answer.session = session
+                answer.addresses.update(hop.address for hop in session.chain.hops)
             try:
                 yield session
             finally:

@@ -125,6 +125,13 @@ def _find(text: bytes, what: bytes, start: int = 1, plain: Any = None) -> int | 
     return found + 1 if found >= 0 else None
 
 
+def _match(text: bytes, pattern: bytes) -> bytes | None:
+    if b"%" in pattern or b"-" in pattern:
+        raise NotImplementedError("patterns that regular expressions write otherwise")
+    found = re.search(pattern, text)
+    return found.group() if found is not None else None
+
+
 def _format(pattern: bytes, *values: Any) -> bytes:
     return pattern % tuple(value if b"%s" in pattern else number(value) for value in values)
 
@@ -147,7 +154,7 @@ _LIBRARY: Final[dict[str, Any]] = {
     "l_ipairs": _pairs_in_order, "l_tonumber": _tonumber, "l_type": _type, "l_tostring": text_of,
     "l_math": LuaTable({b"floor": lambda value: math.floor(number(value)), b"max": max, b"min": min}),
     "l_string": LuaTable(
-        {b"sub": _sub, b"find": _find, b"format": _format, b"char": lambda *codes: bytes(codes), b"len": len}
+        {b"sub": _sub, b"find": _find, b"format": _format, b"match": _match, b"char": lambda *codes: bytes(codes), b"len": len}
     ),
 }  # fmt: skip
 

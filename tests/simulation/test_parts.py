@@ -95,6 +95,7 @@ def test_nothing_left_to_do_is_an_error_and_no_hang() -> None:
         ("return string.find('a.b', '.', 1, true)", 2),
         ("return string.format('%06d', 42) .. string.format('%.0f', 1.6)", b"0000422"),
         ("local a, b = 1 return type(b) .. type(a)", b"nilnumber"),
+        ("return string.match('turn.7', '^[^.]*')", b"turn"),
         ("return tonumber('x') == nil -- a comment", True),
     ],
 )
