@@ -154,7 +154,10 @@ _LIBRARY: Final[dict[str, Any]] = {
     "l_ipairs": _pairs_in_order, "l_tonumber": _tonumber, "l_type": _type, "l_tostring": text_of,
     "l_math": LuaTable({b"floor": lambda value: math.floor(number(value)), b"max": max, b"min": min}),
     "l_string": LuaTable(
-        {b"sub": _sub, b"find": _find, b"format": _format, b"match": _match, b"char": lambda *codes: bytes(codes), b"len": len}
+        {
+            b"sub": _sub, b"find": _find, b"format": _format, b"match": _match, b"len": len,
+            b"char": lambda *codes: bytes(codes),
+        }
     ),
 }  # fmt: skip
 
