@@ -92,15 +92,20 @@ def metric(pod: str, name: str) -> float:
 
 
 def serving_pod(pool: str) -> str:
-    """The block server of a pool that holds a session now."""
-    found: list[str] = []
+    """The block server of a pool that computes now. Idle conversations may be held by all of them."""
+    before = {name: _num_computed_tokens(name) for name in names(pods("block-server", pool=pool))}
+    grown: list[str] = []
 
-    def holds_one() -> bool:
-        found[:] = [name for name in names(pods("block-server", pool=pool)) if metric(name, "corolla_hop_sessions")]
-        return bool(found)
+    def one_has_grown() -> bool:
+        grown[:] = [name for name, number in before.items() if _num_computed_tokens(name) > number]
+        return bool(grown)
 
-    wait_for(holds_one, 30, f"no block server of pool {pool} holds a session")
-    return found[0]
+    wait_for(one_has_grown, 30, f"no block server of pool {pool} computes")
+    return grown[0]
+
+
+def _num_computed_tokens(pod: str) -> float:
+    return metric(pod, "corolla_hop_tokens_total")
 
 
 def kill(pod: str) -> None:
