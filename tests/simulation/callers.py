@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from corolla.chassis.errors import CorollaError, SessionBusy
@@ -93,6 +93,7 @@ class Caller:
         fault: is told what must not be.
         delivered: is told of each token that came.
         ended: is told of each answer that came to its end.
+        may_guess: not where old steps come again, which no transport does: wrong guesses in them would count.
     """
 
     def __init__(
@@ -104,6 +105,8 @@ class Caller:
         fault: Callable[[str], None],
         delivered: Callable[[Answer], None],
         ended: Callable[[Answer], None],
+        *,
+        may_guess: bool,
     ) -> None:
         self.number = number
         self.answers: list[Answer] = []
@@ -116,6 +119,7 @@ class Caller:
         # Every text that the conversation had after a turn that may have been written down.
         self._texts: list[list[int]] = [[]]
         self._has_left = False
+        self._may_guess = may_guess
 
     async def run(self) -> None:
         """Asks everything, each turn after the one before."""
@@ -187,7 +191,7 @@ class Caller:
 
     async def _answer(self, answer: Answer, answering: Any, session_id: str) -> None:
         ASKING.set(answer)
-        turn = answer.turn
+        turn = answer.turn if self._may_guess else replace(answer.turn, guesses=0)
         caller = RequestCaller(self._conversation.tenant, 100, answer.usage)
         options = AnswerOptions(
             sampling=turn.params, max_tokens=turn.max_tokens, stop_sequences=(), ignore_eos=turn.ignores_eos,

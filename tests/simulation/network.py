@@ -209,8 +209,7 @@ class _Connection:
         self._latest_s[to_server] = arrival_s = max(arrival_s, self._latest_s[to_server] + _TICK_S)
         loop.at(arrival_s, lambda: None if self.is_gone else deliver())
         if copy is not None and link.repeats(now_s):
-            # No transport repeats a frame behind later ones; an answer nobody awaits may come whenever it likes.
-            again_s = arrival_s + (_TICK_S / 2 if to_server else link.stream.uniform(0.0, 0.3))
+            again_s = arrival_s + link.stream.uniform(0.0, 0.3)
             self.network.num_copies += 1
             loop.at(again_s, lambda: None if self.is_gone else copy())
 
