@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 import torch
 
@@ -34,8 +33,6 @@ from corolla.wire.span import Span
 from corolla.wire.tensors import tensor_type, to_payload
 
 log = logging.getLogger(__name__)
-
-_BRIEF_S: Final = 0.001
 
 
 class Engine:
@@ -137,10 +134,7 @@ class Engine:
                 started_s = self.clock()
                 try:
                     failpoints.passed("before_forward")
-                    if self._is_brief(steps):
-                        output = self._compute(admitted, blocks)
-                    else:
-                        output = await loop.run_in_executor(self._compute_thread, self._compute, admitted, blocks)
+                    output = await loop.run_in_executor(self._compute_thread, self._compute, admitted, blocks)
                     failpoints.passed("after_forward")
                 except Exception as failure:
                     log.error("iteration failed", extra={"where": where(failure)})
@@ -149,8 +143,6 @@ class Engine:
                     continue
                 self._observe(steps, admitted, self.clock() - started_s)
                 self._deliver(admitted, output)
-                # Whatever this iteration sends must be on its way before the next one may keep the loop.
-                await asyncio.sleep(0)
 
     def close(self) -> None:
         self._compute_thread.shutdown(wait=True, cancel_futures=True)
@@ -202,10 +194,6 @@ class Engine:
             offset += row.num_tokens
         return admitted
 
-    def _is_brief(self, steps: list[QueuedStep[StepWork]]) -> bool:
-        """Whether the way to the compute thread and back would take about as long as the computing."""
-        return 0 < self.decode_step_seconds < _BRIEF_S and all(step.is_decode for step in steps)
-
     def _fork(self, row: pb.StepRow, client_id: bytes, blocks: Span) -> SessionCache | CorollaError:
         try:
             return self._sessions.fork(row.source_session_id, row.session_id, client_id, blocks)
@@ -213,7 +201,7 @@ class Engine:
             return error
 
     def _compute(self, admitted: list[Admitted], blocks: Span) -> BatchOutput:
-        """In the compute thread, unless it is done at once."""
+        """In the compute thread."""
         work, hidden = packed(admitted)
         return self._runner.run_each(work, hidden, blocks)
 
