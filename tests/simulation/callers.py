@@ -153,12 +153,17 @@ class Caller:
         """A new conversation's id; None where the control plane stays away."""
         for _ in range(_RETRIES):
             client = self._client(turn.client)
-            try:
-                async with asyncio.timeout(10.0):
-                    record = await client.process.start(client.transcripts.create(self._conversation.tenant))
-                    return str(record.session_id)
-            except (CorollaError, TimeoutError):
-                await asyncio.sleep(_RETRY_INTERVAL_S)
+            # Nothing that runs in a process that has died, or is frozen, can be waited for without end: not even its
+            # being cancelled.
+            task = client.process.start(client.transcripts.create(self._conversation.tenant))
+            done, _ = await asyncio.wait({task}, timeout=10.0)
+            if done and not task.cancelled():
+                try:
+                    return str(task.result().session_id)
+                except CorollaError:
+                    pass
+            task.cancel()
+            await asyncio.sleep(_RETRY_INTERVAL_S)
         return None
 
     async def _ask(self, answer: Answer, session_id: str) -> None:
