@@ -27,6 +27,9 @@ Result = TypeVar("Result")
 
 _STOP_TIMEOUT_S: Final = 5.0
 
+_PROBE_TIMEOUT_S: Final = 4.0
+"""Longer than in a client service: the caller's own work in this process keeps answers from being heard."""
+
 # A session lives as long as this process keeps its streams; its lease only has to outlast a thinking user.
 LIMITS: Final = ChainLimits(
     prefill_chunk_tokens=256, prefill_chunk_tokens_beside_decode=256, step_timeout_s=60.0, lease_ms=3_600_000
@@ -140,7 +143,7 @@ class _Planes:
 
     def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int) -> None:
         self.control = ControlPlane(router, model)
-        self.data = DataPlane(fingerprint)
+        self.data = DataPlane(fingerprint, probe_timeout_s=_PROBE_TIMEOUT_S)
         placement = PlacementWatch(self.control)
         self.tasks = TaskGroup()
         self.tasks.start(placement.run(), "placement watch")
