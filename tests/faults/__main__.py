@@ -54,8 +54,8 @@ async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage
 def main() -> int:
     parser = argparse.ArgumentParser(prog="corolla-faults", description=(__doc__ or "").partition("\n\n")[0])
     rows = "; ".join(f"{name}: {what}" for name, (_, _, what) in ROWS.items())
-    parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: one after the other, as CI does")
-    parser.add_argument("--runs", type=int, default=0, help="how often; by default what CI does")
+    parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: one after the other")
+    parser.add_argument("--runs", type=int, default=0, help="how often; each row has a default")
     parser.add_argument("--minutes", type=float, default=0, help="of `soak`, instead of `--runs`")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
     parser.add_argument("--model", default="tiny", help="checkpoint folder, `demo`, or a random `tiny` one")

@@ -1,6 +1,6 @@
 """Frames of callers, checked before they cost memory or time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from corolla.block_server.held import OpenRequest
 from corolla.block_server.kv.prefixes import HASH_BYTES, ExpectedText, salt_of
@@ -46,37 +46,26 @@ class FrameChecks:
         """What an Open asks for."""
         if len(control.session_id) != ID_BYTES or not peer.client_id:
             raise MalformedMessage("session_id", f"must have {ID_BYTES} bytes, on a client's stream")
-        blocks = self._blocks(control.blocks)
-        if control.epoch == 0 or control.max_tokens == 0 or control.lease_ms == 0:
-            raise MalformedMessage("open", "epoch, max_tokens and lease_ms must be positive")
-        return OpenRequest(
-            session_id=control.session_id,
-            epoch=control.epoch,
-            tenant=control.tenant,
-            client_id=peer.client_id,
-            resume=control.resume,
-            max_tokens=control.max_tokens,
-            blocks=blocks,
-            lease_s=min(control.lease_ms / 1000, MAX_LEASE_S),
-            transient=control.transient,
-            keep_outputs=control.keep_outputs,
-            prompts=self._prompts(control, payload, len(blocks)),
-            text=self._text(control, blocks),
-        )
+        request = self._session("open", control, payload, peer.client_id)
+        return replace(request, resume=control.resume, text=self._text(control, request.blocks))
 
     def handover(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
         """As what a session is offered that another block server holds."""
         ids = (control.session_id, control.client_id, control.transfer_id)
         if peer.client_id or any(len(each) != ID_BYTES for each in ids):
             raise MalformedMessage("handover", f"ids have {ID_BYTES} bytes, and only servers hand sessions over")
+        return self._session("handover", control, payload, control.client_id)
+
+    def _session(self, field: str, control: pb.Open | pb.Handover, payload: Buffer, client_id: bytes) -> OpenRequest:
+        """What both ways to get a session say of it."""
         blocks = self._blocks(control.blocks)
         if control.epoch == 0 or control.max_tokens == 0 or control.lease_ms == 0:
-            raise MalformedMessage("handover", "epoch, max_tokens and lease_ms must be positive")
+            raise MalformedMessage(field, "epoch, max_tokens and lease_ms must be positive")
         return OpenRequest(
             session_id=control.session_id,
             epoch=control.epoch,
             tenant=control.tenant,
-            client_id=control.client_id,
+            client_id=client_id,
             resume=False,
             max_tokens=control.max_tokens,
             blocks=blocks,

@@ -70,9 +70,7 @@ class SpanModel:
         Raises:
             ValueError: the span does not hold them all.
         """
-        if not self.span.covers(blocks):
-            raise ValueError(f"blocks {blocks} are not in the span {self.span}")
-        return range(blocks.start - self.span.start, blocks.end - self.span.start)
+        return self.span.indices(blocks)
 
     def make_lean(self, tuning_budget_s: float = 2.0) -> None:
         """Prepares the fastest way to run the blocks on this machine; `forward` uses the same weights as before.

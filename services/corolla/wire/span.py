@@ -25,6 +25,12 @@ class Span:
         """Whether every block of `other` lies in this span."""
         return self.start <= other.start and other.end <= self.end
 
+    def indices(self, blocks: "Span") -> range:
+        """Of `blocks`, counted from the first of this span. Raises ValueError: it does not hold them all."""
+        if not self.covers(blocks):
+            raise ValueError(f"blocks {blocks} are not in the span {self}")
+        return range(blocks.start - self.start, blocks.end - self.start)
+
     @classmethod
     def parse(cls, text: str) -> "Span":
         """Reads `"a:b"`; raises ValueError otherwise."""

@@ -31,6 +31,11 @@ def tensor_type(dtype: torch.dtype) -> pb.TensorType.ValueType:
     return _TYPES[dtype]
 
 
+def describe_prompts(values: torch.Tensor) -> pb.BlockPrompts:
+    """What says of the payload of trained prompts, `[blocks, P, H]`, what it is."""
+    return pb.BlockPrompts(num_tokens=values.shape[1], dtype=tensor_type(values.dtype), hidden_size=values.shape[2])
+
+
 def to_payload(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous copy of `tensor` on the CPU; bfloat16 travels as it is."""
     flat = tensor.detach().contiguous().cpu().flatten()

@@ -97,7 +97,7 @@ class Intake:
             raise ChecksumMismatch("a part of a session arrived changed")
         if not cache.can_continue_from(control.position):
             raise PositionGap("the part does not follow what is held", cache.nearest_position(control.position))
-        layers = range(blocks.start - self._span.start, blocks.end - self._span.start)
+        layers = self._span.indices(blocks)
         copy = TokenCopy(control.position, control.num_tokens, tuple(control.first_tokens), payload)
         write_tokens(cache, layers, copy)
         cache.blocks = blocks

@@ -18,7 +18,7 @@ from corolla.chassis.status import from_reason
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.span import Span
-from corolla.wire.tensors import tensor_type, to_payload
+from corolla.wire.tensors import describe_prompts, to_payload
 
 PART_BYTES = 1 << 20
 _REPEATABLE = frozenset({PositionGap.reason, ChecksumMismatch.reason})
@@ -108,7 +108,7 @@ class HandoverSender:
         """In the compute thread: the next part; with the last one the session stands still."""
         self._check(held, request)
         cache, blocks = held.cache, request.blocks
-        layers = range(blocks.start - self._span.start, blocks.end - self._span.start)
+        layers = self._span.indices(blocks)
         max_tokens = max(1, min(self._max_part_tokens, PART_BYTES // token_bytes(cache.store, layers)))
         start, num_tokens, is_last = progress.next_part(cache.num_tokens, cache.num_unchanged_tokens, max_tokens)
         copy = read_tokens(cache, layers, start, num_tokens)
@@ -132,7 +132,5 @@ def _offer(request: OpenRequest, transfer_id: bytes) -> tuple[pb.Handover, memor
     if request.prompts is None:
         return offer, b""
     values = request.prompts.values
-    offer.block_prompts.CopyFrom(
-        pb.BlockPrompts(num_tokens=values.shape[1], dtype=tensor_type(values.dtype), hidden_size=values.shape[2])
-    )
+    offer.block_prompts.CopyFrom(describe_prompts(values))
     return offer, to_payload(values)

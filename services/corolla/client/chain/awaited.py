@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from corolla.chassis.errors import CorollaError
+from corolla.chassis.errors import CorollaError, HopUnavailable
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 
@@ -126,6 +126,15 @@ def fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)
+
+
+async def arrived(future: RowFuture, timeout_s: float) -> RowResult:
+    """What came back. Raises HopUnavailable after `timeout_s`, and whatever happened to the row."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await future
+    except TimeoutError:
+        raise HopUnavailable("a hop of the chain does not answer") from None
 
 
 def give_up(futures: Iterable[RowFuture]) -> None:

@@ -5,6 +5,8 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
+from corolla.v1 import blocks_pb2 as pb
+
 HASH_BYTES: Final = 16
 
 
@@ -21,3 +23,24 @@ def page_hashes(token_ids: Sequence[int], page_tokens: int) -> bytes:
         before = hashlib.blake2b(before + page, digest_size=HASH_BYTES).digest()
         hashes += before
     return bytes(hashes)
+
+
+class TextDigests:
+    """One text, as hops with pages of one size or another know it; most have the same size.
+
+    Args:
+        token_ids: of the text.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._by_page_tokens: dict[int, pb.ExpectedText] = {}
+
+    def of(self, page_tokens: int) -> pb.ExpectedText:
+        """For pages of `page_tokens`, at least 1."""
+        text = self._by_page_tokens.get(page_tokens)
+        if text is None:
+            hashes = page_hashes(self._token_ids, page_tokens)
+            text = pb.ExpectedText(num_tokens=len(self._token_ids), page_hashes=hashes)
+            self._by_page_tokens[page_tokens] = text
+        return text

@@ -211,10 +211,7 @@ class Recovery:
         for hop, failure in refused.failures:
             if not isinstance(failure, HopUnavailable | HopLeaving | OutOfPages):
                 raise failure
-            if isinstance(failure, HopUnavailable):
-                self._routes.avoid(hop.server_id)
-            elif isinstance(failure, HopLeaving):
-                self._routes.leaves(hop.server_id)
+            self._routes.refused(hop.server_id, failure)
             findings.lost.add(hop.server_id, self._now_s(), for_good=isinstance(failure, HopLeaving))
             told = failure
         # Who is to blame is written down; nobody died of the request's own step.

@@ -10,8 +10,8 @@ from typing import Final, Protocol
 
 import torch
 
-from corolla.chassis.errors import CorollaError, HopUnavailable
-from corolla.client.chain.awaited import RowFuture, give_up
+from corolla.chassis.errors import CorollaError
+from corolla.client.chain.awaited import RowFuture, arrived, give_up
 from corolla.client.chain.history import StepShapes
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.recovery_plan import CLIENT, Lane
@@ -94,7 +94,7 @@ class Replayer:
             try:
                 for start, end in self._steps(places, member, lane):
                     if len(under_way) == max_under_way:
-                        await self._arrived(under_way[0])
+                        await arrived(under_way[0], self._limits.step_timeout_s)
                         del under_way[0]
                     row = pb.StepRow(
                         session_id=places.identities[number].session_id,
@@ -111,7 +111,7 @@ class Replayer:
                     else:
                         under_way.extend(self._plane.resend(places.chain.hops[lane.source], hops, step))
                 while under_way:
-                    await self._arrived(under_way[0])
+                    await arrived(under_way[0], self._limits.step_timeout_s)
                     del under_way[0]
             finally:
                 give_up(under_way)
@@ -121,13 +121,6 @@ class Replayer:
         steps = member.shapes.replay(lane.start, max_tokens, merges=self._limits.merges_replayed_steps)
         position = member.position
         return [(start, min(end, position)) for start, end in steps if start < position]
-
-    async def _arrived(self, future: RowFuture) -> None:
-        try:
-            async with asyncio.timeout(self._limits.step_timeout_s):
-                await future
-        except TimeoutError:
-            raise HopUnavailable("a hop of the chain does not answer") from None
 
     @asynccontextmanager
     async def _scratch(self, places: Places, number: int, member: Member, lane: Lane) -> AsyncIterator[bytes]:

@@ -11,7 +11,7 @@ import torch
 
 from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InvalidRequest, NoChain, OutOfPages
 from corolla.client.chain.identity import SessionIdentity
-from corolla.client.chain.prefixes import page_hashes
+from corolla.client.chain.prefixes import TextDigests
 from corolla.client.chain.recovery_plan import HopState
 from corolla.client.chain.routes import Routes
 from corolla.client.chain.streams import DataPlane
@@ -20,7 +20,7 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
-from corolla.wire.tensors import MAX_PROMPT_BYTES, tensor_type, to_payload
+from corolla.wire.tensors import MAX_PROMPT_BYTES, describe_prompts, to_payload
 
 log = logging.getLogger(__name__)
 
@@ -142,11 +142,8 @@ class Reservations:
                 failures = refused.failures
             self._undo(identities, options, chain)
             for hop, failure in failures:
-                if isinstance(failure, HopUnavailable):
-                    self._routes.avoid(hop.server_id)
-                elif isinstance(failure, HopLeaving):
-                    self._routes.leaves(hop.server_id)
-                elif isinstance(failure, OutOfPages):
+                self._routes.refused(hop.server_id, failure)
+                if isinstance(failure, OutOfPages):
                     too_full.add(hop.server_id)
             hard = [failure for _, failure in failures if not isinstance(failure, _AVOIDABLE)]
             if hard or attempt == _MAX_ATTEMPTS or options.chain is not None:
@@ -166,10 +163,12 @@ class Reservations:
             NotOpened: what did open stays so, and is the caller's to give back.
         """
         last = len(chain.hops) - 1
+        # What trained prompts make of a text is no other session's.
+        texts = None if options.prompts is not None or options.texts is None else list(map(TextDigests, options.texts))
         try:
             answers = await asyncio.gather(
                 *(
-                    self._open_on(hop, identities, options, keep_outputs=options.keeps_outputs and number < last)
+                    self._open_on(hop, identities, options, texts, keep_outputs=options.keeps_outputs and number < last)
                     for number, hop in enumerate(chain.hops)
                 )
             )
@@ -217,7 +216,13 @@ class Reservations:
         )
 
     async def _open_on(
-        self, hop: common_pb2.Hop, identities: Sequence[SessionIdentity], options: OpenOptions, *, keep_outputs: bool
+        self,
+        hop: common_pb2.Hop,
+        identities: Sequence[SessionIdentity],
+        options: OpenOptions,
+        texts: Sequence[TextDigests] | None,
+        *,
+        keep_outputs: bool,
     ) -> list[tuple[pb.Opened, int] | BaseException]:
         # Prompts may be large: only one session's wait to be written.
         turn = contextlib.nullcontext() if options.prompts is None else asyncio.Lock()
@@ -229,8 +234,8 @@ class Reservations:
                     raise HopUnavailable("another server has a hop's address, with other blocks", hop.address)
                 request = self._frame(identities[number], options, hop)
                 request.keep_outputs = keep_outputs
-                if options.texts is not None and options.prompts is None:
-                    await self._describe_text(request, hop, options.texts[number])
+                if texts is not None and welcome.page_tokens:
+                    request.text.CopyFrom(texts[number].of(welcome.page_tokens))
                 return await self._plane.open(hop.address, request, _describe_prompts(request, number, options))
 
         return await asyncio.gather(*map(open_one, range(len(identities))), return_exceptions=True)
@@ -246,12 +251,6 @@ class Reservations:
             lease_ms=options.lease_ms or self._limits.lease_ms,
             transient=options.transient,
         )
-
-    async def _describe_text(self, request: pb.Open, hop: common_pb2.Hop, token_ids: Sequence[int]) -> None:
-        page_tokens = (await self._plane.connect(hop.address)).page_tokens
-        if page_tokens:
-            request.text.num_tokens = len(token_ids)
-            request.text.page_hashes = page_hashes(token_ids, page_tokens)
 
     def _undo(self, identities: Sequence[SessionIdentity], options: OpenOptions, chain: common_pb2.Chain) -> None:
         """What an open that failed in part has taken is given back; what hops held before, they keep."""
@@ -275,9 +274,7 @@ def _describe_prompts(request: pb.Open, number: int, options: OpenOptions) -> Bu
             f"those of blocks {request.blocks.start}:{request.blocks.end} take {part.nbytes >> 20} MiB; a hop takes at "
             f"most {MAX_PROMPT_BYTES >> 20} MiB",
         )
-    request.block_prompts.CopyFrom(
-        pb.BlockPrompts(num_tokens=part.shape[1], dtype=tensor_type(part.dtype), hidden_size=part.shape[2])
-    )
+    request.block_prompts.CopyFrom(describe_prompts(part))
     return to_payload(part)
 
 

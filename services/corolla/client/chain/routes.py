@@ -9,6 +9,8 @@ from typing import Final
 
 from corolla.chassis.errors import (
     CorollaError,
+    HopLeaving,
+    HopUnavailable,
     ModelNotFound,
     NoChain,
     OutOfPages,
@@ -51,6 +53,13 @@ class Routes:
     def leaves(self, server_id: str) -> None:
         """Leaves a server out for good: this incarnation drains, and is to blame for nothing."""
         self._leaving.add(server_id)
+
+    def refused(self, server_id: str, failure: BaseException) -> None:
+        """A server did not open a session: what that says of it."""
+        if isinstance(failure, HopUnavailable):
+            self.avoid(server_id)
+        elif isinstance(failure, HopLeaving):
+            self.leaves(server_id)
 
     async def plan(
         self, *, num_tokens: int, record_id: str, blocks: Span | None, too_full: Collection[str]

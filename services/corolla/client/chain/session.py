@@ -1,18 +1,17 @@
 """One session on one chain: the position, and the steps that move it."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import torch
 
-from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InternalError
+from corolla.chassis.errors import CorollaError, HopLeaving, InternalError
 from corolla.client.chain.account import RecoveryAccount
-from corolla.client.chain.awaited import RowFuture, RowResult, give_up
+from corolla.client.chain.awaited import RowFuture, RowResult, arrived, give_up
 from corolla.client.chain.chunks import chunk_tokens
 from corolla.client.chain.gangs import Gang
 from corolla.client.chain.history import StepShapes, TokenHistory
-from corolla.client.chain.prefixes import page_hashes
+from corolla.client.chain.prefixes import TextDigests
 from corolla.client.chain.reading import Arrival, Reader, Reading, embed, read
 from corolla.client.chain.recovery import Recovery
 from corolla.client.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP, Places
@@ -200,14 +199,11 @@ class ChainSession:
 
     def _describe(self, num_tokens: int) -> None:
         """Tells every hop what it holds."""
-        identity, texts = self._places.identities[0], dict[int, pb.ExpectedText]()
+        identity, text = self._places.identities[0], TextDigests(self._history.token_ids[:num_tokens])
         for hop in self._plane.moves.holders(self.chain, self._places.opened[0]):
-            size = self._plane.page_tokens(hop.address)
-            if 0 < size <= num_tokens:
-                if size not in texts:
-                    hashes = page_hashes(self._history.token_ids[:num_tokens], size)
-                    texts[size] = pb.ExpectedText(num_tokens=num_tokens, page_hashes=hashes)
-                holds = pb.Holds(session_id=identity.session_id, epoch=identity.epoch, text=texts[size])
+            page_tokens = self._plane.page_tokens(hop.address)
+            if 0 < page_tokens <= num_tokens:
+                holds = pb.Holds(session_id=identity.session_id, epoch=identity.epoch, text=text.of(page_tokens))
                 self._plane.tell(hop.address, holds)
 
     @property
@@ -281,11 +277,7 @@ class ChainSession:
         return self._plane.step(self.chain.hops, step, to_payload(hidden))[0]
 
     async def _arrived(self, token_ids: Sequence[int], future: RowFuture) -> RowResult:
-        try:
-            async with asyncio.timeout(self._step_timeout_s):
-                result = await future
-        except TimeoutError:
-            raise HopUnavailable("a hop of the chain does not answer") from None
+        result = await arrived(future, self._step_timeout_s)
         self._history.append(token_ids, is_prompt=True)
         return result
 
