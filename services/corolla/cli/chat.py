@@ -9,6 +9,7 @@ from typing import Any
 
 from corolla.chassis.errors import CorollaError, InvalidRequest, SessionNotFound
 from corolla.cli.advice import sentence_of
+from corolla.cli.interruption import interruption
 from corolla.cli.usage_line import usage_text
 from corolla.sdk.client import Client
 from corolla.sdk.sessions import Chat
@@ -63,15 +64,13 @@ def _terminal_talk(chat: Chat) -> bool:
 
 
 def _answer_on_terminal(chat: Chat, text: str) -> None:
-    stream = None
-    try:
+    with interruption() as told:
         stream = chat.stream(text)
+        told.closes(stream)
         for chunk in stream:
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
-    except KeyboardInterrupt:
-        if stream is not None:
-            stream.close()
+    if told.came:
         _say("\n(stopped)")
         return
     sys.stdout.write("\n")

@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+from corolla.cli.interruption import EXIT_INTERRUPTED, interruption
 from corolla.cli.usage_line import print_usage
 from corolla.sdk.client import Client
 
@@ -25,9 +26,8 @@ def run_generate(
     if streams is None:
         streams = num_completions == 1 and not as_json
     if streams:
-        _print_stream(client, prompt, options, as_json=as_json, with_index=num_completions != 1)
-    else:
-        _print_whole(client, prompt, options, as_json=as_json)
+        return _print_stream(client, prompt, options, as_json=as_json, with_index=num_completions != 1)
+    _print_whole(client, prompt, options, as_json=as_json)
     return 0
 
 
@@ -36,8 +36,9 @@ def read_stdin() -> str:
     return sys.stdin.buffer.read().decode("utf-8", errors="replace")
 
 
-def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_json: bool, with_index: bool) -> None:
-    with client.stream(prompt, **options) as stream:
+def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_json: bool, with_index: bool) -> int:
+    with interruption() as told, client.stream(prompt, **options) as stream:
+        told.closes(stream)
         for chunk in stream:
             if as_json:
                 sys.stdout.write(json.dumps(dataclasses.asdict(chunk)) + "\n")
@@ -48,11 +49,14 @@ def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_js
             else:
                 sys.stdout.write(chunk.text)
             sys.stdout.flush()
+    if told.came:
+        return EXIT_INTERRUPTED
     if not as_json:
         if not with_index:
             sys.stdout.write("\n")
             sys.stdout.flush()
         print_usage(stream.usage, stream.finish_reason)
+    return 0
 
 
 def _print_whole(client: Client, prompt: str, options: dict[str, Any], *, as_json: bool) -> None:

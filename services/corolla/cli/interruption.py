@@ -1,11 +1,11 @@
-"""Ctrl-C and SIGTERM as one exception, so that a stack is stopped in order whichever came."""
+"""What signals do to a command: they stop a stack in order, and end an answer where it is."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Final, Protocol
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -36,3 +36,48 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Closable(Protocol):
+    """A stream of chunks."""
+
+    def close(self) -> None: ...
+
+
+class Interruption:
+    """Whether Ctrl-C came, and the stream that it closes."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._stream: Closable | None = None
+
+    def closes(self, stream: Closable) -> None:
+        """From now on; at once if Ctrl-C came already."""
+        self._stream = stream
+        if self.came:
+            stream.close()
+
+    def signalled(self, _number: int, _frame: FrameType | None) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+        self.came = True
+        if self._stream is not None:
+            self._stream.close()
+
+
+@contextmanager
+def interruption() -> Iterator[Interruption]:
+    """Inside, the first Ctrl-C closes a stream, whose iteration then ends. A second one is a KeyboardInterrupt.
+
+    An exception out of the middle of gRPC's waiting can leave its locks in disorder: the next call would fail or hang.
+    Outside the main thread, signals are left alone.
+    """
+    told = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    before = signal.signal(signal.SIGINT, told.signalled)
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGINT, before)
