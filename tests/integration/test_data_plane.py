@@ -12,6 +12,7 @@ import pytest_asyncio
 import torch
 from google.protobuf.message import Message
 
+from corolla.block_server import servicer
 from corolla.block_server.runner import BatchOutput, Runner
 from corolla.chassis.channels import open_channel
 from corolla.v1 import blocks_pb2 as pb
@@ -306,6 +307,14 @@ async def test_a_stream_that_does_not_begin_with_hello_is_ended(swarm: Swarm, da
         call = untyped.stream_stream("/corolla.v1.BlockService/Exchange")()
         await call.write(data)
         assert await ending(call) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+
+
+async def test_a_stream_that_says_nothing_is_ended(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "HELLO_TIMEOUT_S", 0.2)
+    async with open_channel(swarm.servers[0].address) as channel:
+        untyped: Any = channel
+        call = untyped.stream_stream("/corolla.v1.BlockService/Exchange")()
+        assert await ending(call) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
 
 
 async def test_other_weights_are_refused(swarm: Swarm) -> None:

@@ -173,7 +173,7 @@ class Client:
         placement = PlacementWatch(control)
         self.process.keep_up(placement.run())
         compute = ComputeThread(metrics.compute_seconds)
-        self.plane = DataPlane(FINGERPRINT, 1.0, 1.0, channels)
+        self.plane = DataPlane(FINGERPRINT, channels=channels)
         routes = Routes(control, placement, FINGERPRINT, scenario.model.num_blocks)
         limits = ChainLimits(
             prefill_chunk_tokens=scenario.prefill_chunk_tokens,

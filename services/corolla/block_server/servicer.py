@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Final
 
 import psutil
 from grpc import aio
@@ -18,12 +19,20 @@ from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis import failpoints
-from corolla.chassis.errors import CorollaError, FingerprintMismatch, MalformedMessage, QueueFull
+from corolla.chassis.errors import (
+    CorollaError,
+    DeadlineExceeded,
+    FingerprintMismatch,
+    MalformedMessage,
+    QueueFull,
+)
 from corolla.chassis.handlers import Context
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Frame, decode
 from corolla.wire.tensors import check_payload
+
+HELLO_TIMEOUT_S: Final = 10.0
 
 
 class BlockServicer:
@@ -63,7 +72,11 @@ class BlockServicer:
     async def Exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """One stream: Hello first, then frames in any number and order."""
         messages = aiter(requests)
-        first = await anext(messages, None)
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await anext(messages, None)
+        except TimeoutError:
+            raise DeadlineExceeded("a stream begins with Hello, and that did not come") from None
         if first is None:
             return
         frames = list(decode(first))

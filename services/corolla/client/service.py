@@ -77,7 +77,9 @@ class ClientService:
         edges = await asyncio.to_thread(load_edges, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
         await asyncio.to_thread(set_num_threads, settings.threads, edges.seconds_of_head)
         await asyncio.to_thread(edges.tune_head)
-        plane = self._plane = DataPlane(fingerprint, settings.probe_after_s, settings.probe_timeout_s)
+        plane = self._plane = DataPlane(
+            fingerprint, settings.probe_after_s, settings.probe_timeout_s, settings.open_timeout_s
+        )
         routes = self._routes = Routes(control, placement, fingerprint, checkpoint.num_blocks)
         opener = self._opener = ChainOpener(
             routes, plane, edges, self._compute, _limits(settings), self._metrics.recovered

@@ -45,6 +45,11 @@ class ClientSettings(ServiceSettings):
         1.0, gt=0, description="Seconds of silence after which a block server is asked whether it lives."
     )
     probe_timeout_s: float = Field(1.0, gt=0, description="Seconds that it may take to say so.")
+    open_timeout_s: float = Field(
+        15.0,
+        gt=0,
+        description="Seconds that a block server which lives may take to open a session, then it is avoided.",
+    )
     max_recoveries: int = Field(
         16, ge=0, le=200, description="Attempts to recover from lost hops, of one request; 0 gives its failure back."
     )

@@ -50,6 +50,8 @@ class DataPlane:
         fingerprint: the weights and protocol that every server must have.
         probe_after_s: how long a server may be silent while something is awaited from it.
         probe_timeout_s: how long it may take to say that it lives.
+        open_timeout_s: how long a server that lives may take to open a session. Its event loop may be well while the
+            thread that computes is stuck.
         channels: to servers.
     """
 
@@ -58,6 +60,7 @@ class DataPlane:
         fingerprint: str,
         probe_after_s: float = 1.0,
         probe_timeout_s: float = 1.0,
+        open_timeout_s: float = 15.0,
         channels: Channels = open_channel,
     ) -> None:
         self.client_id = secrets.token_bytes(16)
@@ -68,6 +71,7 @@ class DataPlane:
         self._numbers = itertools.count(1)
         self._probe_after_s = probe_after_s
         self._probe_timeout_s = probe_timeout_s
+        self._open_timeout_s = open_timeout_s
         self._watching: asyncio.Task[None] | None = None
         self._awaited = Awaited()
         self.moves = Moves()
@@ -113,6 +117,8 @@ class DataPlane:
     async def open(self, address: str, request: pb.Open, payload: Buffer = b"") -> tuple[pb.Opened, int]:
         """Opens a session on one hop. Raises what the hop answers, or HopUnavailable.
 
+        A hop that did not answer in time may open it later: it is to be told that nobody wants it any more.
+
         Args:
             payload: what `request.block_prompts` describes.
 
@@ -125,7 +131,10 @@ class DataPlane:
         try:
             request.request_id = number
             self._send(address, request, payload)
-            return await answer, welcome.max_tokens_per_frame
+            async with asyncio.timeout(self._open_timeout_s):
+                return await answer, welcome.max_tokens_per_frame
+        except TimeoutError:
+            raise HopUnavailable("a hop of the chain does not answer", address) from None
         finally:
             self._awaited.opened_or_not(number)
 
