@@ -1,0 +1,122 @@
+"""What is worth an Event, and when: a span that flaps must not flood the namespace. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from corolla.wire.span import Span
+
+_SETTLE_S: Final = 3.0
+"""A store that has lost its memory has its servers back by then."""
+_SHORTEST_PAUSE_S: Final = 10.0
+_LONGEST_PAUSE_S: Final = 600.0
+_HANDOVER_PAUSE_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PodRef:
+    """The pod that an Event is about."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """An Event to be. `about` None: the router's own pod."""
+
+    reason: str
+    message: str
+    is_warning: bool
+    about: PodRef | None = None
+
+
+@dataclass(slots=True)
+class _Coverage:
+    """Of one model: what was told last, and what is so now."""
+
+    told: tuple[Span, ...]
+    seen: tuple[Span, ...]
+    seen_since_s: float
+    told_s: float | None = None
+    pause_s: float = _SHORTEST_PAUSE_S
+    num_changes: int = 0
+
+
+class SpanLedger:
+    """Tells when blocks of a model have no ready server, and when they have one again.
+
+    A state is told once it has lasted a moment, and not before a pause after what was told last; the pause doubles with
+    each Event and is short again once all was quiet for its length. What is so at the first look was told by another
+    router, or is a release that loads.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[str, _Coverage] = {}
+
+    def look(self, model: str, uncovered: Sequence[Span], now_s: float) -> Happening | None:
+        """What is to be told now, if anything."""
+        gaps = tuple(uncovered)
+        state = self._models.setdefault(model, _Coverage(gaps, gaps, now_s))
+        if gaps != state.seen:
+            state.seen, state.seen_since_s = gaps, now_s
+            state.num_changes += 1
+        if state.told_s is not None and now_s - max(state.told_s, state.seen_since_s) >= state.pause_s:
+            state.pause_s = _SHORTEST_PAUSE_S
+        is_settled = now_s - state.seen_since_s >= _SETTLE_S
+        may_tell = state.told_s is None or now_s - state.told_s >= state.pause_s
+        if state.seen == state.told or not is_settled or not may_tell:
+            return None
+        happening = _told(model, state)
+        if state.told_s is not None:
+            state.pause_s = min(2 * state.pause_s, _LONGEST_PAUSE_S)
+        state.told, state.told_s, state.num_changes = state.seen, now_s, 0
+        return happening
+
+    def forget(self, models: Sequence[str]) -> None:
+        """Only these models are left."""
+        for model in self._models.keys() - set(models):
+            del self._models[model]
+
+
+def _told(model: str, state: _Coverage) -> Happening:
+    flapping = f" ({state.num_changes} changes since the last Event)" if state.num_changes > 1 else ""
+    if not state.seen:
+        return Happening("SpanRestored", f"all blocks of {model} have a ready block server{flapping}", False)
+    listed = ", ".join(map(str, state.seen))
+    return Happening("SpanUncovered", f"blocks {listed} of {model} have no ready block server{flapping}", True)
+
+
+@dataclass(slots=True)
+class _Drained:
+    num_moved: int = 0
+    num_left: int = 0
+    told_s: float | None = None
+
+
+@dataclass(slots=True)
+class HandoverLedger:
+    """Tells what became of the sessions of block servers that left; one pod's are added up for a minute."""
+
+    _pods: dict[PodRef, _Drained] = field(default_factory=dict)
+
+    def note(self, pod: PodRef, num_moved: int, num_left: int) -> None:
+        """A server in this pod has left."""
+        drained = self._pods.setdefault(pod, _Drained())
+        drained.num_moved += num_moved
+        drained.num_left += num_left
+
+    def due(self, now_s: float) -> list[Happening]:
+        """What is to be told now."""
+        happenings = []
+        for pod, drained in list(self._pods.items()):
+            is_old = drained.told_s is not None and now_s - drained.told_s >= _HANDOVER_PAUSE_S
+            if drained.num_moved + drained.num_left == 0:
+                if is_old or drained.told_s is None:
+                    del self._pods[pod]
+            elif drained.told_s is None or is_old:
+                left = f", {drained.num_left} were left to be recomputed" if drained.num_left else ""
+                message = f"{drained.num_moved} sessions were handed over to other block servers{left}"
+                happenings.append(Happening("SessionsHandedOver", message, bool(drained.num_left), pod))
+                self._pods[pod] = _Drained(told_s=now_s)
+        return happenings

@@ -1,0 +1,134 @@
+"""What pods shall say of their block servers: the span, and what the loss would cost. Pure.
+
+When a pool shrinks, the ReplicaSet takes the pod with the lowest `pod-deletion-cost` first.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from corolla.planning.candidates import span_of
+from corolla.router.cluster.pods import COST_ANNOTATION, SPAN_LABEL, Pod, PodTable
+from corolla.v1 import router_pb2 as pb
+from corolla.wire.span import Span
+
+_SETTLE_S: Final = 1.0
+"""What is wanted for so long is written."""
+_FORGET_S: Final = 15.0
+"""A store that has lost its memory knows all servers again well before."""
+_PAUSE_S: Final = 5.0
+"""Between two patches of one pod."""
+_LOAD_PAUSE_S: Final = 60.0
+"""The same, where only the number of sessions has changed."""
+
+_SESSIONS_DIGIT: Final = 10
+"""The last digit of a cost says how many sessions there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Label and annotation of one pod; None: it has none."""
+
+    span: str | None
+    cost: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A change of one pod, as a JSON merge patch."""
+
+    uid: str
+    name: str
+    body: Mapping[str, Any]
+
+
+def span_label(span: Span) -> str:
+    """The span as a label's value, which holds no colon."""
+    return f"{span.start}-{span.end}"
+
+
+def deletion_cost(placed: pb.PlacedServer, copies: Counter[tuple[str, int]]) -> int:
+    """The fewer ready servers hold its scarcest block, the more; most where it alone holds blocks; then by sessions.
+
+    Args:
+        copies: how many ready servers hold a block, by fingerprint and block.
+    """
+    if placed.state != pb.SERVER_STATE_READY:
+        return 0
+    span = span_of(placed.span)
+    held = [copies[placed.server.fingerprint, block] for block in range(span.start, span.end)]
+    usefulness = 100 // min(held) + held.count(1)
+    return _SESSIONS_DIGIT * usefulness + min(placed.load.num_sessions.bit_length(), _SESSIONS_DIGIT - 1)
+
+
+def wanted_tags(servers: Sequence[pb.PlacedServer]) -> dict[str, Tags]:
+    """What the pods of one model's servers shall say, by the pods' UIDs."""
+    copies = Counter(
+        (each.server.fingerprint, block)
+        for each in servers
+        if each.state == pb.SERVER_STATE_READY
+        for block in range(each.span.start, each.span.end)
+    )
+    return {
+        each.server.pod_uid: Tags(span_label(span_of(each.span)), str(deletion_cost(each, copies)))
+        for each in servers
+        if each.server.pod_uid
+    }
+
+
+@dataclass(slots=True)
+class _Wish:
+    tags: Tags
+    since_s: float
+
+
+class TagPlan:
+    """Which pods to patch now: few, and none without need."""
+
+    def __init__(self) -> None:
+        self._wishes: dict[str, _Wish] = {}
+        self._patched_s: dict[str, float] = {}
+
+    def due(self, pods: PodTable, wanted: Mapping[str, Tags], now_s: float) -> list[Patch]:
+        """The patches to try now; pods of which nothing is wanted lose what they say."""
+        present = {each.uid for each in pods}
+        for memory in (self._wishes, self._patched_s):
+            for uid in memory.keys() - present:
+                del memory[uid]
+        return [patch for pod in pods if (patch := self._patch(pod, wanted.get(pod.uid), now_s)) is not None]
+
+    def _patch(self, pod: Pod, wanted: Tags | None, now_s: float) -> Patch | None:
+        tags = wanted or Tags(None, None)
+        has = Tags(pod.span, pod.cost)
+        wish = self._wishes.get(pod.uid)
+        if wish is None or _differs(wish.tags, tags):
+            wish = self._wishes[pod.uid] = _Wish(tags, now_s)
+        wish.tags = tags
+        settle_s = _SETTLE_S if wanted else _FORGET_S
+        pause_s = _PAUSE_S if _differs(has, tags) else _LOAD_PAUSE_S
+        is_too_soon = now_s - wish.since_s < settle_s or now_s - self._patched_s.get(pod.uid, -pause_s) < pause_s
+        if has == tags or pod.is_leaving or is_too_soon:
+            return None
+        self._patched_s[pod.uid] = now_s
+        return Patch(pod.uid, pod.name, _merge_patch(has, tags))
+
+
+def _differs(one: Tags, other: Tags) -> bool:
+    """In more than the number of sessions."""
+    return one.span != other.span or _usefulness(one.cost) != _usefulness(other.cost)
+
+
+def _usefulness(cost: str | None) -> int | None:
+    # Somebody else may have annotated the pod.
+    is_number = cost is not None and cost.isascii() and cost.isdigit() and len(cost) < 12
+    return int(cost) // _SESSIONS_DIGIT if cost is not None and is_number else None
+
+
+def _merge_patch(has: Tags, tags: Tags) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    if has.span != tags.span:
+        metadata["labels"] = {SPAN_LABEL: tags.span}
+    if has.cost != tags.cost:
+        metadata["annotations"] = {COST_ANNOTATION: tags.cost}
+    return {"metadata": metadata}

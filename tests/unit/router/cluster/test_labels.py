@@ -1,0 +1,150 @@
+"""What pods are told to say, how often, and which of them is worth most."""
+
+from dataclasses import replace
+
+import pytest
+
+from corolla.router.cluster.labels import Patch, TagPlan, Tags, wanted_tags
+from corolla.router.cluster.pods import Pod, PodTable
+from corolla.v1 import router_pb2 as pb
+from tests.unit.router.cluster.described import placed
+
+
+def costs(*servers: pb.PlacedServer) -> list[int]:
+    tags = wanted_tags(servers)
+    return [int(tags[each.server.pod_uid].cost or -1) for each in servers]
+
+
+def test_a_label_is_the_span_without_a_colon() -> None:
+    tags = wanted_tags([placed("a", "0:15"), placed("b", "15:30", state=pb.SERVER_STATE_JOINING)])
+    assert {uid: each.span for uid, each in tags.items()} == {"uid-a": "0-15", "uid-b": "15-30"}
+    assert wanted_tags([placed("a", "0:15", pod_uid="")]) == {}
+
+
+def test_who_alone_holds_blocks_costs_most_and_the_more_the_more_blocks() -> None:
+    twin, other_twin = placed("a", "0:10"), placed("b", "0:10")
+    alone, alone_with_more = placed("c", "10:20"), placed("d", "20:40")
+    found = costs(twin, other_twin, alone, alone_with_more)
+    assert found[0] == found[1] < found[2] < found[3]
+
+
+def test_the_scarcest_block_decides() -> None:
+    # Of the wide one's blocks only the last has no second server.
+    wide, narrow = placed("a", "0:11"), placed("b", "0:10")
+    assert costs(wide, narrow) == [1010, 500]
+
+
+@pytest.mark.parametrize("num_copies", range(1, 12))
+def test_the_more_copies_the_less_a_server_costs(num_copies: int) -> None:
+    fewer = costs(*(placed(f"s{number}", "0:4") for number in range(num_copies)))
+    more = costs(*(placed(f"s{number}", "0:4") for number in range(num_copies + 1)))
+    assert max(more) < min(fewer)
+
+
+def test_among_equals_sessions_decide_and_never_more_than_that() -> None:
+    idle, busy = placed("a", "0:10", num_sessions=0), placed("b", "0:10", num_sessions=100_000)
+    alone = placed("c", "10:11")
+    assert costs(idle, busy, alone) == [500, 509, 1010]
+
+
+def test_only_ready_servers_of_the_same_weights_count() -> None:
+    ready = placed("a", "0:10")
+    others = [
+        placed("b", "0:10", state=pb.SERVER_STATE_JOINING),
+        placed("c", "0:10", state=pb.SERVER_STATE_DRAINING),
+        placed("d", "0:10", fingerprint="g"),
+    ]
+    assert costs(ready, *others) == [1100, 0, 0, 1100]
+
+
+def table_of(*pods: Pod) -> PodTable:
+    table = PodTable()
+    table.listed(pods)
+    return table
+
+
+BARE = Pod("u", "pod-u")
+TAGS = Tags("0-15", "500")
+
+
+def test_a_pod_is_patched_once_what_is_wanted_has_settled() -> None:
+    plan = TagPlan()
+    assert plan.due(table_of(BARE), {"u": TAGS}, 0.0) == []
+    (patch,) = plan.due(table_of(BARE), {"u": TAGS}, 1.0)
+    assert patch == Patch(
+        "u",
+        "pod-u",
+        {
+            "metadata": {
+                "labels": {"corolla.dev/span": "0-15"},
+                "annotations": {"controller.kubernetes.io/pod-deletion-cost": "500"},
+            }
+        },
+    )
+    # The API server has not shown it yet; then it has.
+    assert plan.due(table_of(BARE), {"u": TAGS}, 2.0) == []
+    done = replace(BARE, span="0-15", cost="500")
+    assert plan.due(table_of(done), {"u": TAGS}, 100.0) == []
+
+
+def test_a_patch_that_did_nothing_is_tried_again_later() -> None:
+    plan = TagPlan()
+    plan.due(table_of(BARE), {"u": TAGS}, 0.0)
+    assert len(plan.due(table_of(BARE), {"u": TAGS}, 1.0)) == 1
+    assert len(plan.due(table_of(BARE), {"u": TAGS}, 5.9)) == 0
+    assert len(plan.due(table_of(BARE), {"u": TAGS}, 6.0)) == 1
+
+
+def test_what_wavers_is_not_written() -> None:
+    plan = TagPlan()
+    for number in range(100):
+        wanted = {"u": Tags("0-15", "500") if number % 2 else Tags("15-30", "1150")}
+        assert plan.due(table_of(BARE), wanted, number * 0.5) == []
+
+
+def test_only_what_differs_is_patched() -> None:
+    plan = TagPlan()
+    pods = table_of(replace(BARE, span="0-15", cost="1150"))
+    plan.due(pods, {"u": TAGS}, 0.0)
+    (patch,) = plan.due(pods, {"u": TAGS}, 1.0)
+    assert patch.body == {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "500"}}}
+
+
+def test_sessions_that_come_and_go_are_written_once_a_minute() -> None:
+    plan = TagPlan()
+    num_patches, cost = 0, "500"
+    for second in range(600):
+        wanted = {"u": Tags("0-15", str(500 + second % 10))}
+        for patch in plan.due(table_of(replace(BARE, span="0-15", cost=cost)), wanted, float(second)):
+            cost = patch.body["metadata"]["annotations"]["controller.kubernetes.io/pod-deletion-cost"]
+            num_patches += 1
+    assert 9 <= num_patches <= 11
+
+
+def test_a_pod_without_a_server_loses_its_tags_after_a_while() -> None:
+    plan = TagPlan()
+    pods = table_of(replace(BARE, span="0-15", cost="500"))
+    assert plan.due(pods, {}, 0.0) == []
+    assert plan.due(pods, {}, 14.0) == []
+    (patch,) = plan.due(pods, {}, 15.0)
+    assert patch.body == {
+        "metadata": {
+            "labels": {"corolla.dev/span": None},
+            "annotations": {"controller.kubernetes.io/pod-deletion-cost": None},
+        }
+    }
+
+
+def test_pods_that_leave_and_pods_of_others_are_left_alone() -> None:
+    plan = TagPlan()
+    pods = table_of(replace(BARE, is_leaving=True), Pod("v", "pod-v"))
+    for second in range(100):
+        assert plan.due(pods, {"u": TAGS, "w": TAGS}, float(second)) == []
+
+
+@pytest.mark.parametrize("foreign", ["x", "-5", "9" * 400, "\u0663"])
+def test_what_somebody_else_wrote_is_replaced(foreign: str) -> None:
+    plan = TagPlan()
+    pods = table_of(replace(BARE, span="0-15", cost=foreign))
+    plan.due(pods, {"u": TAGS}, 0.0)
+    assert len(plan.due(pods, {"u": TAGS}, 1.0)) == 1
