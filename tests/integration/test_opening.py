@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from corolla.block_server.service import BlockServer
+from corolla.chassis.errors import NoChain
 from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 
 PROMPT = "the thin man"
@@ -54,3 +56,45 @@ async def test_a_server_that_lives_and_opens_nothing_is_avoided(tmp_path: Path, 
                 assert time.monotonic() - started_s - first_s < 0.5, "the second answer waited for it, too"
         # What it opens too late is closed again.
         await swarm.until_empty()
+
+
+async def test_a_server_that_failed_lately_is_the_last_resort(tmp_path: Path, model: Path) -> None:
+    server = {"prefix_cache": False}
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
+        async with client.session() as session:
+            await session.generate(PROMPT, **OPTIONS)
+            avoid(swarm, swarm.servers[1])
+            expected = (await client.generate(PROMPT, **OPTIONS)).token_ids
+            # A conversation finds there what it left.
+            assert (await session.generate(PROMPT, **OPTIONS)).usage.cached_tokens > 0
+        await swarm.router.stop()
+        assert (await client.generate(PROMPT, **OPTIONS)).token_ids == expected
+
+
+async def test_who_has_another_chain_leaves_a_server_out_that_failed_lately(tmp_path: Path, model: Path) -> None:
+    async with Swarm(tmp_path, model, ["0:2", "2:5", "2:5"]) as swarm, swarm.connect() as client:
+        failed = swarm.servers[1]
+        avoid(swarm, failed)
+        for _ in range(8):
+            await client.generate(PROMPT, **OPTIONS)
+        assert await sample(failed.metrics_port, "corolla_hop_tokens_total") == 0
+
+
+async def test_a_server_that_failed_this_very_request_is_not_asked_again(tmp_path: Path, model: Path) -> None:
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], client={"open_timeout_s": 0.3}) as swarm:
+        async with swarm.connect() as client:
+            with stuck(swarm.servers[1]):
+                started_s = time.monotonic()
+                with pytest.raises(NoChain):
+                    await client.generate(PROMPT, **OPTIONS)
+                assert 0.3 < time.monotonic() - started_s < 0.6, "asked just once"
+            # It is well again, and nobody need wait until that is known.
+            await client.generate(PROMPT, **OPTIONS)
+        await swarm.until_empty()
+
+
+def avoid(swarm: Swarm, server: BlockServer) -> None:
+    """The client service has just seen it fail."""
+    routes = swarm.clients[0]._routes
+    assert routes is not None
+    routes.avoid(server.server_id)

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InvalidRequest, NoChain, OutOfPages
+from corolla.chassis.errors import HopLeaving, HopUnavailable, InvalidRequest, NoChain, OutOfPages
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.prefixes import TextDigests
 from corolla.client.chain.recovery_plan import HopState
@@ -134,8 +134,9 @@ class Reservations:
             InvalidRequest: the prompts are too large for a hop.
         """
         too_full: set[str] = set()
+        failed: set[str] = set()
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            chain = options.chain or await self._choose(len(identities), options, too_full)
+            chain = options.chain or await self._choose(len(identities), options, too_full, failed)
             try:
                 return await self.open(identities, options, chain)
             except NotOpened as refused:
@@ -143,8 +144,7 @@ class Reservations:
             self._undo(identities, options, chain)
             for hop, failure in failures:
                 self._routes.refused(hop.server_id, failure)
-                if isinstance(failure, OutOfPages):
-                    too_full.add(hop.server_id)
+                (too_full if isinstance(failure, OutOfPages) else failed).add(hop.server_id)
             hard = [failure for _, failure in failures if not isinstance(failure, _AVOIDABLE)]
             if hard or attempt == _MAX_ATTEMPTS or options.chain is not None:
                 raise (hard or [failure for _, failure in failures])[0]
@@ -199,20 +199,17 @@ class Reservations:
             for identity in identities:
                 self._plane.tell(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
-    async def _choose(self, num_sessions: int, options: OpenOptions, too_full: Collection[str]) -> common_pb2.Chain:
+    async def _choose(
+        self, num_sessions: int, options: OpenOptions, too_full: Collection[str], failed: Collection[str]
+    ) -> common_pb2.Chain:
         """Where hops of the last turn are gone, those that remain keep what they hold."""
         num_tokens = options.max_tokens * num_sessions
-        recorded = options.recorded
-        if recorded is not None and recorded.hops:
-            gone = {hop.server_id for hop in recorded.hops if self._routes.is_gone(hop)}
-            gone.update(hop.server_id for hop in recorded.hops if hop.server_id in too_full)
-            if 0 < len(gone) < len(recorded.hops):
-                with contextlib.suppress(CorollaError):
-                    return await self._routes.repaired(
-                        recorded, gone | set(too_full), num_tokens=num_tokens, patience_s=0
-                    )
+        if options.recorded is not None:
+            kept = await self._routes.kept(options.recorded, {*too_full, *failed}, num_tokens=num_tokens)
+            if kept is not None:
+                return kept
         return await self._routes.plan(
-            num_tokens=num_tokens, record_id=options.record_id, blocks=options.blocks, too_full=too_full
+            num_tokens=num_tokens, record_id=options.record_id, blocks=options.blocks, too_full=too_full, failed=failed
         )
 
     async def _open_on(

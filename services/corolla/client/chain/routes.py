@@ -62,30 +62,35 @@ class Routes:
             self.leaves(server_id)
 
     async def plan(
-        self, *, num_tokens: int, record_id: str, blocks: Span | None, too_full: Collection[str]
+        self,
+        *,
+        num_tokens: int,
+        record_id: str,
+        blocks: Span | None,
+        too_full: Collection[str] = (),
+        failed: Collection[str] = (),
     ) -> common_pb2.Chain:
         """The chain of a recorded session if it still lives, else the cheapest.
+
+        A server that failed lately is asked again where there is no chain without it: it may well be back.
 
         Args:
             num_tokens: for which every hop needs pages.
             record_id: the id under which the router knows the session, if it does.
             blocks: of the planned chain only these.
             too_full: servers without room for it.
+            failed: servers that failed it just now.
 
         Raises:
             NoChain, OutOfPages, RouterUnavailable, StoreUnavailable
         """
-        excluded = frozenset(too_full) | self._avoided()
-        plan = partial(self._control.plan_chain, fingerprint=self._fingerprint, session_id=record_id, excluded=excluded)
+        useless = frozenset(too_full) | frozenset(failed) | self._leaving
+        excluded = useless | self._quarantined()
         try:
-            try:
-                planned = await plan(num_tokens=num_tokens)
-            except OutOfPages:
-                # What the router knows of pages is as old as the last heartbeat; the hops have the last word.
-                planned = await plan(num_tokens=0)
+            return _cut(await self._planned_there(num_tokens, record_id, excluded), blocks)
         except (RouterUnavailable, StoreUnavailable, ModelNotFound, NoChain) as failure:
             # No router, no store, or one that has lost its memory: the last snapshot may know better.
-            chain = self._planned_here(num_tokens, excluded)
+            chain = self._planned_here(num_tokens, excluded) or self._planned_here(num_tokens, useless)
             if chain is not None:
                 return _cut(chain, blocks)
             if isinstance(failure, ModelNotFound):
@@ -96,7 +101,15 @@ class Routes:
                 # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
                 raise OutOfPages("block servers have too few free KV pages for this request") from None
             raise
-        return _cut(planned.chain, blocks)
+
+    async def _planned_there(self, num_tokens: int, record_id: str, excluded: frozenset[str]) -> common_pb2.Chain:
+        plan = partial(self._control.plan_chain, fingerprint=self._fingerprint, session_id=record_id, excluded=excluded)
+        try:
+            planned = await plan(num_tokens=num_tokens)
+        except OutOfPages:
+            # What the router knows of pages is as old as the last heartbeat; the hops have the last word.
+            planned = await plan(num_tokens=0)
+        return planned.chain
 
     def _planned_here(self, num_tokens: int, excluded: Collection[str]) -> common_pb2.Chain | None:
         for wanted_tokens in (num_tokens, 0):
@@ -110,12 +123,27 @@ class Routes:
                 continue
         return None
 
-    def is_gone(self, hop: common_pb2.Hop) -> bool:
-        """Whether a hop is known to be of no use: avoided, or no longer in the placement."""
-        if hop.server_id in self._avoided():
-            return True
-        placed = {each.server_id for each in candidates(self._placement.servers, fingerprint=self._fingerprint)}
-        return bool(placed) and hop.server_id not in placed
+    async def kept(
+        self, recorded: common_pb2.Chain, useless: Collection[str], *, num_tokens: int
+    ) -> common_pb2.Chain | None:
+        """The chain of a session's last turn, with others in place of the hops that are of no use now.
+
+        Those that failed lately stay if nobody can take their place. None where no hop of it would stay, or none is
+        missing.
+
+        Args:
+            useless: servers that have no room for the session, or failed it just now.
+        """
+        gone = {hop.server_id for hop in recorded.hops if self._is_gone(hop) or hop.server_id in useless}
+        may_stay = (gone & self._quarantined()).difference(useless)
+        if not gone or (len(gone) == len(recorded.hops) and not may_stay):
+            return None
+        try:
+            return await self.repaired(
+                recorded, gone.union(useless), num_tokens=num_tokens, patience_s=0, due=lambda now_s: may_stay
+            )
+        except CorollaError:
+            return None
 
     async def repaired(
         self,
@@ -199,8 +227,18 @@ class Routes:
                 failure = none
         raise failure or NoChain(f"no server holds blocks {blocks}")
 
+    def _is_gone(self, hop: common_pb2.Hop) -> bool:
+        """Whether a hop is known to be of no use: avoided, or no longer in the placement."""
+        if hop.server_id in self._avoided():
+            return True
+        placed = {each.server_id for each in candidates(self._placement.servers, fingerprint=self._fingerprint)}
+        return bool(placed) and hop.server_id not in placed
+
+    def _quarantined(self) -> frozenset[str]:
+        return self._quarantine.active(asyncio.get_running_loop().time())
+
     def _avoided(self) -> frozenset[str]:
-        return self._quarantine.active(asyncio.get_running_loop().time()) | self._leaving
+        return self._quarantined() | self._leaving
 
     async def _report(self, server_id: str) -> None:
         # Should no router hear it, the server's lease ends, or it lives.
