@@ -1,6 +1,7 @@
 """Process environment of all tests and their servers; OpenMP and MKL read it once, when torch is imported."""
 
 import os
+import signal
 
 # Idle OpenMP threads that spin slow every neighbour process several times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -16,3 +17,6 @@ import hypothesis
 # How long an example takes says more of the machine than of the code.
 hypothesis.settings.register_profile("corolla", deadline=None)
 hypothesis.settings.load_profile("corolla")
+
+# A shell's background jobs ignore SIGINT, and so would every server and command that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -141,8 +141,10 @@ class Engine:
                     for batch in admitted:
                         self._fault(batch.work, InternalError("internal error"), [row for row, _, _ in batch.rows])
                     continue
-                self._observe(steps, admitted, self.clock() - started_s)
+                seconds = self.clock() - started_s
+                # First what others wait for.
                 self._deliver(admitted, output)
+                self._observe(steps, admitted, seconds)
 
     def close(self) -> None:
         self._compute_thread.shutdown(wait=True, cancel_futures=True)
