@@ -64,7 +64,12 @@ def key_metadata(api_key: str | None) -> Sequence[tuple[str, str]]:
 
 
 async def refusal(
-    channel: grpc.aio.Channel, method: str, request: Message | bytes, *, api_key: str | None = None
+    channel: grpc.aio.Channel,
+    method: str,
+    request: Message | bytes,
+    *,
+    api_key: str | None = None,
+    timeout_s: float | None = None,
 ) -> Refusal:
     """Makes a call that must fail. The request's bytes go out as they are."""
     data = request if isinstance(request, bytes) else request.SerializeToString()
@@ -72,10 +77,10 @@ async def refusal(
     untyped: Any = channel
     try:
         if method in STREAMING:
-            async for _ in untyped.unary_stream(SERVICE + method)(data, metadata=metadata):
+            async for _ in untyped.unary_stream(SERVICE + method)(data, metadata=metadata, timeout=timeout_s):
                 pass
         else:
-            await untyped.unary_unary(SERVICE + method)(data, metadata=metadata)
+            await untyped.unary_unary(SERVICE + method)(data, metadata=metadata, timeout=timeout_s)
     except grpc.aio.AioRpcError as failure:
         return refusal_of(failure)
     raise AssertionError(f"{method} was not refused")

@@ -22,11 +22,8 @@ from tests.integration.waiting import until
 
 PROMPT = "the thin man"
 OPTIONS: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.9, "seed": 3}
+# Leases, settling and the patience of recoveries are those that everybody has.
 ENVIRONMENT = {
-    "COROLLA_LEASE_MS": "1500",
-    "COROLLA_HEARTBEAT_INTERVAL_MS": "300",
-    "COROLLA_REBALANCE_SETTLE_S": "0.3",
-    "COROLLA_RECOVERY_PATIENCE_S": "60",
     # Alike as they are, they share two cores with other tests: what they measure is no reason to move.
     "COROLLA_REBALANCE_MIN_GAIN": "10",
 }

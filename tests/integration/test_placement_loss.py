@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,23 @@ async def test_the_only_chain_broken_is_told_and_nothing_leaks(
         assert plane is not None
         assert plane.num_awaited == 0
         await lost.stop()
+
+
+@pytest.mark.parametrize("time_limit_ms, timeout_s", [(1000, None), (None, 1.5)], ids=["time limit", "deadline"])
+async def test_a_recovery_waits_no_longer_than_its_caller(
+    tmp_path: Path, model: Path, time_limit_ms: int | None, timeout_s: float | None
+) -> None:
+    async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, open_channel(swarm.address) as channel:
+        stopping = pb.StoppingParameters(max_tokens=5000, ignore_eos=True, time_limit_ms=time_limit_ms)
+        request = pb.GenerateRequest(text=PROMPT, stopping=stopping)
+        started_s = time.monotonic()
+        ending = asyncio.create_task(refusal(channel, "GenerateStream", request, timeout_s=timeout_s))
+        await until_sessions(swarm.servers[1], 1)
+        await crash(lost := swarm.servers.pop())
+        check_unavailable(await ending, "NO_CHAIN")
+        assert time.monotonic() - started_s < 3
+        await lost.stop()
+        await swarm.until_empty()
 
 
 async def test_a_server_that_stops_has_left_the_placement_for_good(tmp_path: Path, model: Path) -> None:

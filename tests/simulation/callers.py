@@ -1,6 +1,7 @@
 """Those who ask: each conversation turn by turn, against what one machine would have answered."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
@@ -69,10 +70,14 @@ class WatchedOpener(ChainOpener):
 
     @asynccontextmanager
     async def open(
-        self, identity: SessionIdentity, options: OpenOptions, on_recovered: Callable[[Recovered], None]
+        self,
+        identity: SessionIdentity,
+        options: OpenOptions,
+        on_recovered: Callable[[Recovered], None],
+        until_s: float = math.inf,
     ) -> AsyncIterator[ChainSession]:
         answer = ASKING.get()
-        async with super().open(identity, options, on_recovered) as session:
+        async with super().open(identity, options, on_recovered, until_s) as session:
             self.open_sessions[identity.session_id] = session
             if answer is not None:
                 answer.session = session

@@ -54,7 +54,10 @@ class ClientSettings(ServiceSettings):
         16, ge=0, le=200, description="Attempts to recover from lost hops, of one request; 0 gives its failure back."
     )
     recovery_patience_s: float = Field(
-        5.0, ge=0, description="Seconds that a recovery waits for a server that can replace a lost one."
+        30.0,
+        ge=0,
+        description="Seconds that a recovery waits for a server that can replace a lost one, and no longer than its "
+        "caller: a lease must end, a server must move or start, and weights must be loaded.",
     )
     max_replayed_tokens: int = Field(
         8192, ge=1, description="Tokens that all recoveries replay at a time, against a stampede."

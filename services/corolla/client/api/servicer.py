@@ -1,10 +1,12 @@
 """GenerationService: authenticate, validate, answer."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
@@ -22,6 +24,8 @@ from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
+
+_FAREWELL_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ class GenerationServicer:
         tenant = self._tenants.of(context)
         validation.check_model(request.model, self._facts.name)
         call = validation.prompt_call(request, self._facts.vocab_size, self._facts.context_length)
-        caller = Caller(tenant, request.ByteSize(), usage)
+        caller = Caller(tenant, request.ByteSize(), usage, _until_s(context))
         if not call.session_id:
             encode = partial(self._prompt_ids, call.prompt, add_special_tokens=True)
             answers = self._answering.complete(caller, encode, call.options, call.num_completions)
@@ -173,7 +177,7 @@ class GenerationServicer:
         tenant = self._tenants.of(context)
         validation.check_model(request.model, self._facts.name)
         call = validation.chat_call(request, self._facts.vocab_size)
-        caller = Caller(tenant, request.ByteSize(), usage)
+        caller = Caller(tenant, request.ByteSize(), usage, _until_s(context))
         max_tokens = self._facts.context_length
         if not call.session_id:
             check_roles(call.messages)
@@ -261,6 +265,14 @@ class GenerationServicer:
             has_chat_template=self._chat.exists,
             ready=self._placement.cheapest_chain is not None,
         )
+
+
+def _until_s(context: Context) -> float:
+    """When a caller no longer waits, less the moment in which it can still be told why."""
+    seconds_left = context.time_remaining()
+    if seconds_left is None:
+        return math.inf
+    return asyncio.get_running_loop().time() + max(0.0, seconds_left - _FAREWELL_S)
 
 
 class _Collected:

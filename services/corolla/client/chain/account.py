@@ -1,5 +1,6 @@
 """What one request has gone through, and when it is enough. Pure: times are passed in."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -38,10 +39,12 @@ class RecoveryAccount:
     Args:
         max_recoveries: attempts of the request; 0 for none.
         on_recovered: is told of each recovery that succeeded.
+        until_s: when nobody waits for the answer any more.
     """
 
     max_recoveries: int
     on_recovered: Callable[[Recovered], None] = lambda recovered: None
+    until_s: float = math.inf
     num_attempts: int = 0
     _num_non_finite: int = 0
     # Blocks of servers that died since the request last got further.
@@ -59,6 +62,10 @@ class RecoveryAccount:
         if self.num_attempts >= self.max_recoveries:
             raise failure
         self.num_attempts += 1
+
+    def patience_s(self, most_s: float, now_s: float) -> float:
+        """How long to wait for a replacement: `most_s`, but not beyond the request's own time."""
+        return max(0.0, min(most_s, self.until_s - now_s))
 
     def recovered(self, recovered: Recovered) -> None:
         self.on_recovered(recovered)

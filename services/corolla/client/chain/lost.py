@@ -2,13 +2,14 @@
 
 A stream that broke does not say whether its server is gone: the network may have forgotten the connection, or this very
 process may have been frozen, and then all its streams broke at once. So where nobody else can take a server's place, it
-is tried again, for a while.
+is tried again, for a while, and less often the longer it takes: each time is one of the request's attempts.
 """
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 RETRY_INTERVAL_S: Final = 1.0
+MOST_RETRY_INTERVAL_S: Final = 4.0
 
 
 class LostServers(Collection[str]):
@@ -47,5 +48,10 @@ class LostServers(Collection[str]):
         return frozenset(
             server_id
             for server_id, times in self._times.items()
-            if times is not None and now_s >= times[1] + RETRY_INTERVAL_S and now_s < times[0] + self._patience_s
+            if times is not None and _retry_s(*times) <= now_s < times[0] + self._patience_s
         )
+
+
+def _retry_s(first_s: float, last_s: float) -> float:
+    """When a server is due that failed at these times."""
+    return last_s + min(max(RETRY_INTERVAL_S, last_s - first_s), MOST_RETRY_INTERVAL_S)

@@ -1,6 +1,7 @@
 """Opens sessions that decode in gangs with the others of their chain."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
@@ -48,7 +49,11 @@ class ChainOpener:
 
     @asynccontextmanager
     async def open(
-        self, identity: SessionIdentity, options: OpenOptions, on_recovered: Callable[[Recovered], None]
+        self,
+        identity: SessionIdentity,
+        options: OpenOptions,
+        on_recovered: Callable[[Recovered], None],
+        until_s: float = math.inf,
     ) -> AsyncIterator[ChainSession]:
         """A session on a chain. On leaving, the caller must have closed or parked it.
 
@@ -56,6 +61,7 @@ class ChainOpener:
 
         Args:
             on_recovered: is told of each recovery of this session.
+            until_s: when nobody waits for its answer any more, by the event loop's clock.
 
         Raises:
             NoChain, OutOfPages, HopUnavailable: nothing stays allocated.
@@ -66,7 +72,7 @@ class ChainOpener:
             reservation,
             self._plane,
             self._recovery,
-            RecoveryAccount(self._limits.max_recoveries, on_recovered),
+            RecoveryAccount(self._limits.max_recoveries, on_recovered, until_s),
             self._gang_of,
             self._edges,
             self._compute,

@@ -1,6 +1,7 @@
 """The placement as last pushed by a router. It stays when the router goes."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Final
@@ -31,6 +32,7 @@ class PlacementWatch:
         self._placement: pb.Placement | None = None
         self._complete: pb.Placement | None = None
         self._incomplete_since_s = 0.0
+        self._published = asyncio.Event()
 
     @property
     def cheapest_chain(self) -> common_pb2.Chain | None:
@@ -56,6 +58,12 @@ class PlacementWatch:
         """Blocks without a ready server, as far as is known."""
         return [Span(span.start, span.end) for span in self._placement.uncovered] if self._placement else []
 
+    async def news(self, timeout_s: float) -> None:
+        """Returns when something was pushed, at the latest after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._published.wait()
+
     async def run(self) -> None:
         """Watches for ever."""
         told = False
@@ -80,3 +88,5 @@ class PlacementWatch:
             self._complete = placement
         elif was_complete:
             self._incomplete_since_s = asyncio.get_running_loop().time()
+        published, self._published = self._published, asyncio.Event()
+        published.set()

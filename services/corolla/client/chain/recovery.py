@@ -110,7 +110,9 @@ class Recovery:
                 await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE_S))
             account.begin(latest)
             # A server whose numbers are bad will not be replaced by one that is still to come.
-            findings.patience_s = 0.0 if isinstance(latest, NonFiniteOutput) else self._patience_s
+            findings.patience_s = (
+                0.0 if isinstance(latest, NonFiniteOutput) else account.patience_s(self._patience_s, clock())
+            )
             self._blame(latest, places, members, findings, account, in_replay=latest is not failure)
             if isinstance(latest, HopLeaving) and latest.address:
                 await self._moves.settled(latest.address, places.identities)

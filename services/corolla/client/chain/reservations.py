@@ -45,7 +45,7 @@ class ChainLimits:
     step_timeout_s: float
     lease_ms: int
     max_recoveries: int = 16
-    recovery_patience_s: float = 5.0
+    recovery_patience_s: float = 30.0
     max_replayed_tokens: int = 8192
     merges_replayed_steps: bool = True
 

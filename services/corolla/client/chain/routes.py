@@ -26,7 +26,7 @@ from corolla.planning.planner import plan_around_suspects, plan_blocks
 from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 
-_RETRY_INTERVAL_S: Final = 0.1
+_RETRY_INTERVAL_S: Final = 0.5
 
 
 class Routes:
@@ -177,7 +177,7 @@ class Routes:
                         return self._repaired_now(chain, frozenset(lost) - may_stay, num_tokens)
                 if now_s >= give_up_s:
                     raise
-            await asyncio.sleep(_RETRY_INTERVAL_S)
+            await self._placement.news(min(_RETRY_INTERVAL_S, give_up_s - now_s))
 
     async def close(self) -> None:
         await self._tasks.close()

@@ -4,6 +4,7 @@ Everything that an answer takes is held by a context: finish, cancellation and f
 """
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -41,11 +42,13 @@ class Caller:
 
     Attributes:
         num_bytes: of the request's message.
+        until_s: when the caller no longer waits, by the event loop's clock.
     """
 
     tenant: str
     num_bytes: int
     usage: Usage
+    until_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +91,13 @@ class Answering:
         Yields:
             `(index, delta)` as they come; of each index the last has a finish reason.
         """
-        tenant = caller.tenant
+        tenant, until_s = caller.tenant, _until_s(caller, options)
         self._speculators.check(options.speculation)
         async with self._admission.request(tenant, caller.num_bytes, caller.usage) as meter:
             prompt_ids = await asyncio.to_thread(encode)
             max_tokens = self._max_tokens(len(prompt_ids), options)
             answers = [
-                self._complete_one(tenant, prompt_ids, _seeded(options, index), max_tokens, index, meter)
+                self._complete_one(tenant, prompt_ids, _seeded(options, index), max_tokens, index, meter, until_s)
                 for index in range(num_completions)
             ]
             async with meter.running(), aclosing(merge(answers)) as deltas:
@@ -108,7 +111,7 @@ class Answering:
 
         A turn that its caller named is run once: asked for again, it is told again.
         """
-        tenant = caller.tenant
+        tenant, until_s = caller.tenant, _until_s(caller, options)
         self._speculators.check(options.speculation)
         resumption = options.resumption
         turn_name = "" if resumption is None else resumption.name_of_turn(tenant)
@@ -138,7 +141,7 @@ class Answering:
                 texts=[text_ids],
                 max_position=min(num_kept_tokens, record.position) if earlier.hops else None,
             )
-            async with self._opener.open(identity, opening, meter.recovered) as session:
+            async with self._opener.open(identity, opening, meter.recovered, until_s) as session:
                 position = num_past_tokens = min(num_kept_tokens, record.position)
                 try:
                     await session.take_up(text_ids, num_past_tokens if earlier.hops else 0)
@@ -167,12 +170,13 @@ class Answering:
         max_tokens: int,
         index: int,
         meter: RequestMeter,
+        until_s: float,
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         answer = self._answer(prompt_ids, max_tokens, options)
         text_ids = [*prompt_ids, *answer.token_ids]
         identity = SessionIdentity(secrets.token_bytes(16), 1, tenant)
         opening = OpenOptions(max_tokens=len(prompt_ids) + max_tokens, transient=True, texts=[text_ids])
-        async with self._opener.open(identity, opening, meter.recovered) as session:
+        async with self._opener.open(identity, opening, meter.recovered, until_s) as session:
             try:
                 await session.take_up(text_ids)
                 if index == 0:
@@ -259,6 +263,13 @@ class Answering:
         prompt_ids = record.token_log[:num_prompt_tokens]
         answer = Answer(self._tokenizer, prompt_ids, unbounded, options.stop_sequences)
         return told_again(answer, record.token_log[num_prompt_tokens:], FinishReason(record.last_finish_reason))
+
+
+def _until_s(caller: Caller, options: AnswerOptions) -> float:
+    """When nobody waits for an answer any more that begins now."""
+    if options.time_limit_s is None:
+        return caller.until_s
+    return min(caller.until_s, asyncio.get_running_loop().time() + options.time_limit_s)
 
 
 def _seeded(options: AnswerOptions, index: int) -> AnswerOptions:

@@ -57,6 +57,12 @@ def test_attempts_are_counted_over_all_recoveries() -> None:
         account.begin(failure)
 
 
+def test_nobody_waits_longer_for_a_replacement_than_the_caller_does() -> None:
+    assert RecoveryAccount(16).patience_s(30.0, now_s=1e6) == 30.0
+    account = RecoveryAccount(16, until_s=100.0)
+    assert [account.patience_s(30.0, now_s) for now_s in (60.0, 95.0, 120.0)] == [30.0, 5.0, 0.0]
+
+
 def test_the_second_output_that_is_no_number_is_the_requests_own() -> None:
     account = RecoveryAccount(16)
     failure = NonFiniteOutput("nan")
