@@ -98,3 +98,22 @@ def avoid(swarm: Swarm, server: BlockServer) -> None:
     routes = swarm.clients[0]._routes
     assert routes is not None
     routes.avoid(server.server_id)
+
+
+@pytest.mark.parametrize("is_router_there", [True, False], ids=["by the router", "by the client service"])
+async def test_a_burst_is_shared_by_replicas_before_they_tell_of_it(
+    tmp_path: Path, model: Path, is_router_there: bool
+) -> None:
+    # No heartbeat comes meanwhile, and what one text leaves behind helps no other.
+    settings: dict[str, Any] = {
+        "router": {"lease_ms": 600_000, "heartbeat_interval_ms": 200_000},
+        "server": {"prefix_cache": False},
+    }
+    async with Swarm(tmp_path, model, ["0:2", "2:5", "2:5"], **settings) as swarm, swarm.connect() as client:
+        if not is_router_there:
+            await swarm.router.stop()
+        await asyncio.gather(*(client.generate(PROMPT, **OPTIONS) for _ in range(64)))
+        tokens = [await sample(server.metrics_port, "corolla_hop_tokens_total") for server in swarm.servers]
+        assert tokens[1] + tokens[2] == tokens[0]
+        # They measured themselves, so they are not quite equal.
+        assert 0.25 < tokens[1] / tokens[0] < 0.75

@@ -47,6 +47,7 @@ class Registration:
         self._interval_s = 1.0
         self._span: Span | None = None
         self._soon = asyncio.Event()
+        self._num_heartbeats = 0
         self._ordered: asyncio.Future[Span] = asyncio.get_running_loop().create_future()
         self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
 
@@ -114,6 +115,8 @@ class Registration:
         )
         if self._span is not None:
             request.span.CopyFrom(common_pb2.BlockSpan(start=self._span.start, end=self._span.end))
+        self._num_heartbeats += 1
+        request.load.heartbeat_number = self._num_heartbeats
         try:
             failpoints.passed("before_lease")
             answer = await self._stub.Heartbeat(request, timeout=_CALL_TIMEOUT_S)

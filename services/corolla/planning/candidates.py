@@ -1,8 +1,9 @@
 """From the messages of a placement to what the planner reckons with, and back. Pure."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+from corolla.planning.bookings import Booked
 from corolla.planning.planner import Candidate, PlannedHop
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -14,6 +15,8 @@ UNMEASURED_TOKENS_PER_SECOND: Final = 1.0
 SESSION_LOAD: Final = 0.05
 """What an open session adds to a server's time per block, as a part of it: most of them are idle or batched."""
 
+_NOTHING: Final = Booked()
+
 
 def measured_speed(placed: pb.PlacedServer) -> float:
     """Tokens per second through one block: of late if known, else as measured at its start; 0: not measured."""
@@ -21,16 +24,22 @@ def measured_speed(placed: pb.PlacedServer) -> float:
 
 
 def candidates(
-    servers: Iterable[pb.PlacedServer], *, fingerprint: str = "", num_tokens: int = 0, excluded: Collection[str] = ()
+    servers: Iterable[pb.PlacedServer],
+    *,
+    fingerprint: str = "",
+    num_tokens: int = 0,
+    excluded: Collection[str] = (),
+    booked: Mapping[str, Booked] | None = None,
 ) -> list[Candidate]:
     """The ready servers with these weights (empty: any), save the excluded ones, in the given order.
 
     Args:
-        num_tokens: for which a server needs free pages.
+        num_tokens: for which a server needs free pages; 0 asks for none.
         excluded: server ids.
+        booked: what servers are to hold beside what they told, by id.
     """
     return [
-        _candidate(each, num_tokens)
+        _candidate(each, num_tokens, (booked or {}).get(each.server.server_id, _NOTHING))
         for each in servers
         if each.state == pb.SERVER_STATE_READY
         and fingerprint in ("", each.server.fingerprint)
@@ -61,7 +70,7 @@ def span_of(message: common_pb2.BlockSpan) -> Span:
     return Span(message.start, message.end)
 
 
-def _candidate(placed: pb.PlacedServer, num_tokens: int) -> Candidate:
+def _candidate(placed: pb.PlacedServer, num_tokens: int, booked: Booked) -> Candidate:
     server, load, span = placed.server, placed.load, span_of(placed.span)
     if load.decode_step_seconds > 0:
         seconds_per_block = load.decode_step_seconds / len(span)
@@ -72,9 +81,9 @@ def _candidate(placed: pb.PlacedServer, num_tokens: int) -> Candidate:
         address=server.address,
         fingerprint=server.fingerprint,
         span=span,
-        seconds_per_block=seconds_per_block * (1 + SESSION_LOAD * load.num_sessions),
+        seconds_per_block=seconds_per_block * (1 + SESSION_LOAD * (load.num_sessions + booked.num_sessions)),
         queue_seconds=load.num_queued_steps * seconds_per_block * len(span),
         zone=server.zone,
-        has_pages=has_room(load, num_tokens),
+        has_pages=num_tokens == 0 or has_room(load, num_tokens + booked.num_tokens),
         is_suspected=placed.suspected,
     )

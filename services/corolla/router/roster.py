@@ -4,10 +4,11 @@ Pure: turns what servers report into what placement and planner reckon with, and
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from corolla.chassis.errors import CorollaError
+from corolla.planning.bookings import Booked
 from corolla.planning.candidates import block_span, candidates, chain_of, measured_speed, span_of
 from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
 from corolla.router.placement import HostedSpan, throughput
@@ -77,10 +78,17 @@ class Roster:
         return Roster(self.model, self.version, self.num_blocks, kept, self.last_change)
 
     def candidates(
-        self, *, fingerprint: str = "", num_tokens: int = 0, excluded: Collection[str] = ()
+        self,
+        *,
+        fingerprint: str = "",
+        num_tokens: int = 0,
+        excluded: Collection[str] = (),
+        booked: Mapping[str, Booked] | None = None,
     ) -> list[Candidate]:
         """The ready servers with these weights (empty: any), save the excluded ones, by server id."""
-        return candidates(self.servers, fingerprint=fingerprint, num_tokens=num_tokens, excluded=excluded)
+        return candidates(
+            self.servers, fingerprint=fingerprint, num_tokens=num_tokens, excluded=excluded, booked=booked
+        )
 
     def carries(self, chain: common_pb2.Chain, *, fingerprint: str = "", excluded: Collection[str] = ()) -> bool:
         """Whether every hop of a recorded chain can be used now, by the incarnation that it names."""

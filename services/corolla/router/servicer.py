@@ -1,10 +1,14 @@
 """RouterService: checks the request, asks the store, decides."""
 
+import asyncio
 import random
+from collections import defaultdict
 from collections.abc import AsyncIterator
+from typing import Final
 
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
+from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import block_span, chain_of
 from corolla.planning.planner import plan_around_suspects
 from corolla.router import validation
@@ -14,6 +18,8 @@ from corolla.router.settings import RouterSettings
 from corolla.router.watch import PlacementWatches
 from corolla.v1 import router_pb2 as pb
 
+# From the plan until the last hop has opened the session.
+_BOOKING_LAG_S: Final = 0.25
 _STATES = frozenset({pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY, pb.SERVER_STATE_DRAINING})
 
 
@@ -27,6 +33,8 @@ class RouterServicer:
         self._registry = registry
         self._sessions = sessions
         self._watches = watches
+        # By model. Each router counts what it placed itself.
+        self._bookings: defaultdict[str, Bookings] = defaultdict(lambda: Bookings(_BOOKING_LAG_S))
 
     # --- for block servers ---
 
@@ -72,13 +80,17 @@ class RouterServicer:
             raise ModelNotFound("no block server has registered for this model", request.model)
         if pinned is not None and roster.carries(pinned, fingerprint=request.fingerprint, excluded=excluded):
             return pb.PlanChainResponse(chain=pinned, by_affinity=True)
+        bookings, now_s = self._bookings[request.model], asyncio.get_running_loop().time()
         candidates = roster.candidates(
-            fingerprint=request.fingerprint, num_tokens=request.num_tokens, excluded=excluded
-        )
+            fingerprint=request.fingerprint, num_tokens=request.num_tokens, excluded=excluded,
+            booked=bookings.beside(roster.servers, now_s),
+        )  # fmt: skip
         # The planner keeps to the order between equals: shuffled, they share the sessions.
         random.shuffle(candidates)
         planned = plan_around_suspects(candidates, roster.num_blocks)
-        return pb.PlanChainResponse(chain=chain_of(planned.hops, planned.fingerprint))
+        chain = chain_of(planned.hops, planned.fingerprint)
+        bookings.book(chain.hops, request.num_tokens, now_s)
+        return pb.PlanChainResponse(chain=chain)
 
     async def ReportServer(self, request: pb.ReportServerRequest, context: Context) -> pb.ReportServerResponse:
         validation.check_text("model", request.model)

@@ -21,12 +21,15 @@ from corolla.chassis.lifecycle import TaskGroup
 from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.placement import PlacementWatch
 from corolla.client.chain.quarantine import Quarantine
+from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import candidates, chain_of
-from corolla.planning.planner import plan_around_suspects, plan_blocks
+from corolla.planning.planner import Candidate, plan_around_suspects, plan_blocks
 from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 
 _RETRY_INTERVAL_S: Final = 0.5
+# A load that a router pushes may be as old as a heartbeat.
+_BOOKING_LAG_S: Final = 2.0
 
 
 class Routes:
@@ -43,6 +46,7 @@ class Routes:
         self._num_blocks = num_blocks
         self._quarantine = Quarantine()
         self._leaving: set[str] = set()
+        self._bookings = Bookings(_BOOKING_LAG_S)
         self._tasks = TaskGroup()
 
     def avoid(self, server_id: str) -> None:
@@ -87,20 +91,16 @@ class Routes:
         useless = frozenset(too_full) | frozenset(failed) | self._leaving
         excluded = useless | self._quarantined()
         try:
-            return _cut(await self._planned_there(num_tokens, record_id, excluded), blocks)
+            chain = await self._planned_there(num_tokens, record_id, excluded)
         except (RouterUnavailable, StoreUnavailable, ModelNotFound, NoChain) as failure:
             # No router, no store, or one that has lost its memory: the last snapshot may know better.
-            chain = self._planned_here(num_tokens, excluded) or self._planned_here(num_tokens, useless)
-            if chain is not None:
-                return _cut(chain, blocks)
-            if isinstance(failure, ModelNotFound):
-                # We do have the model; only its blocks have no server, and never had one.
-                listed = f"0:{self._num_blocks}"
-                raise NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed}) from None
-            if isinstance(failure, NoChain) and too_full:
-                # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
-                raise OutOfPages("block servers have too few free KV pages for this request") from None
-            raise
+            here = self._planned_here(num_tokens, excluded) or self._planned_here(num_tokens, useless)
+            if here is None:
+                raise self._no_chain(failure, are_some_full=bool(too_full)) from None
+            chain = here
+        chain = _cut(chain, blocks)
+        self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time())
+        return chain
 
     async def _planned_there(self, num_tokens: int, record_id: str, excluded: frozenset[str]) -> common_pb2.Chain:
         plan = partial(self._control.plan_chain, fingerprint=self._fingerprint, session_id=record_id, excluded=excluded)
@@ -113,15 +113,23 @@ class Routes:
 
     def _planned_here(self, num_tokens: int, excluded: Collection[str]) -> common_pb2.Chain | None:
         for wanted_tokens in (num_tokens, 0):
-            usable = candidates(
-                self._placement.servers, fingerprint=self._fingerprint, num_tokens=wanted_tokens, excluded=excluded
-            )
-            random.shuffle(usable)
+            usable = self._candidates(wanted_tokens, excluded)
             try:
                 return chain_of(plan_around_suspects(usable, self._num_blocks).hops, self._fingerprint)
             except (NoChain, OutOfPages):
                 continue
         return None
+
+    def _no_chain(self, failure: CorollaError, *, are_some_full: bool) -> CorollaError:
+        """What the caller learns where the router's `failure` stands."""
+        if isinstance(failure, ModelNotFound):
+            # We do have the model; only its blocks have no server, and never had one.
+            listed = f"0:{self._num_blocks}"
+            return NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed})
+        if isinstance(failure, NoChain) and are_some_full:
+            # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
+            return OutOfPages("block servers have too few free KV pages for this request")
+        return failure
 
     async def kept(
         self, recorded: common_pb2.Chain, useless: Collection[str], *, num_tokens: int
@@ -189,6 +197,8 @@ class Routes:
             # Where spans overlap, a hop that stays may be needed for more blocks, and then begins anew.
             blocks = Span(chain.hops[0].span.start, chain.hops[-1].span.end)
             hops = self._replacements(blocks, lost, num_tokens)
+        fresh = [hop for hop in hops if hop not in chain.hops]
+        self._bookings.book(fresh, num_tokens, asyncio.get_running_loop().time())
         return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
 
     def _refilled(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
@@ -211,21 +221,24 @@ class Routes:
         failure: CorollaError | None = None
         attempts = ((num_tokens, True), (0, True), (0, False))
         for wanted_tokens, is_careful in attempts:
-            usable = candidates(
-                self._placement.servers,
-                fingerprint=self._fingerprint,
-                num_tokens=wanted_tokens,
-                excluded={*excluded, *(avoided if is_careful else ())},
-            )
+            usable = self._candidates(wanted_tokens, {*excluded, *(avoided if is_careful else ())})
             if is_careful:
                 usable = [each for each in usable if not each.is_suspected]
-            # The planner keeps to the order between equals: shuffled, they share the sessions.
-            random.shuffle(usable)
             try:
                 return chain_of(plan_blocks(usable, blocks).hops, self._fingerprint).hops
             except (NoChain, OutOfPages) as none:
                 failure = none
         raise failure or NoChain(f"no server holds blocks {blocks}")
+
+    def _candidates(self, num_tokens: int, excluded: Collection[str]) -> list[Candidate]:
+        servers = self._placement.servers
+        usable = candidates(
+            servers, fingerprint=self._fingerprint, num_tokens=num_tokens, excluded=excluded,
+            booked=self._bookings.beside(servers, asyncio.get_running_loop().time()),
+        )  # fmt: skip
+        # The planner keeps to the order between equals: shuffled, they share the sessions.
+        random.shuffle(usable)
+        return usable
 
     def _is_gone(self, hop: common_pb2.Hop) -> bool:
         """Whether a hop is known to be of no use: avoided, or no longer in the placement."""

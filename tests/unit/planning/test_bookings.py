@@ -1,0 +1,124 @@
+"""Sessions between the plan and the heartbeat that tells of them: none is forgotten, and equals share a burst."""
+
+from collections import Counter
+from itertools import count
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corolla.planning.bookings import MOST_AGE_S, Booked, Bookings
+from corolla.planning.candidates import SESSION_LOAD, candidates, chain_of
+from corolla.planning.planner import plan
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+
+LAG_S = 0.25
+MANY_TOKENS = 1 << 20
+
+
+class Server:
+    """One that tells at each heartbeat how many sessions it holds."""
+
+    def __init__(self, server_id: str, tokens_per_second: float = 100.0) -> None:
+        self.num_sessions = 0
+        self.placed = pb.PlacedServer(state=pb.SERVER_STATE_READY, span=common_pb2.BlockSpan(start=0, end=4))
+        self.placed.server.server_id = server_id
+        self.placed.server.decode_tokens_per_second = tokens_per_second
+        self._numbers = count(1)
+        self.beat()
+
+    def beat(self) -> None:
+        load = self.placed.load
+        load.num_sessions, load.max_session_tokens = self.num_sessions, MANY_TOKENS
+        load.heartbeat_number = next(self._numbers)
+
+
+def placed(servers: list[Server]) -> list[pb.PlacedServer]:
+    return [each.placed for each in servers]
+
+
+def place(servers: list[Server], bookings: Bookings, now_s: float, num_tokens: int = 8) -> Server:
+    """One session goes where the planner sends it."""
+    booked = bookings.beside(placed(servers), now_s)
+    (hop,) = plan(candidates(placed(servers), num_tokens=num_tokens, booked=booked), 4).hops
+    bookings.book(chain_of([hop], "").hops, num_tokens, now_s)
+    (taken,) = [each for each in servers if each.placed.server.server_id == hop.server.server_id]
+    taken.num_sessions += 1
+    return taken
+
+
+@given(
+    num_servers=st.integers(1, 5),
+    num_sessions=st.integers(0, 80),
+    beats=st.lists(st.tuples(st.integers(0, 79), st.integers(0, 4)), max_size=20),
+)
+def test_equals_share_a_burst_whenever_heartbeats_come(
+    num_servers: int, num_sessions: int, beats: list[tuple[int, int]]
+) -> None:
+    servers = [Server(f"s{number}") for number in range(num_servers)]
+    bookings = Bookings(lag_s=0.0)
+    for number in range(num_sessions):
+        for before, beating in beats:
+            if before == number and beating < num_servers:
+                servers[beating].beat()
+        place(servers, bookings, now_s=number * 0.001)
+    split = [each.num_sessions for each in servers]
+    assert max(split) - min(split) <= 1
+
+
+def test_the_faster_one_takes_as_much_more_as_it_is_faster() -> None:
+    fast, slow = servers = [Server("fast", 120.0), Server("slow", 100.0)]
+    bookings = Bookings(LAG_S)
+    for _ in range(64):
+        place(servers, bookings, 1.0)
+    load = {each: 1 + SESSION_LOAD * each.num_sessions for each in servers}
+    assert fast.num_sessions > slow.num_sessions > 20
+    assert abs(load[fast] / load[slow] - 1.2) < 0.1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["place", "beat", "look"]), st.integers(0, 26)), max_size=40))
+def test_no_session_is_left_out_and_none_is_counted_twice_for_long(steps: list[tuple[str, int]]) -> None:
+    """A server learns of a session at any time within the lag; here at its end."""
+    server, bookings, now_s = Server("s"), Bookings(LAG_S), 0.0
+    underway: list[float] = []
+    num_placed = 0
+    for what, num_ticks in steps:
+        now_s += num_ticks / 64
+        if what == "place":
+            bookings.beside(placed([server]), now_s)
+            bookings.book([common_pb2.Hop(server_id="s")], 8, now_s)
+            underway.append(now_s)
+            num_placed += 1
+        elif what == "beat":
+            arrived = [each for each in underway if each + LAG_S <= now_s]
+            server.num_sessions += len(arrived)
+            underway = [each for each in underway if each not in arrived]
+            server.beat()
+        booked = bookings.beside(placed([server]), now_s).get("s", Booked())
+        if now_s < MOST_AGE_S:
+            assert server.placed.load.num_sessions + booked.num_sessions >= num_placed
+    now_s += LAG_S
+    server.num_sessions = num_placed
+    server.beat()
+    assert bookings.beside(placed([server]), now_s) == {}
+
+
+def test_room_is_booked_as_well() -> None:
+    servers = [Server("a"), Server("b")]
+    bookings = Bookings(LAG_S)
+    split = Counter(place(servers, bookings, 1.0, MANY_TOKENS // 2).placed.server.server_id for _ in range(4))
+    assert split == {"a": 2, "b": 2}
+    booked = bookings.beside(placed(servers), 1.0)
+    assert not any(each.has_pages for each in candidates(placed(servers), num_tokens=1, booked=booked))
+    # The hops have the last word.
+    assert all(each.has_pages for each in candidates(placed(servers), num_tokens=0, booked=booked))
+
+
+def test_what_never_came_about_is_forgotten() -> None:
+    servers, bookings = [Server("s")], Bookings(LAG_S)
+    place(servers, bookings, 1.0)
+    assert bookings.beside(placed(servers), 1.0 + MOST_AGE_S - 0.1) == {"s": Booked(1, 8)}
+    assert bookings.beside(placed(servers), 1.0 + MOST_AGE_S) == {}
+    place(servers, bookings, 20.0)
+    assert bookings.beside([], 20.1) == {}
+    assert bookings.beside(placed(servers), 20.2) == {}, "another server may have come under its name"
