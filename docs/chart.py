@@ -35,7 +35,7 @@ SET_BY_THE_CHART: Final = {
             "revision", "router",
         }
     ),
-    "router": frozenset({"metrics_port", "port", "redis_url"}),
+    "router": frozenset({"metrics_port", "pod_name", "pod_selector", "pod_uid", "port", "redis_url"}),
     "client": frozenset(
         {"api_keys_file", "dtype", "metrics_port", "model", "port", "quantization", "revision", "router"}
     ),

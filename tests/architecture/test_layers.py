@@ -48,5 +48,10 @@ def test_a_light_room_loads_nothing_heavy(room: str) -> None:
     assert loaded_after_importing(["corolla", *modules]).isdisjoint(HEAVY)
 
 
+def test_a_router_outside_of_a_cluster_does_not_load_its_client() -> None:
+    modules = [dotted(path) for path in own_modules(PACKAGE / "router") if path.name != "__main__.py"]
+    assert loaded_after_importing(modules).isdisjoint({"kubernetes", "urllib3", "yaml"})
+
+
 def test_the_package_itself_loads_nothing_heavy() -> None:
     assert loaded_after_importing(["corolla"]).isdisjoint(HEAVY)

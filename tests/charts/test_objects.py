@@ -160,6 +160,23 @@ def test_only_the_router_has_a_token_and_may_do_only_this() -> None:
     assert of_kind(render({"router": {"rbac": False}}), "Role", "RoleBinding") == []
 
 
+def test_the_router_watches_the_block_servers_of_its_release_and_knows_its_own_pod() -> None:
+    objects = render({"nameOverride": "petals", "router": {"settings": {"kubernetes": "auto"}}})
+    data = named(objects, "ConfigMap", "rel-petals-router")["data"]
+    selector = dict(each.split("=") for each in data["COROLLA_POD_SELECTOR"].split(","))
+    chosen = [name for name, given in pod_labels(objects).items() if selector.items() <= given.items()]
+    assert chosen == ["rel-petals-block-server-main"]
+    (container,) = pod_specs(objects)["rel-petals-router"]["containers"]
+    fields = {
+        each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"]
+        for each in container["env"]
+        if "fieldRef" in each.get("valueFrom", {})
+    }
+    assert fields == {"COROLLA_POD_NAME": "metadata.name", "COROLLA_POD_UID": "metadata.uid"}
+    (server,) = pod_specs(objects)["rel-petals-block-server-main"]["containers"]
+    assert "COROLLA_POD_UID" in {each["name"] for each in server["env"]}
+
+
 COMPONENTS: Final = ("block-server", "client", "redis", "router", "test")
 PORTS: Final = {"block-server": {50052}, "client": {50051}, "redis": {6379}, "router": {50050}, "test": set[int]()}
 METRICS: Final = 9464

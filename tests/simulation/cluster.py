@@ -154,7 +154,8 @@ class Router:
             relist_interval_s=settings.relist_interval_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
-        handler = service_handler(_ROUTER, RouterServicer(settings, registry, sessions, watches), cluster.rpc_metrics)
+        servicer = RouterServicer(settings, registry, sessions, watches, on_departure=lambda _farewell: None)
+        handler = service_handler(_ROUTER, servicer, cluster.rpc_metrics)
         cluster.network.listen(ROUTER, self.process, [handler])
 
 

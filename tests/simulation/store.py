@@ -148,6 +148,10 @@ class SimulatedRedis:
     def _get(self, key: bytes) -> Any:
         return self._find(key)
 
+    def _mget(self, *keys: bytes) -> LuaTable:
+        values = map(self._get, keys)
+        return LuaTable.of(*(False if value is None else value for value in values))
+
     def _set(self, key: bytes, value: bytes, *options: bytes) -> Any:
         if b"NX" in options and self._find(key) is not None:
             return None

@@ -11,6 +11,15 @@ app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/* A map of labels as the API takes it in a query. */}}
+{{- define "corolla.labelSelector" -}}
+{{- $terms := list -}}
+{{- range $name, $value := . -}}
+{{- $terms = append $terms (printf "%s=%s" $name $value) -}}
+{{- end -}}
+{{ join "," $terms }}
+{{- end }}
+
 {{/* Labels of an object: dict "root" "component". */}}
 {{- define "corolla.labels" -}}
 {{ include "corolla.selector" .root }}

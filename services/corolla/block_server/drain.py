@@ -182,6 +182,12 @@ class Drain:
             peer.send(moved)
 
     @property
+    def num_moved(self) -> int:
+        """Sessions that others have now."""
+        served = {held.request.session_id for held in self._sessions if not held.is_leaving}
+        return len(self._moved.keys() - served)
+
+    @property
     def num_left(self) -> int:
         """Sessions that are nowhere else."""
         return sum(not held.is_leaving for held in self._sessions)

@@ -145,9 +145,12 @@ class Registration:
         except grpc.RpcError as failure:
             raise from_rpc_error(failure) from None
 
-    async def leave(self) -> None:
+    async def leave(self, num_moved_sessions: int = 0, num_left_sessions: int = 0) -> None:
         """Gives the lease back; if no router answers, the lease runs out by itself."""
-        request = router_pb2.DeregisterServerRequest(model=self._server.model, server_id=self._server.server_id)
+        request = router_pb2.DeregisterServerRequest(
+            model=self._server.model, server_id=self._server.server_id,
+            num_moved_sessions=num_moved_sessions, num_left_sessions=num_left_sessions,
+        )  # fmt: skip
         try:
             failpoints.passed("before_deregister")
             await self._stub.DeregisterServer(request, timeout=_CALL_TIMEOUT_S)

@@ -176,13 +176,14 @@ class BlockServer:
         await self._rpc.not_ready()
         if self._drain is not None:
             await self._drain.run(self.settings.grace_s)
-        await self._admin.close(self._drain.num_left if self._drain is not None else 0)
+        num_moved, num_left = (self._drain.num_moved, self._drain.num_left) if self._drain is not None else (0, 0)
+        await self._admin.close(num_left)
         if self._heartbeats is not None:
             # A heartbeat after the farewell would find the lease gone and register a server that is about to end.
             self._heartbeats.cancel()
             await asyncio.wait({self._heartbeats})
         if self._registration is not None:
-            await self._registration.leave()
+            await self._registration.leave(num_moved, num_left)
         # Streams do not end by themselves; those who still use them had their time.
         await self._rpc.stop(0)
         await self._tasks.close()

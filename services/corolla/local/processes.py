@@ -91,6 +91,7 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "PYTHONUNBUFFERED": "1",
         "COROLLA_REDIS_URL": redis_url,
+        "COROLLA_KUBERNETES": "off",
         "COROLLA_METRICS_HOST": LOOPBACK,
         "COROLLA_METRICS_PORT": "0",
         "COROLLA_GRACE_S": str(options.grace_s / 2),

@@ -58,6 +58,17 @@ class RouterMetrics:
             "corolla_redis_script_seconds", "Duration of a Redis script in seconds, failed ones included.", ["script"],
             buckets=SCRIPT_BUCKETS, registry=registry,
         )  # fmt: skip
+        self._pod_watch_up = Gauge(
+            "corolla_pod_watch_up",
+            "1 while this router knows the states of its block servers' pods from Kubernetes, else 0.",
+            registry=registry,
+        )
+        self._kubernetes_calls = Counter(
+            "corolla_kubernetes_calls",
+            "Calls of the Kubernetes API, by call (list, watch, patch, event) and outcome (ok, forbidden, failed).",
+            ["call", "outcome"],
+            registry=registry,
+        )
         self._spans: dict[str, set[str]] = {}
 
     def script_done(self, script: str, seconds: float) -> None:
@@ -65,6 +76,13 @@ class RouterMetrics:
 
     def store_up(self, up: bool) -> None:
         self._store_up.set(1 if up else 0)
+
+    def pod_watch_up(self, up: bool) -> None:
+        self._pod_watch_up.set(1 if up else 0)
+
+    def kubernetes_called(self, call: str, outcome: str) -> None:
+        """From any thread."""
+        self._kubernetes_calls.labels(call, outcome).inc()
 
     def move_ordered(self, model: str, *, covers: bool) -> None:
         self._moves.labels(model, "covers" if covers else "faster").inc()

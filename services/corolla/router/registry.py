@@ -116,6 +116,20 @@ class Registry:
         """Suspects a server until its next heartbeat; an unknown one is no error."""
         await self._store.run("report", model, server_id, self._lease_ms)
 
+    async def withhold(self, model: str, server_id: str, reason: str, ttl_ms: int) -> None:
+        """Keeps sessions from a server that says it is ready; an unknown one is no error.
+
+        Args:
+            reason: `leaving`: it counts as draining, and nothing takes that back. `unready`: chains avoid it where they
+                can. Empty: it is no longer unready.
+            ttl_ms: how long that holds unless it is said again.
+        """
+        await self._store.run("withhold", model, server_id, reason, ttl_ms)
+
+    async def lead(self, task: str, router_id: str, ttl_ms: int) -> bool:
+        """Whether this router, alone among all, does `task` for the next `ttl_ms`."""
+        return bool(await self._store.run("lead", "", task, router_id, ttl_ms) == 1)
+
     async def deregister(self, model: str, server_id: str) -> None:
         """Takes a server out at once; an unknown one is no error."""
         await self._store.run("deregister", model, server_id)

@@ -10,6 +10,7 @@ from corolla.chassis.lifecycle import TaskGroup, run_service
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.router.census import run_census
+from corolla.router.cluster.keeper import ClusterKeeper
 from corolla.router.metrics import RouterMetrics
 from corolla.router.rebalancer import Rebalancer
 from corolla.router.registry import Registry
@@ -42,7 +43,10 @@ class RouterProcess:
         )
         self._tasks = TaskGroup()
         self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection)
-        servicer = RouterServicer(settings, self._registry, self._sessions, self._watches)
+        self._cluster = ClusterKeeper(self._registry, self._metrics, settings)
+        servicer = RouterServicer(
+            settings, self._registry, self._sessions, self._watches, on_departure=self._cluster.departed
+        )
         self._rpc.add(
             _SERVICE,
             service_handler(
@@ -71,6 +75,7 @@ class RouterProcess:
         )
         if self.settings.rebalance:
             self._tasks.start(Rebalancer(self._registry, self._metrics, self.settings).run(), "rebalancing")
+        self._tasks.start(self._cluster.run(), "kubernetes")
         await self._rpc.ready()
         log.info("router serves", extra={"port": self.port, "metrics_port": self.metrics_port})
 

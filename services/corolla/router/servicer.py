@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
@@ -27,12 +27,19 @@ class RouterServicer:
     """Every method raises an error of the tree; StoreUnavailable whenever Redis does not answer."""
 
     def __init__(
-        self, settings: RouterSettings, registry: Registry, sessions: SessionRecords, watches: PlacementWatches
+        self,
+        settings: RouterSettings,
+        registry: Registry,
+        sessions: SessionRecords,
+        watches: PlacementWatches,
+        *,
+        on_departure: Callable[[pb.DeregisterServerRequest], None],
     ) -> None:
         self._settings = settings
         self._registry = registry
         self._sessions = sessions
         self._watches = watches
+        self._on_departure = on_departure
         # By model. Each router counts what it placed itself.
         self._bookings: defaultdict[str, Bookings] = defaultdict(lambda: Bookings(_BOOKING_LAG_S))
 
@@ -65,6 +72,7 @@ class RouterServicer:
         validation.check_text("model", request.model)
         validation.check_name("server_id", request.server_id)
         await self._registry.deregister(request.model, request.server_id)
+        self._on_departure(request)
         return pb.DeregisterServerResponse()
 
     # --- for client services ---

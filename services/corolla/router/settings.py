@@ -1,5 +1,7 @@
 """Settings of the router."""
 
+from typing import Literal
+
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from corolla.chassis.settings import ServiceSettings
@@ -58,6 +60,24 @@ class RouterSettings(ServiceSettings):
         le=86_400,
         description="Seconds after a move in which none only makes blocks faster; they double while the servers stay.",
     )
+    kubernetes: Literal["auto", "off"] = Field(
+        "auto",
+        description="Whether the router watches and tags the pods of its block servers, and records Events: `auto`, "
+        "where it has a service account's token or a `kubeconfig`; `off`, nowhere.",
+    )
+    kubeconfig: str = Field(
+        "", description="File that names a Kubernetes API and a namespace, for a router outside of the cluster."
+    )
+    pod_selector: str = Field(
+        "app.kubernetes.io/component=block-server", description="Label selector of the block servers' pods."
+    )
+    pod_relist_interval_s: float = Field(
+        30, ge=1, le=3600, description="Seconds after which the watched pods are listed anew."
+    )
+    pod_name: str = Field(
+        "", description="Name of the router's own Kubernetes pod, which Events about spans are attached to."
+    )
+    pod_uid: str = Field("", description="UID of the router's own Kubernetes pod.")
     session_ttl_s: float = Field(
         3600, gt=0, le=2_592_000, description="Seconds that a session record lives when its creator names no time."
     )

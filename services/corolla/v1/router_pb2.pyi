@@ -278,17 +278,24 @@ class DeregisterServerRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     SERVER_ID_FIELD_NUMBER: _builtins.int
+    NUM_MOVED_SESSIONS_FIELD_NUMBER: _builtins.int
+    NUM_LEFT_SESSIONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     server_id: _builtins.str
+    num_moved_sessions: _builtins.int
+    """What became of its sessions: other servers have them, or nobody has."""
+    num_left_sessions: _builtins.int
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         server_id: _builtins.str = ...,
+        num_moved_sessions: _builtins.int = ...,
+        num_left_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "server_id", b"server_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_left_sessions", b"num_left_sessions", "num_moved_sessions", b"num_moved_sessions", "server_id", b"server_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

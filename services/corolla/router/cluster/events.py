@@ -1,6 +1,6 @@
 """What is worth an Event, and when: a span that flaps must not flood the namespace. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -73,7 +73,7 @@ class SpanLedger:
         state.told, state.told_s, state.num_changes = state.seen, now_s, 0
         return happening
 
-    def forget(self, models: Sequence[str]) -> None:
+    def forget(self, models: Collection[str]) -> None:
         """Only these models are left."""
         for model in self._models.keys() - set(models):
             del self._models[model]

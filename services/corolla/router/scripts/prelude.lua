@@ -18,6 +18,10 @@ local MOST_SESSION_TTL_MS = 2592000000
 
 -- String with a TTL: somebody reported that the server failed.
 local function suspect_key(server_id) return PREFIX .. 'suspect:' .. server_id end
+-- String with a TTL: what speaks against a server that says it is ready: `leaving` or `unready`.
+local function withheld_key(server_id) return PREFIX .. 'withheld:' .. server_id end
+-- String with a TTL: who alone does what one router is enough for.
+local function lead_key(task) return PREFIX .. 'lead:' .. task end
 -- Hash with a TTL: tenant, record, chain, epoch, and the id of the turn that ended last.
 local function session_key(session_id) return PREFIX .. 'session:' .. session_id end
 -- String with a TTL: the id of the turn that holds the session.
@@ -64,7 +68,7 @@ local function hear(server_id, lease)
 end
 
 local function remove(server_id, entry)
-  redis.call('DEL', suspect_key(server_id))
+  redis.call('DEL', suspect_key(server_id), withheld_key(server_id))
   redis.call('HDEL', SERVERS, server_id)
   redis.call('HDEL', LEASES, server_id)
   redis.call('ZREM', HEARD, server_id)

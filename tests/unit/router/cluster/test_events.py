@@ -76,7 +76,7 @@ def test_models_are_apart_and_forgotten() -> None:
     ledger.look("n", [], 0)
     ledger.look("m", GAP, 1)
     assert ledger.look("n", [], 9) is None
-    ledger.forget(["n"])
+    ledger.forget({"n"})
     assert ledger.look("m", GAP, 10) is None, "as at a first look"
 
 

@@ -1,0 +1,181 @@
+"""The Kubernetes API as far as the router uses it; nothing else touches the package `kubernetes`.
+
+Answers are read as plain JSON: the package's models refuse what clusters older or newer than itself say.
+"""
+
+import datetime
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from corolla.router.cluster.events import Happening, PodRef
+from corolla.router.cluster.labels import Patch
+from corolla.router.cluster.pods import Pod, read_pod
+from corolla.router.metrics import RouterMetrics
+
+_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_CONNECT_S: Final = 3.0
+_ANSWER_S: Final = 5.0
+_COMPONENT: Final = "corolla-router"
+_CHANGES: Final = frozenset({"ADDED", "MODIFIED", "DELETED"})
+_MISSING: Final = 404
+_EXPIRED: Final = 410
+_RAW: Final[dict[str, Any]] = {"_preload_content": False, "_request_timeout": (_CONNECT_S, _ANSWER_S)}
+
+
+def is_in_cluster() -> bool:
+    """Whether this process has a service account's token."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ and (_ACCOUNT / "token").is_file()
+
+
+class ApiUnavailable(Exception):
+    """The API server does not answer, or not with sense; `cause` is for the log. It does not leave this room."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class ApiForbidden(ApiUnavailable):
+    """The API server does not let us."""
+
+
+class KubernetesApi:
+    """The pods of one namespace. Methods block: a watch for as long as it is told, everything else for some seconds.
+
+    They raise ApiUnavailable for whatever goes wrong, and ApiForbidden among that.
+
+    Args:
+        kubeconfig: file that says where the API server is, and the namespace; empty: the pod's service account does.
+        selector: of the pods' labels.
+    """
+
+    def __init__(self, kubeconfig: str, selector: str, metrics: RouterMetrics) -> None:
+        self._selector = selector
+        self._metrics = metrics
+        with _translated():
+            # Takes a second and 40 MB, so only who needs it pays.
+            from kubernetes import client, config, watch
+
+            settings = client.Configuration()
+            if kubeconfig:
+                config.load_kube_config(kubeconfig, client_configuration=settings, persist_config=False)
+                _, context = config.list_kube_config_contexts(kubeconfig)
+                self.namespace = str(context["context"].get("namespace", "default"))
+            else:
+                config.load_incluster_config(client_configuration=settings)
+                self.namespace = (_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+            # Whoever calls tries again in his own time.
+            settings.retries = False
+            # Answers come as urllib3's, which the package's annotations do not know.
+            self._core: Any = client.CoreV1Api(client.ApiClient(settings))
+            self._event_type = client.CoreV1Event
+            self._watch = watch.Watch(return_type="object")
+
+    def pods(self) -> tuple[list[Pod], str]:
+        """All pods, and the version to watch them from."""
+        with self._called("list"):
+            listed = json.loads(
+                self._core.list_namespaced_pod(self.namespace, label_selector=self._selector, **_RAW).data
+            )
+            pods = map(read_pod, listed["items"])
+            return [each for each in pods if each is not None], str(listed["metadata"]["resourceVersion"])
+
+    def changes(self, version: str, for_s: int) -> Iterator[tuple[str, Pod]]:
+        """(ADDED, MODIFIED or DELETED, pod) for each change since `version`.
+
+        Ends after `for_s`, after `stop`, or when the server no longer knows the version: then list again.
+        """
+        with self._called("watch"):
+            stream = self._watch.stream(
+                self._core.list_namespaced_pod,
+                self.namespace,
+                label_selector=self._selector,
+                resource_version=version,
+                timeout_seconds=for_s,
+                _request_timeout=(_CONNECT_S, for_s + _ANSWER_S),
+            )
+            try:
+                for event in stream:
+                    pod = read_pod(event["raw_object"])
+                    if event["type"] in _CHANGES and pod is not None:
+                        yield event["type"], pod
+                    elif event["type"] != "BOOKMARK":
+                        raise ApiUnavailable("NoPod")
+            except Exception as failure:
+                if _status(failure) != _EXPIRED:
+                    raise
+
+    def stop(self) -> None:
+        """Ends the watch that another thread is in."""
+        self._watch.stop()
+
+    def patch(self, patch: Patch) -> None:
+        """Changes a pod; one that is gone is no error."""
+        with self._called("patch"):
+            try:
+                self._core.patch_namespaced_pod(
+                    patch.name, self.namespace, dict(patch.body), _content_type="application/merge-patch+json", **_RAW
+                ).drain_conn()
+            except Exception as failure:
+                if _status(failure) != _MISSING:
+                    raise
+
+    def record(self, happening: Happening, own_pod: PodRef) -> None:
+        """Writes an Event about the pod that it names, else about our own."""
+        with self._called("event"):
+            described = _event(happening, happening.about or own_pod, own_pod, self.namespace)
+            event = self._event_type.model_validate(described)
+            self._core.create_namespaced_event(self.namespace, event, **_RAW).drain_conn()
+
+    @contextmanager
+    def _called(self, call: str) -> Iterator[None]:
+        outcome = "ok"
+        try:
+            with _translated():
+                yield
+        except ApiUnavailable as failure:
+            outcome = "forbidden" if isinstance(failure, ApiForbidden) else "failed"
+            raise
+        finally:
+            self._metrics.kubernetes_called(call, outcome)
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Whatever the package, its transport or an answer without sense raise, as ApiUnavailable."""
+    try:
+        yield
+    except ApiUnavailable:
+        raise
+    except Exception as failure:
+        kind = ApiForbidden if _status(failure) in (401, 403) else ApiUnavailable
+        raise kind(type(failure).__name__) from None
+
+
+def _status(failure: Exception) -> int | None:
+    """Of HTTP, if the server answered with one."""
+    status = getattr(failure, "status", None)
+    return status if isinstance(status, int) else None
+
+
+def _event(happening: Happening, about: PodRef, own_pod: PodRef, namespace: str) -> dict[str, Any]:
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "metadata": {"generateName": f"{about.name}.", "namespace": namespace},
+        "involvedObject": {
+            "apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": about.name, "uid": about.uid,
+        },
+        "reason": happening.reason,
+        "message": happening.message,
+        "type": "Warning" if happening.is_warning else "Normal",
+        "source": {"component": _COMPONENT, "host": own_pod.name},
+        "reportingComponent": _COMPONENT,
+        "reportingInstance": own_pod.name,
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
+    }  # fmt: skip

@@ -1,0 +1,115 @@
+"""Keeps routing in step with the pods of the block servers, where there is a cluster."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from corolla.chassis.errors import CorollaError
+from corolla.chassis.lifecycle import TaskGroup
+from corolla.router.cluster.api import ApiUnavailable, KubernetesApi, is_in_cluster
+from corolla.router.cluster.complaints import Complaints
+from corolla.router.cluster.events import PodRef
+from corolla.router.cluster.pod_watch import PodWatch, Update
+from corolla.router.cluster.pods import PodTable, Withheld, withheld_servers
+from corolla.router.cluster.scribe import Scribe
+from corolla.router.cluster.threads import aside, post
+from corolla.router.metrics import RouterMetrics
+from corolla.router.registry import Registry
+from corolla.router.roster import Roster
+from corolla.router.settings import RouterSettings
+from corolla.v1 import router_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_SHORTEST_ROUND_S: Final = 0.05
+
+
+class ClusterKeeper:
+    """Of one router. Whatever the Kubernetes API does or fails to do, routing goes on as it does without it."""
+
+    def __init__(self, registry: Registry, metrics: RouterMetrics, settings: RouterSettings) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._settings = settings
+        self._pods = PodTable()
+        self._has_news = asyncio.Event()
+        self._rosters: list[Roster] = []
+        # By model: what was said against its servers last.
+        self._withheld: dict[str, Mapping[str, Withheld]] = {}
+        self._scribe: Scribe | None = None
+        self._complaints = Complaints()
+
+    async def run(self) -> None:
+        """Runs for ever, or ends at once where there is no cluster."""
+        settings = self._settings
+        if settings.kubernetes == "off" or not (settings.kubeconfig or is_in_cluster()):
+            log.info("without kubernetes: servers are known by their heartbeats alone")
+            return
+        try:
+            api = await aside(lambda: KubernetesApi(settings.kubeconfig, settings.pod_selector, self._metrics))
+        except ApiUnavailable as failure:
+            self._complaints.about("watch", failure)
+            return
+        loop = asyncio.get_running_loop()
+        watch = PodWatch(
+            api,
+            settings.pod_relist_interval_s,
+            tell=lambda update: post(loop, lambda: self._learn(update)),
+            complain=lambda failure: post(loop, lambda: self._complaints.about("watch", failure)),
+        )
+        self._scribe = Scribe(api, self._registry, PodRef(settings.pod_name, settings.pod_uid), self._complaints)
+        tasks = TaskGroup()
+        watch.start()
+        try:
+            tasks.start(self._write(self._scribe), "tags and events")
+            while True:
+                with contextlib.suppress(CorollaError):
+                    await self._round()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._has_news.wait(), settings.relist_interval_s)
+                self._has_news.clear()
+                await asyncio.sleep(_SHORTEST_ROUND_S)
+        finally:
+            watch.stop()
+            await tasks.close()
+
+    def departed(self, farewell: pb.DeregisterServerRequest) -> None:
+        """A block server has left and said what became of its sessions."""
+        servers = [
+            each.server
+            for roster in self._rosters
+            for each in roster.servers
+            if each.server.server_id == farewell.server_id and each.server.pod_uid in self._pods
+        ]
+        if self._scribe is not None and servers:
+            pod = self._pods[servers[0].pod_uid]
+            self._scribe.departed(PodRef(pod.name, pod.uid), farewell.num_moved_sessions, farewell.num_left_sessions)
+
+    def _learn(self, update: Update) -> None:
+        update(self._pods)
+        self._metrics.pod_watch_up(self._pods.is_current)
+        self._has_news.set()
+
+    async def _round(self) -> None:
+        """Tells the store of each server that its pod speaks against; what is not repeated lapses by itself."""
+        rosters = [await self._registry.snapshot(model) for model in await self._registry.models()]
+        self._rosters = rosters
+        for roster in rosters:
+            before = self._withheld.get(roster.model, {})
+            now = withheld_servers(roster.servers, self._pods)
+            self._withheld[roster.model] = now
+            for server_id, reason in now.items():
+                if before.get(server_id) is not reason:
+                    log.info("a block server's pod leaves or is not ready", extra={"server": server_id, "pod": reason})
+                await self._registry.withhold(roster.model, server_id, reason, self._settings.lease_ms)
+            for server_id in before.keys() - now.keys():
+                await self._registry.withhold(roster.model, server_id, "", self._settings.lease_ms)
+
+    async def _write(self, scribe: Scribe) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            with contextlib.suppress(CorollaError):
+                await scribe.look(self._rosters, self._pods, clock)
+            await asyncio.sleep(self._settings.relist_interval_s)

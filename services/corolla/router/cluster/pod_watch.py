@@ -1,0 +1,86 @@
+"""Lists the pods and watches them, again and again, in a thread of its own: nobody waits for it."""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from corolla.router.cluster.api import ApiForbidden, ApiUnavailable, KubernetesApi
+from corolla.router.cluster.pods import Pod, PodTable
+
+Update = Callable[[PodTable], None]
+"""What was learned, to be done to the table by whoever owns it."""
+
+_SHORTEST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 30.0
+_FORBIDDEN_PAUSE_S: Final = 60.0
+
+
+class PodWatch:
+    """Tells of every list and every change.
+
+    Args:
+        relist_interval_s: after which a watch is given up for a new list, should it have missed something.
+        tell: called from the thread, with what was learned.
+        complain: called from the thread with what is wrong; with None when all is well.
+    """
+
+    def __init__(
+        self,
+        api: KubernetesApi,
+        relist_interval_s: float,
+        tell: Callable[[Update], None],
+        complain: Callable[[ApiUnavailable | None], None],
+    ) -> None:
+        self._api = api
+        self._relist_interval_s = relist_interval_s
+        self._tell = tell
+        self._complain = complain
+        self._stopping = threading.Event()
+        self._num_failures = 0
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="pod watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._api.stop()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._look()
+                pause_s = _SHORTEST_PAUSE_S
+            except ApiUnavailable as failure:
+                if self._stopping.is_set():
+                    return
+                self._num_failures += 1
+                self._tell(PodTable.lost)
+                self._complain(failure)
+                pause_s = self._rest_s(failure)
+            self._stopping.wait(pause_s)
+
+    def _look(self) -> None:
+        """One list, and what changes after it."""
+        pods, version = self._api.pods()
+        self._tell(lambda table: table.listed(pods))
+        for kind, pod in self._api.changes(version, max(1, round(self._relist_interval_s))):
+            if self._stopping.is_set():
+                return
+            self._all_is_well()
+            self._tell(_update(kind, pod))
+        self._all_is_well()
+
+    def _all_is_well(self) -> None:
+        self._num_failures = 0
+        self._complain(None)
+
+    def _rest_s(self, failure: ApiUnavailable) -> float:
+        if isinstance(failure, ApiForbidden):
+            return _FORBIDDEN_PAUSE_S
+        pause_s = min(_SHORTEST_PAUSE_S * 2.0 ** min(self._num_failures - 1, 10), _LONGEST_PAUSE_S)
+        return pause_s * random.uniform(0.5, 1.0)
+
+
+def _update(kind: str, pod: Pod) -> Update:
+    return lambda table: table.deleted(pod) if kind == "DELETED" else table.changed(pod)

@@ -1,0 +1,440 @@
+"""A router beside a Kubernetes API: what it learns from there, what it writes, and that it needs neither."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from corolla.router.cluster import pod_watch, scribe
+from corolla.v1 import router_pb2 as pb
+from tests.integration.metrics import sample
+from tests.integration.router.conftest import BlockServer, Router, StartRouter, spans
+from tests.integration.router.kubernetes_server import KubernetesServer, kubeconfig, kubernetes_server
+from tests.integration.router.test_registration import placement, plan
+from tests.integration.waiting import until
+from tests.unit.router.cluster.described import described_pod
+
+SELECTOR: Final = "app.kubernetes.io/component=block-server"
+OWN_POD: Final = {"pod_name": "router-0", "pod_uid": "router-uid"}
+
+
+@pytest.fixture
+def kubernetes() -> Iterator[KubernetesServer]:
+    with kubernetes_server() as server:
+        yield server
+
+
+@pytest.fixture
+def inside(tmp_path: Path, kubernetes: KubernetesServer) -> dict[str, Any]:
+    """The settings of a router that knows where the API is."""
+    return {"kubeconfig": kubeconfig(tmp_path, kubernetes), "pod_relist_interval_s": 1, **OWN_POD}
+
+
+def server_in(router: Router, model: str, pod: str, **facts: Any) -> BlockServer:
+    return BlockServer(router, model, **{"num_model_blocks": 10, "pod_uid": pod, **facts})
+
+
+@asynccontextmanager
+async def serving(*servers: BlockServer) -> AsyncIterator[None]:
+    """They are ready, each with the whole of what it can hold, and say so again and again."""
+    async with AsyncExitStack() as stack:
+        for each in servers:
+            await each.join()
+            await stack.enter_async_context(each.beating())
+        yield
+
+
+async def watched(router: Router) -> None:
+    """Returns when the router knows the pods."""
+
+    async def is_up() -> bool:
+        return await sample(router.process.metrics_port, "corolla_pod_watch_up") == 1
+
+    await until(is_up, timeout_s=10)
+
+
+async def states(router: Router, model: str) -> dict[str, tuple[int, bool]]:
+    """State and suspicion of each server, by pod."""
+    seen = await placement(router, model)
+    return {each.server.pod_uid: (each.state, each.suspected) for each in seen.servers}
+
+
+async def becomes(router: Router, model: str, pod: str, state: int, *, suspected: bool = False) -> None:
+    async def is_so() -> bool:
+        return (await states(router, model)).get(pod) == (state, suspected)
+
+    await until(is_so, timeout_s=8)
+
+
+async def chosen(router: Router, model: str) -> set[str]:
+    """Which servers twenty new sessions get."""
+    return {(await plan(router, model)).chain.hops[0].server_id for _ in range(20)}
+
+
+READY, DRAINING = int(pb.SERVER_STATE_READY), int(pb.SERVER_STATE_DRAINING)
+
+
+async def test_a_deleted_pod_gets_no_sessions_at_once_and_watchers_are_told(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    for name in "ab":
+        kubernetes.put(described_pod(name))
+    # No timer helps here: neither the list of pods nor the placement is read again by itself.
+    router = await start_router(**{**inside, "pod_relist_interval_s": 600, "relist_interval_s": 30.0})
+    await watched(router)
+    going, staying = server_in(router, model, "a"), server_in(router, model, "b")
+    async with serving(going, staying):
+        assert await chosen(router, model) == {going.server_id, staying.server_id}
+        watch = router.stub.WatchPlacement(pb.WatchPlacementRequest(model=model))
+        await watch.read()
+        began_s = time.monotonic()
+        kubernetes.put(described_pod("a", deleted=True))
+        pushed = await asyncio.wait_for(watch.read(), 5)
+        assert time.monotonic() - began_s < 1
+        assert {each.server.pod_uid: each.state for each in pushed.servers} == {"a": DRAINING, "b": READY}
+        assert await chosen(router, model) == {staying.server_id}
+        # Its own word does not change that: it has not heard of it yet.
+        await going.beat()
+        await asyncio.sleep(0.3)
+        assert await chosen(router, model) == {staying.server_id}
+        watch.cancel()
+
+
+async def test_a_pod_that_vanishes_gets_no_sessions_though_its_lease_runs(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    for name in "abc":
+        kubernetes.put(described_pod(name))
+    router = await start_router(**inside)
+    await watched(router)
+    servers = [server_in(router, model, name) for name in "abc"]
+    async with serving(*servers):
+        kubernetes.remove("pod-a")
+        await becomes(router, model, "a", DRAINING)
+        # This one goes while nobody watches.
+        kubernetes.faults["watch"] = 503
+        kubernetes.cut_watches()
+        await asyncio.sleep(0.2)
+        kubernetes.remove("pod-b")
+        kubernetes.faults.clear()
+        await becomes(router, model, "b", DRAINING)
+        assert await chosen(router, model) == {servers[2].server_id}
+
+
+async def test_a_pod_that_is_not_ready_comes_last_until_it_is_ready_again(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    for name in "ab":
+        kubernetes.put(described_pod(name))
+    router = await start_router(**inside)
+    await watched(router)
+    one, other = server_in(router, model, "a"), server_in(router, model, "b")
+    async with serving(one, other):
+        kubernetes.put(described_pod("a", ready="False"))
+        await becomes(router, model, "a", READY, suspected=True)
+        assert await chosen(router, model) == {other.server_id}
+        # With nobody else left, what it says itself counts: a cluster that errs must not stop the model.
+        kubernetes.put(described_pod("b", deleted=True))
+        await becomes(router, model, "b", DRAINING)
+        assert await chosen(router, model) == {one.server_id}
+        kubernetes.put(described_pod("a"))
+        await becomes(router, model, "a", READY)
+
+
+async def test_what_is_known_lapses_when_the_api_is_gone(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    kubernetes.put(described_pod("a", ready="False"))
+    kubernetes.put(described_pod("b", deleted=True))
+    router = await start_router(**inside)
+    await watched(router)
+    async with serving(server_in(router, model, "a"), server_in(router, model, "b")):
+        await becomes(router, model, "a", READY, suspected=True)
+        kubernetes.faults.update(list=503, watch=503)
+        kubernetes.cut_watches()
+        await becomes(router, model, "a", READY)
+        # A deletion is never taken back.
+        assert (await states(router, model))["b"] == (DRAINING, False)
+
+
+async def test_pods_say_their_spans_and_what_they_are_worth_and_are_patched_once(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    for name in "abc":
+        kubernetes.put(described_pod(name, labels={"app": "x"}))
+    router = await start_router(**inside)
+    await watched(router)
+    servers = [server_in(router, model, name, capacity_blocks=5) for name in "abc"]
+    async with serving(*servers):
+
+        async def all_are_tagged() -> bool:
+            return len(kubernetes.patches) >= 3
+
+        await until(all_are_tagged, timeout_s=10)
+        await asyncio.sleep(2)
+        metadata = {name: pod["metadata"] for name, pod in kubernetes.pods.items()}
+        assert {name: each["labels"] for name, each in metadata.items()} == {
+            "pod-a": {"app": "x", "corolla.dev/span": "0-5"},
+            "pod-b": {"app": "x", "corolla.dev/span": "5-10"},
+            "pod-c": {"app": "x", "corolla.dev/span": "0-5"},
+        }
+        costs = {
+            name: int(each["annotations"]["controller.kubernetes.io/pod-deletion-cost"])
+            for name, each in metadata.items()
+        }
+        assert costs["pod-a"] == costs["pod-c"] < costs["pod-b"]
+        assert sorted(name for name, _, _ in kubernetes.patches) == ["pod-a", "pod-b", "pod-c"]
+        assert {kind for _, kind, _ in kubernetes.patches} == {"application/merge-patch+json"}
+        assert all(
+            query["labelSelector"] == [SELECTOR] for call, query in kubernetes.calls if call in ("list", "watch")
+        )
+
+
+async def test_of_several_routers_one_writes_and_another_takes_over(
+    start_router: StartRouter,
+    inside: dict[str, Any],
+    kubernetes: KubernetesServer,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scribe, "_LEAD_MS", 1000)
+    kubernetes.put(described_pod("a"))
+    routers = [await start_router(**inside) for _ in range(3)]
+    for each in routers:
+        await watched(each)
+
+    async def num_patches(router: Router) -> float:
+        return await sample(router.process.metrics_port, "corolla_kubernetes_calls_total", call="patch")
+
+    async with serving(server_in(routers[0], model, "a")):
+
+        async def is_tagged() -> bool:
+            return bool(kubernetes.patches)
+
+        await until(is_tagged, timeout_s=10)
+        await asyncio.sleep(2)
+        made = [await num_patches(each) for each in routers]
+        assert sorted(made) == [0, 0, 1]
+        leader = routers[made.index(1)]
+        others = [each for each in routers if each is not leader]
+    await leader.process.stop()
+    kubernetes.put(described_pod("b"))
+    async with serving(server_in(others[0], model, "b")):
+
+        async def another_is_tagged() -> bool:
+            return "corolla.dev/span" in kubernetes.pods["pod-b"]["metadata"]["labels"]
+
+        await until(another_is_tagged, timeout_s=10)
+        assert sorted([await num_patches(each) for each in others]) == [0, 1]
+
+
+async def test_a_span_that_is_uncovered_and_restored_is_told_about_the_routers_pod(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    # A store may have the models of several releases; what is told is told of the pods here.
+    one, other = f"a-{model}", f"b-{model}"
+    for uid in (one, other):
+        kubernetes.put(described_pod(uid))
+    routers = [await start_router(**inside) for _ in range(2)]
+    for each in routers:
+        await watched(each)
+
+    async def told(reason: str) -> bool:
+        return reason in kubernetes.reasons()
+
+    async with serving(server_in(routers[0], model, one)):
+        await asyncio.sleep(1)
+        assert kubernetes.events == []
+    await until(lambda: told("SpanUncovered"), timeout_s=15)
+    (event,) = kubernetes.events
+    assert event["type"] == "Warning"
+    assert event["message"] == f"blocks 0:10 of {model} have no ready block server"
+    assert event["involvedObject"] == {
+        "apiVersion": "v1", "kind": "Pod", "namespace": kubernetes.namespace, "name": "router-0", "uid": "router-uid",
+    }  # fmt: skip
+    async with serving(server_in(routers[1], model, other)):
+        await until(lambda: told("SpanRestored"), timeout_s=15)
+    assert kubernetes.reasons() == ["SpanUncovered", "SpanRestored"]
+    assert kubernetes.events[1]["type"] == "Normal"
+
+
+async def test_what_became_of_a_servers_sessions_is_told_about_its_pod(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    kubernetes.put(described_pod("a"))
+    routers = [await start_router(**inside) for _ in range(2)]
+    for each in routers:
+        await watched(each)
+    server = server_in(routers[1], model, "a")
+    await server.join()
+    await asyncio.sleep(0.3)
+    farewell = pb.DeregisterServerRequest(
+        model=model, server_id=server.server_id, num_moved_sessions=3, num_left_sessions=1
+    )
+    await routers[1].stub.DeregisterServer(farewell, timeout=10)
+
+    async def is_told() -> bool:
+        return bool(kubernetes.events)
+
+    await until(is_told)
+    await asyncio.sleep(0.5)
+    (event,) = kubernetes.events
+    assert (event["reason"], event["type"]) == ("SessionsHandedOver", "Warning")
+    assert event["message"].startswith("3 sessions were handed over")
+    assert (event["involvedObject"]["name"], event["involvedObject"]["uid"]) == ("pod-a", "a")
+    assert event["source"]["component"] == "corolla-router"
+
+
+async def test_without_permission_it_goes_on_and_says_so_once(
+    start_router: StartRouter,
+    inside: dict[str, Any],
+    kubernetes: KubernetesServer,
+    model: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pod_watch, "_FORBIDDEN_PAUSE_S", 0.1)
+    kubernetes.faults.update(list=403, watch=403, patch=403, event=403)
+    kubernetes.put(described_pod("a", deleted=True))
+    with caplog.at_level(logging.INFO):
+        router = await start_router(**inside)
+        server = server_in(router, model, "a")
+        async with serving(server):
+
+            async def has_tried() -> bool:
+                return kubernetes.num_calls("list") > 5
+
+            await until(has_tried)
+            assert await chosen(router, model) == {server.server_id}
+        said = [each for each in caplog.records if each.getMessage().startswith("kubernetes")]
+        assert [(each.levelname, vars(each)["reason"]) for each in said] == [("WARNING", "ApiForbidden")]
+        assert await sample(router.process.metrics_port, "corolla_pod_watch_up") == 0
+        # Somebody has given it the role.
+        kubernetes.faults.clear()
+        await watched(router)
+
+
+@pytest.mark.parametrize("call", ["patch", "event"])
+async def test_what_it_may_not_write_it_leaves_and_says_so_once(
+    start_router: StartRouter,
+    inside: dict[str, Any],
+    kubernetes: KubernetesServer,
+    model: str,
+    call: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scribe, "_REST_S", 0.3)
+    kubernetes.faults[call] = 403
+    kubernetes.put(described_pod("a"))
+    router = await start_router(**inside)
+    await watched(router)
+    with caplog.at_level(logging.INFO):
+        server = server_in(router, model, "a")
+        await server.join()
+        async with server.beating():
+
+            async def has_tried() -> bool:
+                return kubernetes.num_calls("patch") > 0
+
+            await until(has_tried, timeout_s=10)
+            assert await chosen(router, model) == {server.server_id}
+        farewell = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
+        await router.stub.DeregisterServer(farewell, timeout=10)
+        await asyncio.sleep(2)
+    said = [vars(each)["reason"] for each in caplog.records if each.getMessage().startswith("kubernetes")]
+    assert said == ["ApiForbidden"]
+    assert bool(kubernetes.events) == (call == "patch")
+    assert bool(kubernetes.patches) == (call == "event")
+
+
+@pytest.mark.parametrize("fault", ["hang", "garbage", "nonsense", "expired", 410, 500])
+@pytest.mark.parametrize("call", ["list", "watch"])
+async def test_nothing_that_the_api_does_hurts_routing(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str, call: str, fault: Any
+) -> None:
+    if fault == "expired" and call == "list":
+        fault = 429
+    kubernetes.put(described_pod("a"))
+    kubernetes.faults[call] = fault
+    router = await start_router(**inside)
+    server = server_in(router, model, "a")
+    async with serving(server):
+        longest_s = 0.0
+        for _ in range(15):
+            began_s = time.monotonic()
+            assert spans((await plan(router, model)).chain) == ["0:10"]
+            longest_s = max(longest_s, time.monotonic() - began_s)
+            await asyncio.sleep(0.1)
+        assert longest_s < 1.0
+        kubernetes.faults.clear()
+        kubernetes.put(described_pod("a", deleted=True))
+        await becomes(router, model, "a", DRAINING)
+
+
+@pytest.mark.parametrize("call", ["list", "watch", "patch", "event"])
+async def test_a_hanging_api_holds_nothing_up(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str, call: str
+) -> None:
+    kubernetes.put(described_pod("a"))
+    kubernetes.faults[call] = "hang"
+    router = await start_router(**inside)
+    server = server_in(router, model, "a")
+    await server.join()
+    async with server.beating():
+
+        async def has_called() -> bool:
+            return kubernetes.num_calls("patch" if call == "event" else call) > 0
+
+        await until(has_called, timeout_s=10)
+    farewell = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
+    await router.stub.DeregisterServer(farewell, timeout=10)
+    await asyncio.sleep(0.3)
+    began_s = time.monotonic()
+    await router.process.stop()
+    assert time.monotonic() - began_s < 2
+    kubernetes.faults.clear()
+
+
+async def test_without_a_cluster_it_says_so_and_serves(
+    start_router: StartRouter, model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with caplog.at_level(logging.INFO):
+        router = await start_router()
+        server = server_in(router, model, "a")
+        async with serving(server):
+            assert await chosen(router, model) == {server.server_id}
+            assert await states(router, model) == {"a": (READY, False)}
+    assert [each.levelname for each in caplog.records if "without kubernetes" in each.getMessage()] == ["INFO"]
+
+
+async def test_a_kubeconfig_that_is_none_is_said_and_no_harm(
+    start_router: StartRouter, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        router = await start_router(kubeconfig=str(tmp_path / "missing"))
+        server = server_in(router, model, "a")
+        async with serving(server):
+
+            async def is_said() -> bool:
+                return any("pods are not watched" in each.getMessage() for each in caplog.records)
+
+            await until(is_said)
+            assert await chosen(router, model) == {server.server_id}
+
+
+async def test_switched_off_it_asks_nothing(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    router = await start_router(**{**inside, "kubernetes": "off"})
+    server = server_in(router, model, "a")
+    async with serving(server):
+        await asyncio.sleep(0.5)
+        assert await chosen(router, model) == {server.server_id}
+    assert kubernetes.calls == []
