@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 
@@ -12,8 +14,10 @@ from corolla.chassis.errors import InvalidRequest, SessionBusy, StaleEpoch
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.requests import ChatOptions
 from corolla.v1 import generation_pb2 as pb
+from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.refusals import refusal
+from tests.integration.metrics import sample
+from tests.integration.refusals import refusal, refusal_of
 from tests.integration.swarm import Swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -169,3 +173,40 @@ async def test_what_cannot_be_resumed_is_refused(swarm: Swarm, clients: Sequence
     async with open_channel(swarm.address) as channel:
         for field, request in bad:
             assert (await refusal(channel, "Generate", request)).fields == (field,)
+
+
+async def test_who_stops_reading_is_given_up_and_may_come_back_for_the_rest(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("stalled")
+    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 8192})
+    async with Swarm(folder, model, ["0:2", "2:5"], client={"reader_timeout_s": 0.5}) as swarm:
+        options: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True, "request_id": "long", "temperature": 1.0}
+        async with swarm.connect() as client:
+            whole = (await client.generate(PROMPT, **options)).token_ids
+        # Large chunks and small buffers, which are full soon.
+        request = pb.GenerateRequest(text=PROMPT, request_id="long", logprobs=20)
+        request.sampling.temperature = 1.0
+        request.stopping.max_tokens, request.stopping.ignore_eos = 800, True
+        async with grpc.aio.insecure_channel(swarm.address, options=[("grpc.http2.bdp_probe", 0)]) as channel:
+            call = GenerationServiceStub(channel).GenerateStream(request)
+            received: list[int] = []
+            async for chunk in call:
+                received += chunk.token_ids
+                if len(received) == 10:
+                    break
+            running = await sample(swarm.clients[0].metrics_port, "corolla_num_requests_running")
+            assert running == 1
+            # It stays, and all that it was given comes back.
+            await swarm.until_empty(timeout_s=20)
+            assert await sample(swarm.clients[0].metrics_port, "corolla_num_requests_running") == 0
+            # What is on the way still comes, and then why there is no more.
+            with suppress(grpc.aio.AioRpcError):
+                async for chunk in call:
+                    received += chunk.token_ids
+            ending = await call.code(), await call.initial_metadata(), await call.trailing_metadata()
+            assert refusal_of(grpc.aio.AioRpcError(*ending)).reason == "CALLER_STALLED"
+        assert 10 < len(received) < 800
+        async with swarm.connect() as client:
+            rest = (await client.generate(PROMPT, **options, resume_from=received)).token_ids
+        assert (*received, *rest) == whole

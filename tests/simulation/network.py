@@ -10,7 +10,6 @@ import itertools
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
-from contextlib import aclosing
 from typing import Any, Final, cast
 
 import grpc
@@ -345,15 +344,13 @@ class _Call:
         self._task = self._connection.server.start(self._handle(handler, request))
 
     async def _handle(self, handler: Any, request: bytes | None) -> None:
-        context = _Context(self)
         serialise = handler.response_serializer or (lambda response: response)
+        context = _Context(self, serialise)
         try:
             if self._kind == "unary_unary":
-                context.send(serialise(await handler.unary_unary(request, context)))
+                await context.write(await handler.unary_unary(request, context))
             elif self._kind == "unary_stream":
-                async with aclosing(handler.unary_stream(request, context)) as responses:
-                    async for response in responses:
-                        context.send(serialise(response))
+                await handler.unary_stream(request, context)
             else:
                 await handler.stream_stream(self._incoming(), context)
         except aio.AbortError:
@@ -413,14 +410,12 @@ class _Call:
 class _Context:
     """What a handler is given."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _Call, serialise: Callable[[Any], bytes]) -> None:
         self._call = call
+        self._serialise = serialise
 
-    def send(self, message: bytes) -> None:
-        self._call.answer(message)
-
-    async def write(self, message: bytes) -> None:
-        self._call.answer(message)
+    async def write(self, response: Any) -> None:
+        self._call.answer(self._serialise(response))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         self._call.abort(code, details, trailing_metadata)

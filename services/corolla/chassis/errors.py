@@ -261,6 +261,12 @@ class DeadlineExceeded(CorollaError):
     reason = "DEADLINE_EXCEEDED"
 
 
+class CallerStalled(DeadlineExceeded):
+    """The caller stayed and took nothing of its answer for too long. It learns so when it reads again."""
+
+    reason = "CALLER_STALLED"
+
+
 # --- start-up: the process says what to do and ends ---------------------------------------------------------------
 
 

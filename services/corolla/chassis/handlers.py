@@ -8,12 +8,14 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 from google.protobuf import descriptor, message, message_factory
 from google.protobuf.message import DecodeError
+from grpc import aio
 
 from corolla.chassis import errors
 from corolla.chassis.metrics import RpcMetrics
@@ -31,6 +33,7 @@ def service_handler(
     *,
     max_request_bytes: int = 4 << 20,
     raw_methods: Iterable[str] = (),
+    reader_timeout_s: float | None = None,
 ) -> grpc.GenericRpcHandler:
     """Handlers for every method of `service` that `servicer` has.
 
@@ -39,6 +42,8 @@ def service_handler(
         servicer: unary methods are coroutines, streaming ones asynchronous generators; `(request, context)`.
         max_request_bytes: larger requests are refused with MESSAGE_TOO_LARGE.
         raw_methods: streaming methods that read and write bytes instead of messages.
+        reader_timeout_s: how long the caller of a streaming method may take nothing of what it is sent, before its call
+            ends with CALLER_STALLED; None: for ever.
     """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
@@ -50,14 +55,13 @@ def service_handler(
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(guard.raw_stream(behaviour))
             continue
         parse = _parser(message_factory.GetMessageClass(method.input_type), max_request_bytes)
-        serialise = _serialise
         if method.server_streaming:
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(
-                guard.unary_stream(behaviour, parse), response_serializer=serialise
+                guard.unary_stream(behaviour, parse, reader_timeout_s), response_serializer=_serialise
             )
         else:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                guard.unary_unary(behaviour, parse), response_serializer=serialise
+                guard.unary_unary(behaviour, parse), response_serializer=_serialise
             )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
@@ -81,6 +85,49 @@ def _parser(request_class: type[message.Message], max_request_bytes: int) -> Cal
     return parse
 
 
+class _Responses:
+    """What a streaming method gives, until its caller has taken nothing for too long: then it is closed.
+
+    A write that hangs cannot be taken back, and nothing can be sent beside it. So it is left alone, and only what it
+    keeps waiting ends.
+
+    Args:
+        generator: nothing in it may belong to the task that runs it.
+        timeout_s: None waits for ever.
+        on_stalled: is told at once; the caller hears of it when it reads again.
+    """
+
+    def __init__(
+        self, generator: AsyncGenerator[Any, None], timeout_s: float | None, on_stalled: Callable[[], None]
+    ) -> None:
+        self.generator = generator
+        self._timeout_s = timeout_s
+        self._on_stalled = on_stalled
+        self._closing: asyncio.Task[None] | None = None
+
+    async def send(self, response: message.Message, context: Context) -> None:
+        """Raises CallerStalled, and CancelledError when the caller is gone."""
+        timer = None
+        if self._timeout_s is not None:
+            timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up)
+        try:
+            await context.write(response)
+        except aio.BaseError:
+            raise asyncio.CancelledError from None
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if self._closing is not None:
+            raise errors.CallerStalled(f"nothing of the answer was taken for {self._timeout_s:g} seconds")
+
+    async def aclose(self) -> None:
+        await (self._closing or self.generator.aclose())
+
+    def _give_up(self) -> None:
+        self._on_stalled()
+        self._closing = asyncio.create_task(self.generator.aclose())
+
+
 class _Guard:
     """Wraps one method: counts and times it and turns exceptions into statuses."""
 
@@ -101,26 +148,27 @@ class _Guard:
 
         return handle
 
-    def unary_stream(self, behaviour: Any, parse: Callable[[bytes], message.Message]) -> Any:
-        async def handle(data: bytes, context: Context) -> AsyncIterator[Any]:
+    def unary_stream(
+        self, behaviour: Any, parse: Callable[[bytes], message.Message], reader_timeout_s: float | None
+    ) -> Any:
+        async def handle(data: bytes, context: Context) -> None:
             started = time.perf_counter()
             try:
-                responses = behaviour(parse(data), context)
-                try:
-                    async for response in responses:
-                        yield response
-                finally:
-                    # The servicer's own clean-up runs now, not when the garbage collector comes by.
-                    await responses.aclose()
-            except GeneratorExit:
-                self._metrics.done(self._method, "CANCELLED", time.perf_counter() - started)
-                raise
+                responses = _Responses(behaviour(parse(data), context), reader_timeout_s, self._stalled)
+                # The servicer's own clean-up runs now, not when the garbage collector comes by.
+                async with aclosing(responses):
+                    async for response in responses.generator:
+                        await responses.send(response, context)
             except BaseException as failure:
                 await self._abort(failure, context, started)
                 raise
             self._metrics.done(self._method, "OK", time.perf_counter() - started)
 
         return handle
+
+    def _stalled(self) -> None:
+        log.warning("a caller does not take its answer", extra={"method": self._method})
+        self._metrics.error(errors.CallerStalled.reason)
 
     def raw_stream(self, behaviour: Any) -> Any:
         async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
@@ -146,7 +194,8 @@ class _Guard:
         else:
             return
         self._metrics.done(self._method, error.code.name, time.perf_counter() - started)
-        self._metrics.error(error.reason)
+        if not isinstance(error, errors.CallerStalled):  # which was counted when it came about
+            self._metrics.error(error.reason)
         await context.abort(error.code, error.message, trailing_metadata=trailing_metadata(error))
 
 

@@ -106,7 +106,11 @@ class ClientService:
         servicer = GenerationServicer(facts, self._tenants, answering, transcripts, opener, placement, tokenizer, chat)
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
         handler = service_handler(
-            service, servicer, RpcMetrics(self._registry), max_request_bytes=settings.max_request_bytes
+            service,
+            servicer,
+            RpcMetrics(self._registry),
+            max_request_bytes=settings.max_request_bytes,
+            reader_timeout_s=settings.reader_timeout_s,
         )
         self._rpc.add(service, handler)
         await self._rpc.start()

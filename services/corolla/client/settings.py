@@ -35,6 +35,12 @@ class ClientSettings(ServiceSettings):
     max_held_request_bytes: int = Field(
         256 << 20, ge=1024, description="Bytes of all requests that run or wait; further ones are refused."
     )
+    reader_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds that a caller may take nothing of what it is sent, with its buffers full; then its answer "
+        "ends.",
+    )
     default_max_tokens: int = Field(256, ge=1, description="New tokens when the request does not say.")
     prefill_chunk_tokens: int = Field(256, ge=1, description="Tokens of one prefill step.")
     prefill_chunk_tokens_beside_decode: int = Field(

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -16,9 +16,11 @@ from corolla.chassis.handlers import service_handler
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.rpc_server import RpcServer
 from corolla.v1 import generation_pb2 as pb
-from tests.integration.refusals import Refusal, refusal
+from tests.integration.refusals import Refusal, refusal, refusal_of
+from tests.integration.waiting import until
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
+STREAM = "GenerationService/GenerateStream"
 SECRET = "the prompt of somebody"
 
 
@@ -36,6 +38,8 @@ class Servicer:
             yield pb.GenerateChunk(text_delta="first")
             if request.model == "wait":
                 await asyncio.sleep(60)
+            while request.model == "much":
+                yield pb.GenerateChunk(text_delta="x" * (1 << 18))
             raise self._failure(request.model)
         finally:
             self.num_cleanups += 1
@@ -47,8 +51,13 @@ class Servicer:
 class Running:
     """A served servicer, and its metrics."""
 
-    def __init__(self, channel: grpc.aio.Channel, servicer: Servicer, registry: CollectorRegistry) -> None:
-        self.channel, self.servicer, self._registry = channel, servicer, registry
+    def __init__(
+        self, address: str, channel: grpc.aio.Channel, servicer: Servicer, registry: CollectorRegistry
+    ) -> None:
+        self.address, self.channel, self.servicer, self._registry = address, channel, servicer, registry
+
+    async def is_cleaned_up(self) -> bool:
+        return self.servicer.num_cleanups > 0
 
     def count(self, name: str, **labels: str) -> float:
         return self._registry.get_sample_value(name, labels) or 0
@@ -58,11 +67,14 @@ class Running:
 async def running() -> AsyncIterator[Running]:
     registry, servicer = CollectorRegistry(), Servicer()
     server = RpcServer("127.0.0.1", 0, with_reflection=False)
-    server.add(SERVICE, service_handler(SERVICE, servicer, RpcMetrics(registry), max_request_bytes=1000))
+    server.add(
+        SERVICE, service_handler(SERVICE, servicer, RpcMetrics(registry), max_request_bytes=1000, reader_timeout_s=0.5)
+    )
     await server.start()
     try:
-        async with open_channel(f"127.0.0.1:{server.port}") as channel:
-            yield Running(channel, servicer, registry)
+        address = f"127.0.0.1:{server.port}"
+        async with open_channel(address) as channel:
+            yield Running(address, channel, servicer, registry)
     finally:
         await server.stop(0)
 
@@ -118,9 +130,7 @@ async def test_a_method_that_is_not_served_is_unimplemented() -> None:
 async def test_a_caller_who_leaves_has_the_servicer_clean_up_at_once() -> None:
     async with running() as service:
         untyped: Any = service.channel
-        call = untyped.unary_stream("/corolla.v1.GenerationService/GenerateStream")(
-            pb.GenerateRequest(model="wait").SerializeToString()
-        )
+        call = untyped.unary_stream(f"/corolla.v1.{STREAM}")(pb.GenerateRequest(model="wait").SerializeToString())
         assert await call.read()
         call.cancel()
         for _ in range(100):
@@ -130,3 +140,38 @@ async def test_a_caller_who_leaves_has_the_servicer_clean_up_at_once() -> None:
         assert service.servicer.num_cleanups == 1
         name = "GenerationService/GenerateStream"
         assert service.count("corolla_rpcs_total", method=name, code="CANCELLED") == 1
+
+
+async def test_a_caller_who_stays_and_reads_nothing_is_given_up_and_hears_of_it_when_it_reads_again() -> None:
+    async with running() as service:
+        untyped: Any = service.channel
+        call = untyped.unary_stream(f"/corolla.v1.{STREAM}")(pb.GenerateRequest(model="much").SerializeToString())
+        for _ in range(20):  # slow, but not too slow
+            assert await call.read()
+            await asyncio.sleep(0.02)
+        assert not service.servicer.num_cleanups
+        await until(service.is_cleaned_up)
+        assert service.count("corolla_errors_total", reason="CALLER_STALLED") == 1
+        assert service.count("corolla_rpcs_total", method=STREAM, code="DEADLINE_EXCEEDED") == 0
+        with suppress(grpc.aio.AioRpcError):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        failure = grpc.aio.AioRpcError(await call.code(), await call.initial_metadata(), await call.trailing_metadata())
+        assert kinds(refusal_of(failure)) == (grpc.StatusCode.DEADLINE_EXCEEDED, "CALLER_STALLED")
+        assert service.count("corolla_errors_total", reason="CALLER_STALLED") == 1
+        assert service.count("corolla_rpcs_total", method=STREAM, code="DEADLINE_EXCEEDED") == 1
+
+
+async def test_a_caller_who_is_given_up_may_leave_without_a_word() -> None:
+    async with running() as service:
+        async with open_channel(service.address) as channel:
+            untyped: Any = channel
+            call = untyped.unary_stream(f"/corolla.v1.{STREAM}")(pb.GenerateRequest(model="much").SerializeToString())
+            assert await call.read()
+            await until(service.is_cleaned_up)
+
+        async def is_counted() -> bool:
+            return service.count("corolla_rpcs_total", method=STREAM, code="CANCELLED") == 1
+
+        await until(is_counted)
+        assert service.servicer.num_cleanups == 1
