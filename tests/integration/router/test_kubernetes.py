@@ -285,7 +285,7 @@ async def test_what_became_of_a_servers_sessions_is_told_about_its_pod(
     await asyncio.sleep(0.5)
     (event,) = kubernetes.events
     assert (event["reason"], event["type"]) == ("SessionsHandedOver", "Warning")
-    assert event["message"].startswith("3 sessions were handed over")
+    assert event["message"] == "sessions that other block servers have taken over: 3; left, and to be recomputed: 1"
     assert (event["involvedObject"]["name"], event["involvedObject"]["uid"]) == ("pod-a", "a")
     assert event["source"]["component"] == "corolla-router"
 
@@ -438,3 +438,16 @@ async def test_switched_off_it_asks_nothing(
         await asyncio.sleep(0.5)
         assert await chosen(router, model) == {server.server_id}
     assert kubernetes.calls == []
+
+
+async def test_a_store_with_other_releases_is_read_with_care(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    kubernetes.put(described_pod("mine"))
+    router = await start_router(**inside)
+    await watched(router)
+    mine, foreign = server_in(router, model, "mine"), server_in(router, model, "of-another-namespace")
+    outside = server_in(router, model, "")
+    async with serving(mine, foreign, outside):
+        await asyncio.sleep(1)
+        assert await chosen(router, model) == {mine.server_id, foreign.server_id, outside.server_id}

@@ -115,8 +115,8 @@ class HandoverLedger:
                 if is_old or drained.told_s is None:
                     del self._pods[pod]
             elif drained.told_s is None or is_old:
-                left = f", {drained.num_left} were left to be recomputed" if drained.num_left else ""
-                message = f"{drained.num_moved} sessions were handed over to other block servers{left}"
+                left = f"; left, and to be recomputed: {drained.num_left}" if drained.num_left else ""
+                message = f"sessions that other block servers have taken over: {drained.num_moved}{left}"
                 happenings.append(Happening("SessionsHandedOver", message, bool(drained.num_left), pod))
                 self._pods[pod] = _Drained(told_s=now_s)
         return happenings

@@ -87,7 +87,7 @@ def test_a_handover_is_told_at_once_about_its_pod() -> None:
     ledger = HandoverLedger()
     ledger.note(POD, 3, 0)
     assert ledger.due(0) == [
-        Happening("SessionsHandedOver", "3 sessions were handed over to other block servers", False, POD)
+        Happening("SessionsHandedOver", "sessions that other block servers have taken over: 3", False, POD)
     ]
     assert ledger.due(1) == []
 
@@ -97,7 +97,7 @@ def test_sessions_that_nobody_took_make_it_a_warning() -> None:
     ledger.note(POD, 1, 2)
     (happening,) = ledger.due(0)
     assert happening.is_warning
-    assert "2 were left" in happening.message
+    assert happening.message.endswith("taken over: 1; left, and to be recomputed: 2")
 
 
 def test_who_had_no_sessions_is_not_told_of() -> None:
@@ -112,7 +112,7 @@ def test_one_pod_is_told_of_once_a_minute_and_nothing_is_lost() -> None:
     for second in range(181):
         ledger.note(POD, 1, 0)
         messages += [each.message for each in ledger.due(second)]
-    assert [int(message.split()[0]) for message in messages] == [1, 60, 60, 60]
+    assert [int(message.split()[-1]) for message in messages] == [1, 60, 60, 60]
 
 
 def test_pods_that_are_gone_are_forgotten() -> None:
