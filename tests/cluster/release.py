@@ -68,6 +68,19 @@ def is_ready(pod: dict[str, Any]) -> bool:
     return any(each["type"] == "Ready" and each["status"] == "True" for each in pod["status"].get("conditions", []))
 
 
+def events(reason: str) -> list[dict[str, Any]]:
+    """Oldest first."""
+    selector = f"reason={reason}"
+    found = json.loads(kubectl("get", "events", "--field-selector", selector, "--output", "json"))["items"]
+    return sorted(found, key=lambda each: str(each["metadata"]["creationTimestamp"]))
+
+
+def minor_version() -> int:
+    """Of the cluster: 20 for Kubernetes 1.20."""
+    version = json.loads(run("kubectl", "version", "--output", "json"))["serverVersion"]
+    return int(re.sub(r"\D", "", version["minor"]))
+
+
 def wait_until_whole(timeout_s: float = 600) -> None:
     """Until every object of the release has all of its pods again."""
     wanted = {"block-server": 4, "client": 2, "router": 2, "redis": 1}

@@ -38,6 +38,8 @@ class KubernetesServer:
         self.patches: list[tuple[str, str, Described]] = []
         self.calls: list[tuple[str, dict[str, list[str]]]] = []
         self.faults: dict[str, int | str] = {}
+        # Names of pods whose patches are refused.
+        self.untouchable: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -160,7 +162,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PATCH(self) -> None:
         body = self._body()
         name = urlsplit(self.path).path.rpartition("/")[2]
-        if self._begins("patch", {}, f"pods/{name}"):
+        if name in self.kubernetes.untouchable:
+            self._answer(403, {"kind": "Status", "code": 403})
+        elif self._begins("patch", {}, f"pods/{name}"):
             self.kubernetes.patches.append((name, str(self.headers["Content-Type"]), body))
             pod = self.kubernetes.merge(name, body)
             self._answer(404 if pod is None else 200, pod or {"kind": "Status"})

@@ -196,13 +196,8 @@ async def test_pods_say_their_spans_and_what_they_are_worth_and_are_patched_once
 
 
 async def test_of_several_routers_one_writes_and_another_takes_over(
-    start_router: StartRouter,
-    inside: dict[str, Any],
-    kubernetes: KubernetesServer,
-    model: str,
-    monkeypatch: pytest.MonkeyPatch,
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
-    monkeypatch.setattr(scribe, "_LEAD_MS", 1000)
     kubernetes.put(described_pod("a"))
     routers = [await start_router(**inside) for _ in range(3)]
     for each in routers:
@@ -451,3 +446,20 @@ async def test_a_store_with_other_releases_is_read_with_care(
     async with serving(mine, foreign, outside):
         await asyncio.sleep(1)
         assert await chosen(router, model) == {mine.server_id, foreign.server_id, outside.server_id}
+
+
+async def test_one_pod_that_may_not_be_tagged_keeps_no_other_from_it(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    """As an admission webhook may refuse it."""
+    for name in "abc":
+        kubernetes.put(described_pod(name))
+    kubernetes.untouchable.add("pod-a")
+    router = await start_router(**inside)
+    await watched(router)
+    async with serving(*(server_in(router, model, name) for name in "abc")):
+
+        async def others_are_tagged() -> bool:
+            return {name for name, _, _ in kubernetes.patches} == {"pod-b", "pod-c"}
+
+        await until(others_are_tagged, timeout_s=10)

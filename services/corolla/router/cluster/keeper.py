@@ -33,6 +33,8 @@ class ClusterKeeper:
         self._registry = registry
         self._metrics = metrics
         self._settings = settings
+        # Repeated in time, however rarely this router looks.
+        self._mark_ms = max(settings.lease_ms, round(3000 * settings.relist_interval_s))
         self._pods = PodTable()
         self._has_news = asyncio.Event()
         self._rosters: list[Roster] = []
@@ -59,7 +61,8 @@ class ClusterKeeper:
             tell=lambda update: post(loop, lambda: self._learn(update)),
             complain=lambda failure: post(loop, lambda: self._complaints.about("watch", failure)),
         )
-        self._scribe = Scribe(api, self._registry, PodRef(settings.pod_name, settings.pod_uid), self._complaints)
+        own_pod = PodRef(settings.pod_name, settings.pod_uid)
+        self._scribe = Scribe(api, self._registry, own_pod, self._complaints, lead_ms=2 * self._mark_ms)
         tasks = TaskGroup()
         watch.start()
         try:
@@ -103,9 +106,9 @@ class ClusterKeeper:
             for server_id, reason in now.items():
                 if before.get(server_id) is not reason:
                     log.info("a block server's pod leaves or is not ready", extra={"server": server_id, "pod": reason})
-                await self._registry.withhold(roster.model, server_id, reason, self._settings.lease_ms)
+                await self._registry.withhold(roster.model, server_id, reason, self._mark_ms)
             for server_id in before.keys() - now.keys():
-                await self._registry.withhold(roster.model, server_id, "", self._settings.lease_ms)
+                await self._registry.withhold(roster.model, server_id, "", self._mark_ms)
 
     async def _write(self, scribe: Scribe) -> None:
         clock = asyncio.get_running_loop().time

@@ -16,7 +16,7 @@ from corolla.router.cluster.threads import aside
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
 
-_LEAD_MS: Final = 10_000
+_MOST_FAILURES: Final = 3
 _REST_S: Final = 30.0
 _MOST_WAITING_EVENTS: Final = 100
 
@@ -28,20 +28,24 @@ class Scribe:
 
     Args:
         own_pod: that of this router; without a name, Events about spans have no place.
+        lead_ms: after which another router leads if this one is not heard of.
     """
 
-    def __init__(self, api: KubernetesApi, registry: Registry, own_pod: PodRef, complaints: Complaints) -> None:
+    def __init__(
+        self, api: KubernetesApi, registry: Registry, own_pod: PodRef, complaints: Complaints, *, lead_ms: int
+    ) -> None:
         self._api = api
         self._registry = registry
         self._own_pod = own_pod
         self._complaints = complaints
+        self._lead_ms = lead_ms
         self._router_id = secrets.token_hex(8)
         self._tags = TagPlan()
         self._spans = SpanLedger()
         self._handovers = HandoverLedger()
         self._models: set[str] = set()
         self._waiting: collections.deque[Happening] = collections.deque(maxlen=_MOST_WAITING_EVENTS)
-        self._breakers = {call: Breaker(1, _REST_S) for call in ("patch", "event")}
+        self._breakers = {call: Breaker(_MOST_FAILURES, _REST_S) for call in ("patch", "event")}
 
     def departed(self, pod: PodRef, num_moved: int, num_left: int) -> None:
         """A block server has left, and said what became of its sessions."""
@@ -49,6 +53,8 @@ class Scribe:
 
     async def look(self, rosters: Sequence[Roster], pods: PodTable, clock: Callable[[], float]) -> None:
         """Writes what is due. Raises StoreUnavailable when nobody can tell who leads."""
+        # First: what is told to the ledgers below counts as said.
+        leads = await self._registry.lead(f"pods:{self._api.namespace}", self._router_id, self._lead_ms)
         now_s = clock()
         # Others may share the store: their releases' models are theirs to tell of.
         self._models |= {
@@ -59,7 +65,6 @@ class Scribe:
         own = [each for each in rosters if each.model in self._models and each.is_known]
         seen = [self._spans.look(each.model, each.uncovered(), now_s) for each in own]
         self._waiting.extend(self._handovers.due(now_s))
-        leads = await self._registry.lead(f"pods:{self._api.namespace}", self._router_id, _LEAD_MS)
         if leads and self._own_pod.name:
             self._waiting.extend(each for each in seen if each is not None)
         if leads and pods.is_current:
@@ -69,12 +74,13 @@ class Scribe:
 
     async def _patch(self, patches: Iterable[Patch], clock: Callable[[], float]) -> None:
         for patch in patches:
-            if not await self._try("patch", partial(self._api.patch, patch), clock):
-                return
+            # What one pod's patch fails of need not be what the next one's does.
+            await self._try("patch", partial(self._api.patch, patch), clock)
 
     async def _record(self, clock: Callable[[], float]) -> None:
         while self._waiting:
             if not await self._try("event", partial(self._api.record, self._waiting[0], self._own_pod), clock):
+                self._waiting.rotate(-1)
                 return
             self._waiting.popleft()
 

@@ -1,6 +1,7 @@
 """Blocking work beside the event loop, in threads that the end of the process does not wait for."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,5 +27,5 @@ async def aside(work: Callable[[], T]) -> T:
 
 def post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     """Has the loop call it, unless the loop has ended."""
-    if not loop.is_closed():
+    with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call)
