@@ -169,6 +169,31 @@ async def test_what_is_too_much_for_the_model_or_the_servers_is_refused_at_once(
     await swarm.until_empty()
 
 
+async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refused(swarm: Swarm) -> None:
+    async with swarm.connect() as client, client.session() as session, open_channel(swarm.address) as channel:
+        await session.generate(PROMPT, max_tokens=16, ignore_eos=True)
+        before = await session.info()
+        # By itself it would fit.
+        ids = pb.TokenIds(ids=[40] * (CONTEXT_LENGTH - before.num_tokens))
+        request = pb.GenerateRequest(tokens=ids, session_id=before.session_id)
+        visitors = Visitors(swarm)
+        tasks = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING)]
+        await until(partial(is_held, swarm, NUM_RUNNING))
+        times_s: list[float] = []
+        for _ in range(3):
+            started = time.monotonic()
+            refused = await refusal(channel, "GenerateStream", request, api_key="key-ada")
+            times_s.append(time.monotonic() - started)
+            assert (refused.code, refused.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
+        assert not any(task.done() for task in tasks), "it waited for a place"
+        # The machine may be busy with other things at times.
+        assert min(times_s) < 0.1
+        await asyncio.gather(*tasks)
+        after = await session.info()
+        assert (after.num_tokens, after.num_turns, after.busy) == (before.num_tokens, 1, False)
+    await swarm.until_empty()
+
+
 async def test_the_line_is_bounded_in_bytes(swarm: Swarm) -> None:
     visitors = Visitors(swarm)
     running = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING)]

@@ -74,6 +74,11 @@ class RequestMeter:
         """When the request began, by `time.monotonic()`."""
         return self._usage.started_s
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether its turn has not come yet."""
+        return not self._ticket.done()
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Waits for the request's turn. Raises QueueFull when others have more right to wait."""

@@ -7,10 +7,10 @@ import asyncio
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
-from corolla.chassis.errors import ContextLengthExceeded
+from corolla.chassis.errors import ContextLengthExceeded, RouterUnavailable, StoreUnavailable
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.reservations import OpenOptions
@@ -115,11 +115,12 @@ class Answering:
         self._speculators.check(options.speculation)
         resumption = options.resumption
         turn_name = "" if resumption is None else resumption.name_of_turn(tenant)
-        async with (
-            self._admission.request(tenant, caller.num_bytes, caller.usage) as meter,
-            meter.running(),
-            self._transcripts.turn(session_id, tenant, turn_name) as turn,
-        ):
+        async with AsyncExitStack() as stack:
+            meter = await stack.enter_async_context(self._admission.request(tenant, caller.num_bytes, caller.usage))
+            if meter.must_wait:
+                await self._check_turn(session_id, tenant, turn_name, next_prompt, options)
+            await stack.enter_async_context(meter.running())
+            turn = await stack.enter_async_context(self._transcripts.turn(session_id, tenant, turn_name))
             record = turn.record
             if resumption is not None and record.last_turn == turn_name:
                 for delta in resumption.missing_of(self._last_answer(record, options, caller.usage)):
@@ -127,8 +128,7 @@ class Answering:
                 return
             earlier = common_pb2.Chain()
             earlier.CopyFrom(record.chain)
-            num_kept_tokens, prompt_ids = await asyncio.to_thread(next_prompt, record)
-            max_tokens = self._max_tokens(len(prompt_ids), options)
+            num_kept_tokens, prompt_ids, max_tokens = await self._prompt_of_turn(record, next_prompt, options)
             answer = self._answer(prompt_ids, max_tokens, options)
             text_ids = [*prompt_ids, *answer.token_ids]
             identity = SessionIdentity.of_turn(session_id, record.epoch, tenant)
@@ -161,6 +161,24 @@ class Answering:
                 finally:
                     recorded = record.chain if turn.committed else earlier
                     session.park(position, earlier=earlier, recorded=recorded)
+
+    async def _check_turn(
+        self, session_id: str, tenant: str, turn_name: str, next_prompt: NextPrompt, options: AnswerOptions
+    ) -> None:
+        """Refuses a turn before it waits for what it would be refused for at its turn: sessions only grow."""
+        try:
+            record = await self._transcripts.get(session_id, tenant)
+        except (RouterUnavailable, StoreUnavailable):
+            return  # they may be back by then
+        if not turn_name or record.last_turn != turn_name:
+            await self._prompt_of_turn(record, next_prompt, options)
+
+    async def _prompt_of_turn(
+        self, record: router_pb2.SessionRecord, next_prompt: NextPrompt, options: AnswerOptions
+    ) -> tuple[int, Sequence[int], int]:
+        """The next token log, how many of its first tokens are those of the old one, and how many may follow."""
+        num_kept_tokens, prompt_ids = await asyncio.to_thread(next_prompt, record)
+        return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), options)
 
     async def _complete_one(
         self,
