@@ -7,6 +7,7 @@ from typing import Final
 
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
+from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import where
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.wire.span import Span
@@ -43,6 +44,15 @@ class BlockServerProcess:
         settings = self._settings.model_copy(update=ports)
         while True:
             span = await server.ordered_span()
+            try:
+                # Minutes of fetching are spent serving; an order that was withdrawn meanwhile is not obeyed.
+                is_wanted = await server.fetch(span)
+            except StartupError as failure:
+                log.error("cannot move", extra={"blocks": str(span), "reason": failure.message})
+                is_wanted = False
+            if not is_wanted:
+                await asyncio.sleep(_RETRY_INTERVAL_S)
+                continue
             log.info("moving", extra={"blocks": str(span)})
             # The weights of both need not fit at the same time.
             del server

@@ -48,7 +48,8 @@ class Registration:
         self._span: Span | None = None
         self._soon = asyncio.Event()
         self._num_heartbeats = 0
-        self._ordered: asyncio.Future[Span] = asyncio.get_running_loop().create_future()
+        self._ordered: Span | None = None
+        self._order_came = asyncio.Event()
         self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
 
     async def register(self, span: Span | None) -> Span:
@@ -98,7 +99,17 @@ class Registration:
 
     async def ordered_span(self) -> Span:
         """Waits until the router wants this server to hold another span, and returns that."""
-        return await asyncio.shield(self._ordered)
+        while self._ordered is None:
+            await self._order_came.wait()
+        return self._ordered
+
+    async def is_ordered(self, span: Span) -> bool:
+        """Asks whether the router still wants that: it takes an order back when servers come or go."""
+        try:
+            await self.heartbeat()
+        except CorollaError:
+            return False
+        return self._ordered == span
 
     def hurry(self) -> None:
         """The next heartbeat goes out now: the state has changed."""
@@ -123,8 +134,12 @@ class Registration:
             failpoints.passed("after_lease")
         except grpc.RpcError as failure:
             raise from_rpc_error(failure) from None
-        if answer.HasField("move_to") and not self._ordered.done():
-            self._ordered.set_result(Span(answer.move_to.start, answer.move_to.end))
+        if answer.HasField("move_to"):
+            self._ordered = Span(answer.move_to.start, answer.move_to.end)
+            self._order_came.set()
+        else:
+            self._ordered = None
+            self._order_came.clear()
 
     async def placement(self) -> Sequence[router_pb2.PlacedServer]:
         """All servers of the model, as the router knows them now. Raises what it says, or RouterUnavailable."""

@@ -32,7 +32,8 @@ from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.weight_formats import weight_format
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.span_model import SpanModel, load_span
+from corolla.models.hub import Hub
+from corolla.models.span_model import SpanModel, fetch_span, load_span
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES, tensor_type
@@ -67,6 +68,8 @@ class BlockServer:
         self._sessions: SessionTable[SessionCache] | None = None
         self._engine: Engine | None = None
         self._relay: Relay | None = None
+        self._hub = Hub(settings.offline, settings.hub_patience_s)
+        self._checkpoint: Checkpoint | None = None
         self._registration: Registration | None = None
         self._heartbeats: asyncio.Task[None] | None = None
         self._drain: Drain | None = None
@@ -88,7 +91,8 @@ class BlockServer:
     async def start(self) -> None:
         """Takes a span, loads it and serves it."""
         settings = self.settings
-        checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision)
+        checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision, hub=self._hub)
+        self._checkpoint = checkpoint
         dtype = DTYPES[settings.dtype]
         fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype, settings.quantization)
         capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
@@ -171,8 +175,20 @@ class BlockServer:
             raise RuntimeError("this server has not started")
         return await self._registration.ordered_span()
 
+    async def fetch(self, span: Span) -> bool:
+        """Fetches what another span needs, while this one is served; whether the router still wants it held then.
+
+        Raises:
+            StartupError: it cannot be had.
+        """
+        if self._registration is None or self._checkpoint is None:
+            raise RuntimeError("this server has not started")
+        await asyncio.to_thread(fetch_span, self._checkpoint, span)
+        return await self._registration.is_ordered(span)
+
     async def stop(self) -> None:
         """Hands sessions over, leaves the placement and frees everything."""
+        self._hub.stop()
         await self._rpc.not_ready()
         if self._drain is not None:
             await self._drain.run(self.settings.grace_s)

@@ -20,6 +20,12 @@ class BlockServerSettings(ServiceSettings):
     router: str = Field("127.0.0.1:50050", description="host:port of the router.")
     model: str = Field("demo", description="Checkpoint folder, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")
+    offline: bool = Field(
+        False, description="Never ask the hub: what its cache lacks is missing. HF_HUB_OFFLINE=1 means the same."
+    )
+    hub_patience_s: float = Field(
+        300.0, ge=0, description="Seconds for which a hub that is away, or breaks off, is asked again."
+    )
     blocks: str = Field("auto", description="Blocks to hold: `auto`, or `start:end`.")
     capacity_blocks: int = Field(0, ge=0, description="How many blocks fit when `auto`; 0 means all of the model.")
     dtype: Dtype = Field("float32", description="Type of weights, cache and wire; fp32, bf16, fp16 for short.")

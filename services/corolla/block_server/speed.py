@@ -11,7 +11,7 @@ import torch
 
 from corolla.block_server.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.span_model import load_span
+from corolla.models.span_model import make_span
 from corolla.models.threads import set_num_threads
 from corolla.wire.span import Span
 
@@ -67,11 +67,14 @@ def measure_speed(
 ) -> Speed:
     """Times the model's first block with one token and with a short prompt; the best of a few runs each.
 
+    Its weights are made up: speed does not depend on them, and a server that the router has no span for yet should not
+    fetch any.
+
     Args:
         num_threads: of this process, from now on; 0 takes those with which the block is fastest.
     """
     block = Span(0, 1)
-    model = load_span(checkpoint, block, dtype=dtype, device=device, quantization=quantization)
+    model = make_span(checkpoint, block, dtype=dtype, device=device, quantization=quantization)
     runner = Runner(model, num_pages=1, page_tokens=2 * _PREFILL_TOKENS, tuning_budget_s=_TUNING_BUDGET_S)
     cache = runner.new_cache()
     cache.reserve(_PREFILL_TOKENS + 1)

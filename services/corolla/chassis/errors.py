@@ -287,6 +287,13 @@ class CheckpointError(StartupError):
     reason = "CHECKPOINT"
 
 
+class HubUnavailable(StartupError):
+    """The hub cannot be reached, or what it sends breaks off or is damaged. The same may succeed later."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "HUB_UNAVAILABLE"
+
+
 class UnsupportedFamily(CheckpointError):
     reason = "UNSUPPORTED_FAMILY"
 

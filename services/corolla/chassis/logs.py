@@ -29,5 +29,5 @@ def configure(level: str, log_format: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    for noisy in ("httpx", "urllib3", "filelock", "huggingface_hub", "transformers"):
+    for noisy in ("httpx", "httpx2", "httpcore2", "urllib3", "filelock", "huggingface_hub", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

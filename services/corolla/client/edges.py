@@ -22,7 +22,6 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import build, cut_class, keep_layers, model_class_of
 from corolla.models.families import Family
 from corolla.models.linear import replace_linears, tune
-from corolla.models.weights import open_tensors
 
 _HEAD_REPETITIONS: Final = 5
 
@@ -137,7 +136,7 @@ def load_edges(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.devi
     config = copy.deepcopy(checkpoint.config)
     causal_class = model_class_of(AutoModelForCausalLM, config)
     cut = cut_class(causal_class, functools.partial(_drop_layers, family=family))
-    with open_tensors(checkpoint.weight_index, edge_tensors(checkpoint)) as tensors:
+    with checkpoint.open_tensors(edge_tensors(checkpoint)) as tensors:
         model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
     return Edges(cast(Any, model).to(torch.device(device)), family)
 

@@ -30,6 +30,7 @@ from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.hub import Hub
 from corolla.models.threads import set_num_threads
 from corolla.v1 import generation_pb2
 from corolla.wire.tensors import DTYPES
@@ -44,6 +45,7 @@ class ClientService:
         self.settings = settings
         if settings.max_held_request_bytes < settings.max_request_bytes:
             raise SettingsError("COROLLA_MAX_HELD_REQUEST_BYTES must allow one request of COROLLA_MAX_REQUEST_BYTES")
+        self._hub = Hub(settings.offline, settings.hub_patience_s)
         self._tenants = Tenants(settings.api_keys_file)
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
@@ -68,7 +70,7 @@ class ClientService:
     async def start(self) -> None:
         """Loads tokenizer, embedding and head, and serves."""
         settings = self.settings
-        checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision)
+        checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision, hub=self._hub)
         fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype, settings.quantization)
         control = self._control = ControlPlane(settings.router, checkpoint.name)
         placement = PlacementWatch(control)
@@ -119,6 +121,7 @@ class ClientService:
 
     async def stop(self) -> None:
         """Lets running answers end, and frees everything."""
+        self._hub.stop()
         await self._rpc.stop(self.settings.grace_s)
         await self._tasks.close()
         for part in (self._transcripts, self._opener, self._routes, self._plane, self._control):
@@ -133,7 +136,7 @@ class ClientService:
         draft_model = None
         if settings.draft_model is not None:
             draft_model = DraftModel.load(
-                Checkpoint.open(settings.draft_model), tokenizer,
+                Checkpoint.open(settings.draft_model, hub=self._hub), tokenizer,
                 vocab_size=checkpoint.vocab_size, dtype=DTYPES[settings.dtype], device=settings.device,
             )  # fmt: skip
         elif mode is SpeculationMode.DRAFT_MODEL:

@@ -16,6 +16,12 @@ class ClientSettings(ServiceSettings):
     router: str = Field("127.0.0.1:50050", description="host:port of the router.")
     model: str = Field("demo", description="Checkpoint folder, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")
+    offline: bool = Field(
+        False, description="Never ask the hub: what its cache lacks is missing. HF_HUB_OFFLINE=1 means the same."
+    )
+    hub_patience_s: float = Field(
+        300.0, ge=0, description="Seconds for which a hub that is away, or breaks off, is asked again."
+    )
     dtype: Dtype = Field("float32", description="Type that the block servers run; fp32, bf16, fp16 for short.")
     quantization: QuantizationName = Field(
         "none", description="How the block servers keep their weights; embedding and head are never quantised."

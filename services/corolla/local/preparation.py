@@ -21,6 +21,8 @@ def main(arguments: Sequence[str]) -> int:
         if model == DEMO_MODEL:
             demo_checkpoint(progress=lambda stage, fraction: _tell("progress", stage=stage, fraction=fraction))
         checkpoint = Checkpoint.open(model)
+        # The servers hold all blocks between them.
+        checkpoint.fetch()
     except StartupError as failure:
         _tell("failed", message=failure.message)
         return 1

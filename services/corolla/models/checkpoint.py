@@ -1,27 +1,28 @@
 """A checkpoint: where a model's weights lie, what they are, and whether they can be served at all."""
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.demo import DEMO_MODEL, demo_checkpoint
 from corolla.models.families import Family, family_of
-from corolla.models.weights import find_weights, sample_bytes
+from corolla.models.hub import Hub
+from corolla.models.hub_snapshot import HubSnapshot
+from corolla.models.weights import find_weights, open_tensors, sample_bytes
 
 # Raise it whenever two releases would not compute the same hidden states or read the same frames.
 PROTOCOL_VERSION = 1
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
 
 _SETTINGS_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _VOCABULARY_FILES = (
@@ -64,10 +65,11 @@ class Checkpoint:
 
     Attributes:
         name: what the model is called in the interface and the placement.
-        folder: with `config.json`, the safetensors shards and the tokenizer.
+        folder: with `config.json`, the tokenizer, and those safetensors shards that were needed so far.
         config: the model's configuration.
         family: its row in the table of families.
         weight_index: each stored tensor's name and the shard that holds it.
+        snapshot: where further shards come from; None: all are in the folder.
     """
 
     name: str
@@ -75,23 +77,30 @@ class Checkpoint:
     config: PretrainedConfig
     family: Family
     weight_index: Mapping[str, Path] = field(repr=False)
+    snapshot: HubSnapshot | None = field(default=None, repr=False)
 
     @classmethod
-    def open(cls, name_or_path: str, *, revision: str | None = None) -> "Checkpoint":
-        """Finds and checks a checkpoint.
+    def open(cls, name_or_path: str, *, revision: str | None = None, hub: Hub | None = None) -> "Checkpoint":
+        """Finds and checks a checkpoint. Of one on the hub, the weights are fetched when they are opened.
 
         Args:
             name_or_path: `"demo"`, a local folder, or a hub id such as `Qwen/Qwen3-0.6B`.
             revision: branch, tag or commit on the hub.
+            hub: how it is asked.
 
         Raises:
             CheckpointError: it is missing, incomplete, damaged, or holds only pickled weights.
             UnsupportedFamily: no row of the table of families serves it.
+            HubUnavailable: the hub cannot be reached.
         """
-        folder, name = _find_folder(name_or_path, revision)
+        found = _find(name_or_path)
+        snapshot = HubSnapshot.open(hub or Hub(), found, revision) if isinstance(found, str) else None
+        folder = snapshot.folder if snapshot is not None else Path(found)
         config = _read_config(folder)
         family = family_of(config)
-        checkpoint = cls(name, folder, config, family, find_weights(folder))
+        index = snapshot.weight_index() if snapshot is not None else find_weights(folder)
+        name = snapshot.repository if snapshot is not None else folder.name
+        checkpoint = cls(name, folder, config, family, index, snapshot)
         checkpoint._check_blocks()
         return checkpoint
 
@@ -112,14 +121,33 @@ class Checkpoint:
         """The longest sequence, prompt and answer, in tokens."""
         return context_length_of(self.config)
 
+    def fetch(self, names: Iterable[str] | None = None) -> None:
+        """Returns when the shards that hold these tensors are in the folder, and sound; None: all of them.
+
+        Raises:
+            CheckpointError: one cannot be had.
+            HubUnavailable: the hub cannot be reached.
+        """
+        if self.snapshot is not None:
+            wanted = self.weight_index if names is None else names
+            self.snapshot.fetch({self.weight_index[name].name for name in wanted})
+
+    @contextlib.contextmanager
+    def open_tensors(self, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """Fetches some tensors' shards and opens the tensors; see `weights.open_tensors`. Raises as `fetch` does."""
+        self.fetch(names.values())
+        with open_tensors(self.weight_index, names) as tensors:
+            yield tensors
+
     def fingerprint(self, dtype: str, quantization: str = "none") -> str:
         """Identifies what a server computes: two servers with the same fingerprint may share a chain.
 
-        The digest covers every tensor's name, dtype, shape and three short samples of its bytes, the configuration, the
-        tokenizer's files, `dtype`, `quantization` and the protocol version. Samples suffice because the fingerprint
-        guards against mixing revisions, fine-tunes and conversions by mistake, and those change (nearly) every tensor
-        throughout; hashing whole weights would read a hundred gigabytes at each start. It is no protection against
-        somebody who alters single numbers on purpose.
+        The digest covers the weights, the configuration, the tokenizer's files, `dtype`, `quantization` and the
+        protocol version. Of weights on the hub it covers the checksums of all files, which are known without having
+        them. Of those in a folder, every tensor's name, dtype, shape and three short samples of its bytes: enough,
+        because the fingerprint guards against mixing revisions, fine-tunes and conversions by mistake, and those change
+        (nearly) every tensor throughout; hashing whole weights would read a hundred gigabytes at each start. It is no
+        protection against somebody who alters single numbers on purpose.
 
         Returns:
             16 hexadecimal characters.
@@ -131,8 +159,12 @@ class Checkpoint:
     @functools.cached_property
     def _content_digest(self) -> bytes:
         digest = hashlib.sha256()
-        for sample in sample_bytes(self.weight_index, _SAMPLE_BYTES):
-            digest.update(sample)
+        if self.snapshot is not None:
+            facts_of_weights = self.snapshot.identity(self.weight_index)
+        else:
+            facts_of_weights = sample_bytes(self.weight_index, _SAMPLE_BYTES)
+        for fact in facts_of_weights:
+            digest.update(fact)
         for name in _SETTINGS_FILES:
             path = self.folder / name
             stored = _read_json(path) if path.is_file() else {}
@@ -156,30 +188,20 @@ class Checkpoint:
             )
 
 
-def _find_folder(name_or_path: str, revision: str | None) -> tuple[Path, str]:
+def _find(name_or_path: str) -> Path | str:
+    """The folder, or the hub id where there is none."""
     if name_or_path == DEMO_MODEL:
-        folder = demo_checkpoint()
-        return folder, folder.name
+        return demo_checkpoint()
     if not name_or_path:
         raise CheckpointError(f"No model is named; give {DEMO_MODEL!r}, a local folder or a hub id.")
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return path.resolve(), path.resolve().name
+        return path.resolve()
     if path.exists():
         raise CheckpointError(f"{name_or_path} is a file; point to the folder that holds config.json and the weights.")
     if not _HUB_ID.fullmatch(name_or_path):
         raise CheckpointError(f"There is no folder {name_or_path}; check the path, or give {DEMO_MODEL!r} or a hub id.")
-    return _fetch(name_or_path, revision), name_or_path
-
-
-def _fetch(hub_id: str, revision: str | None) -> Path:
-    try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES))
-    except Exception as error:  # the hub's client raises many unrelated classes
-        raise CheckpointError(
-            f"{hub_id!r} is no local folder and cannot be fetched from the Hugging Face hub; check the name, the "
-            "network and the access token, or give a local folder."
-        ) from error
+    return name_or_path
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

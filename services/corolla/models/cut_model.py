@@ -1,6 +1,7 @@
 """A family's own model with only some of its layers: cut before any weight is read, then filled exactly."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -56,18 +57,9 @@ def build(
     Raises:
         CheckpointError: the tensors do not fill the model exactly.
     """
-    if attention == "sdpa" and not model_class._supports_sdpa:
-        attention = "eager"
     try:
-        with LOADING, _no_progress_bar():
-            model, report = cast(Any, model_class).from_pretrained(
-                None,
-                config=config,
-                state_dict=dict(tensors),
-                dtype=dtype,
-                attn_implementation=attention,
-                output_loading_info=True,
-            )
+        with _quietly():
+            model, report = _fill(model_class, config, tensors, dtype, attention)
     except RuntimeError as error:
         raise CheckpointError(
             f"The weights of {checkpoint.name} do not fit its config.json; fetch the checkpoint again."
@@ -78,6 +70,37 @@ def build(
             f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; fetch the checkpoint again."
         )
     return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+
+def make_up(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, *, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """Builds a model on the meta device and fills it as before training, at random."""
+    with _quietly(logging.ERROR):
+        model, _ = _fill(model_class, config, {}, dtype, attention)
+    return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+
+def _fill(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    tensors: Mapping[str, Any],
+    dtype: torch.dtype,
+    attention: str,
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """The model, and what transformers says about how the tensors fitted. What they lack is drawn at random."""
+    if attention == "sdpa" and not model_class._supports_sdpa:
+        attention = "eager"
+    with LOADING:
+        filled = cast(Any, model_class).from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
+    return cast(tuple[PreTrainedModel, Mapping[str, Any]], filled)
 
 
 def keep_layers_of_config(config: PretrainedConfig, indices: range) -> None:
@@ -103,12 +126,16 @@ def keep_layers(base: PreTrainedModel, family: Family, indices: range) -> None:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    bars = cast(Any, transformers_logging)
-    enabled = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
+def _quietly(least_severe: int | None = None) -> Iterator[None]:
+    """Without progress bars, and without log lines of transformers that are less severe, if that is said."""
+    library = cast(Any, transformers_logging)
+    shows_bars, level = library.is_progress_bar_enabled(), library.get_verbosity()
+    library.disable_progress_bar()
+    if least_severe is not None:
+        library.set_verbosity(least_severe)
     try:
         yield
     finally:
-        if enabled:
-            bars.enable_progress_bar()
+        library.set_verbosity(level)
+        if shows_bars:
+            library.enable_progress_bar()

@@ -11,12 +11,18 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.cut_model import build, cut_class, keep_layers, keep_layers_of_config, model_class_of
+from corolla.models.cut_model import (
+    build,
+    cut_class,
+    keep_layers,
+    keep_layers_of_config,
+    make_up,
+    model_class_of,
+)
 from corolla.models.families import Family, packs_rows
 from corolla.models.lean import LeanSpan, fits
 from corolla.models.linear import replace_linears, tune
 from corolla.models.quantization import quantize, stored_bytes
-from corolla.models.weights import open_tensors
 from corolla.wire.span import Span
 
 
@@ -168,13 +174,52 @@ def load_span(
             f"{checkpoint.name} has {checkpoint.num_blocks} blocks, so it has no span {span}; ask for blocks within "
             f"0:{checkpoint.num_blocks}."
         )
-    family = checkpoint.family
+    config, cut = _cut_class_of(checkpoint, span)
+    names = span_tensors(checkpoint, cut.base_model_prefix, span)
+    with checkpoint.open_tensors(names) as tensors:
+        base = build(checkpoint, cut, config, tensors, dtype=dtype, attention=attention)
+    return _finished(base, span, checkpoint.family, device, quantization)
+
+
+def make_span(
+    checkpoint: Checkpoint,
+    span: Span,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    attention: str = "sdpa",
+    quantization: str = "none",
+) -> SpanModel:
+    """A span like that of `load_span`, with made-up weights: it reads nothing, and computes as long.
+
+    Raises:
+        StartupError: the weights cannot be quantised so.
+    """
+    config, cut = _cut_class_of(checkpoint, span)
+    base = make_up(cut, config, dtype=dtype, attention=attention)
+    return _finished(base, span, checkpoint.family, device, quantization)
+
+
+def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
+    """Fetches what `load_span` would read, where that is not here yet.
+
+    Raises:
+        CheckpointError: it cannot be had.
+        HubUnavailable: the hub cannot be reached.
+    """
+    prefix = model_class_of(AutoModel, checkpoint.config).base_model_prefix
+    checkpoint.fetch(span_tensors(checkpoint, prefix, span).values())
+
+
+def _cut_class_of(checkpoint: Checkpoint, span: Span) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
     config = copy.deepcopy(checkpoint.config)
     base_class = model_class_of(AutoModel, config)
-    cut = cut_class(base_class, functools.partial(_cut_to_span, family=family, span=span))
-    names = span_tensors(checkpoint, base_class.base_model_prefix, span)
-    with open_tensors(checkpoint.weight_index, names) as tensors:
-        base = build(checkpoint, cut, config, tensors, dtype=dtype, attention=attention)
+    return config, cut_class(base_class, functools.partial(_cut_to_span, family=checkpoint.family, span=span))
+
+
+def _finished(
+    base: PreTrainedModel, span: Span, family: Family, device: torch.device | str, quantization: str
+) -> SpanModel:
     base = cast(Any, base).to(torch.device(device))
     quantize(base, quantization)
     return SpanModel(base, span, family)

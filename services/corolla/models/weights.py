@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,14 @@ def find_weights(folder: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: there are no safetensors, the index names a shard or tensor that is missing, or one is damaged.
     """
-    index_path = folder / INDEX_FILE
-    if index_path.is_file():
-        return _read_index(folder, index_path)
+    if (folder / INDEX_FILE).is_file():
+        named = read_index(folder)
+        _check_shards(named)
+        return named
     single = folder / SINGLE_FILE
     shards = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not shards:
-        raise CheckpointError(_no_weights(folder))
+        raise CheckpointError(no_weights(str(folder), [path.name for path in folder.iterdir()]))
     if len(shards) > 1:
         raise CheckpointError(
             f"{folder} holds {len(shards)} safetensors files but no {INDEX_FILE}; fetch the missing index file."
@@ -129,7 +130,13 @@ def sample_bytes(weight_index: Mapping[str, Path], num_bytes: int) -> Iterator[b
                 yield os.pread(files[shard].fileno(), min(num_bytes, tensor.num_bytes), tensor.offset + offset)
 
 
-def _read_index(folder: Path, index_path: Path) -> dict[str, Path]:
+def read_index(folder: Path) -> dict[str, Path]:
+    """Maps each tensor's name to the shard of `folder` that the index names, whether that is there or not.
+
+    Raises:
+        CheckpointError: the index is damaged, or names a file that lies elsewhere.
+    """
+    index_path = folder / INDEX_FILE
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         named = {str(name): folder / str(file) for name, file in weight_map.items()}
@@ -138,6 +145,21 @@ def _read_index(folder: Path, index_path: Path) -> dict[str, Path]:
     stray = next((shard for shard in named.values() if shard.parent != folder), None)
     if stray is not None:
         raise CheckpointError(f"{index_path} names a file outside its folder; fetch a checkpoint that you trust.")
+    return named
+
+
+def no_weights(place: str, files: Iterable[str]) -> str:
+    """Why there is nothing to read in `place`, which holds `files`."""
+    pickled = sorted(name for name in files if Path(name).suffix in PICKLED_SUFFIXES)
+    if pickled:
+        return (
+            f"{place} holds only pickled weights ({pickled[0]}), which can run code when loaded; convert them to "
+            "safetensors with `save_pretrained` on a machine that you can lose, or take a revision with safetensors."
+        )
+    return f"{place} holds no safetensors weights; point to a complete checkpoint folder."
+
+
+def _check_shards(named: Mapping[str, Path]) -> None:
     for shard in sorted(set(named.values())):
         if not shard.is_file():
             raise CheckpointError(f"{shard} is missing although {INDEX_FILE} names it; fetch the checkpoint again.")
@@ -147,14 +169,3 @@ def _read_index(folder: Path, index_path: Path) -> dict[str, Path]:
             raise CheckpointError(
                 f"{shard} lacks the tensor {absent} that {INDEX_FILE} names; fetch the checkpoint again."
             )
-    return named
-
-
-def _no_weights(folder: Path) -> str:
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED_SUFFIXES)
-    if pickled:
-        return (
-            f"{folder} holds only pickled weights ({pickled[0]}), which can run code when loaded; convert them to "
-            "safetensors with `save_pretrained` on a machine that you can lose, or take a revision with safetensors."
-        )
-    return f"{folder} holds no safetensors weights; point to a complete checkpoint folder."

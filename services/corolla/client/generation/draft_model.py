@@ -48,6 +48,7 @@ class DraftModel:
 
         Raises:
             CheckpointError: another tokenizer, or weights that cannot be read.
+            HubUnavailable: they are on the hub, and that cannot be reached.
         """
         vocabulary, own_vocabulary = (
             each.hf_tokenizer.get_vocab() for each in (tokenizer, TextTokenizer.load(checkpoint.folder))
@@ -57,6 +58,7 @@ class DraftModel:
                 f"The draft model {checkpoint.name} has another tokenizer than the model that it is to draft for; "
                 "COROLLA_DRAFT_MODEL must name a model of the same vocabulary."
             )
+        checkpoint.fetch()
         library: Any = AutoModelForCausalLM
         try:
             with LOADING:

@@ -1,0 +1,215 @@
+"""The Hugging Face hub, and the cache that its client keeps: what a repository holds at one commit, and fetching it.
+
+The cache is laid out by the hub's client, so that other tools find what is in it and several processes may share it: a
+file appears there under its name when it is complete. Beside them lies the manifest of each commit. A start without the
+hub needs it, since weights are told apart also by files that are not here.
+"""
+
+import logging
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+
+from huggingface_hub import HfApi, constants, hf_hub_download, is_offline_mode
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils.tqdm import tqdm
+
+from corolla.chassis.errors import CheckpointError, HubUnavailable
+from corolla.models.hub_failures import hub_failure
+from corolla.models.manifest import Manifest, StoredFile
+
+log = logging.getLogger(__name__)
+
+_ASK_TIMEOUT_S: Final = 10.0
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 30.0
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Hub:
+    """How the hub is asked.
+
+    Attributes:
+        offline: it never is: what the cache lacks is missing. `HF_HUB_OFFLINE=1` means the same.
+        patience_s: how long that which may pass (no connection, an overloaded hub, a transfer that broke off) is tried
+            again.
+        cache: where files are kept; by default, where the hub's client keeps them (`HF_HOME`, `HF_HUB_CACHE`).
+        endpoint: address of the hub or a mirror; by default `HF_ENDPOINT`.
+    """
+
+    offline: bool = False
+    patience_s: float = 30.0
+    cache: Path = field(default_factory=lambda: Path(constants.HF_HUB_CACHE))
+    endpoint: str = field(default_factory=lambda: os.environ.get("HF_ENDPOINT") or constants.ENDPOINT)
+    _stopped: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+
+    @property
+    def is_offline(self) -> bool:
+        return self.offline or is_offline_mode()
+
+    def stop(self) -> None:
+        """Ends what is under way, in whatever thread: there it fails with HubUnavailable."""
+        self._stopped.set()
+
+    def download(self, repository: str, name: str, commit: str, *, again: bool = False) -> None:
+        """Fetches one file into the cache; `again`, also if it is there.
+
+        Raises:
+            CheckpointError: it may not be read, or the cache cannot be written to.
+            HubUnavailable: the hub cannot be reached, or breaks off.
+        """
+        try:
+            hf_hub_download(
+                repository,
+                name,
+                revision=commit,
+                cache_dir=self.cache,
+                endpoint=self.endpoint,
+                force_download=again,
+                tqdm_class=_bar_until(self._stopped),
+            )
+        except Exception as error:  # the hub's client raises many unrelated classes
+            raise hub_failure(error, repository, str(self.cache)) from error
+
+    def repository_folder(self, repository: str) -> Path:
+        return self.cache / repo_folder_name(repo_id=repository, repo_type="model")
+
+    def patiently(self, ask: Callable[[], _Result]) -> _Result:
+        """Asks until an answer comes, a failure that no waiting helps, or patience ends."""
+        ends_at = time.monotonic() + self.patience_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return ask()
+            except HubUnavailable:
+                if self._stopped.is_set() or time.monotonic() + pause_s > ends_at:
+                    raise
+                log.warning("the hub cannot be reached or broke off; trying again", extra={"in_s": pause_s})
+            self._stopped.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def manifest(self, repository: str, revision: str | None) -> Manifest:
+        """Pins a revision to a commit, and says what that holds. Of a known commit, without asking the hub.
+
+        Args:
+            repository: hub id.
+            revision: branch, tag or commit; None: the main branch.
+
+        Raises:
+            CheckpointError: there is no such model, or it may not be read.
+            HubUnavailable: the hub cannot be reached, and the cache does not know either.
+        """
+        commit = self._remembered_commit(repository, revision or constants.DEFAULT_REVISION)
+        known = self._remembered(repository, commit)
+        if self.is_offline:
+            if commit is None:
+                raise CheckpointError(
+                    f"{repository!r} is no local folder, the cache {self.cache} does not know its revision "
+                    f"{revision or constants.DEFAULT_REVISION!r}, and the hub is not to be asked; fetch it where there "
+                    "is a network, or give a local folder."
+                )
+            return known or self._by_links(repository, commit)
+        if known is not None and commit == revision:
+            return known  # a commit never changes
+
+        def ask() -> Manifest:
+            try:
+                return self._ask(repository, revision)
+            except HubUnavailable:
+                if known is None:
+                    raise
+                log.warning("the hub cannot be reached; going on with the revision that the cache has")
+                return known
+
+        return self.patiently(ask)
+
+    def _ask(self, repository: str, revision: str | None) -> Manifest:
+        """Asks for a commit and its files, in one question. Raises as `manifest` does."""
+        try:
+            api = HfApi(endpoint=self.endpoint)
+            info = api.model_info(repository, revision=revision, files_metadata=True, timeout=_ASK_TIMEOUT_S)
+        except Exception as error:  # the hub's client raises many unrelated classes
+            raise hub_failure(error, repository, str(self.cache)) from error
+        files: dict[str, StoredFile] = {}
+        for sibling in info.siblings or ():
+            if sibling.lfs is not None:
+                files[sibling.rfilename] = StoredFile(sibling.lfs.size, sibling.lfs.sha256)
+            elif sibling.blob_id is not None and sibling.size is not None:
+                files[sibling.rfilename] = StoredFile(sibling.size, sibling.blob_id)
+        if info.sha is None or not files:
+            raise CheckpointError(
+                f"{api.endpoint} does not say which files {repository!r} has, with their checksums; ask the hub itself "
+                "or another mirror, or give a local folder."
+            )
+        manifest = Manifest(info.sha, files)
+        try:
+            _write(self._manifest_path(repository, info.sha), manifest.to_json())
+            if revision != info.sha:
+                _write(self._reference(repository, revision or constants.DEFAULT_REVISION), info.sha)
+        except OSError:
+            log.warning("the cache cannot be written to; a start without the hub may lack something")
+        return manifest
+
+    def _manifest_path(self, repository: str, commit: str) -> Path:
+        return self.repository_folder(repository) / "corolla" / f"{commit}.json"
+
+    def _reference(self, repository: str, revision: str) -> Path:
+        return self.repository_folder(repository) / "refs" / revision
+
+    def _remembered_commit(self, repository: str, revision: str) -> str | None:
+        if _COMMIT.fullmatch(revision):
+            return revision
+        try:
+            return self._reference(repository, revision).read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+
+    def _remembered(self, repository: str, commit: str | None) -> Manifest | None:
+        if commit is None:
+            return None
+        try:
+            manifest = Manifest.from_json(self._manifest_path(repository, commit).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return manifest if manifest.commit == commit else None
+
+    def _by_links(self, repository: str, commit: str) -> Manifest:
+        """For a cache that another tool filled: files there are links to contents that are named by their checksums."""
+        folder = self.repository_folder(repository) / "snapshots" / commit
+        links = [path for path in folder.rglob("*") if path.is_symlink() and path.exists()]
+        return Manifest(
+            commit,
+            {
+                path.relative_to(folder).as_posix(): StoredFile(path.stat().st_size, path.readlink().name)
+                for path in links
+            },
+        )
+
+
+def _bar_until(stopped: threading.Event) -> type[tqdm]:
+    """The hub client's progress bar, which hears of every chunk that arrives, and can so end a transfer."""
+
+    class Bar(tqdm):
+        def update(self, n: float | None = 1) -> None:
+            if stopped.is_set():
+                raise InterruptedError("this process ends")
+            super().update(n)
+
+    return Bar
+
+
+def _write(path: Path, text: str) -> None:
+    """Others see the old text or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    Path(file.name).replace(path)

@@ -1,0 +1,214 @@
+"""A checkpoint on the hub at one commit: fetched file by file as they are needed, checked byte for byte."""
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from corolla.chassis.errors import CheckpointError, HubUnavailable
+from corolla.models.hub import Hub
+from corolla.models.hub_failures import hub_failure
+from corolla.models.manifest import Manifest, StoredFile
+from corolla.models.weights import INDEX_FILE, SINGLE_FILE, no_weights, read_header, read_index
+
+log = logging.getLogger(__name__)
+
+_SIMULTANEOUS_FILES: Final = 4
+# A transfer that is alive writes more often.
+_LEFTOVER_AGE_S: Final = 3600.0
+# What a checkpoint has beside its weights: configuration, tokenizer, chat template.
+_SMALL_FILES: Final = frozenset({".json", ".jinja", ".txt", ".model"})
+
+_Stamp = tuple[int, int, int]
+
+# Files that this process read and found right, as they were then.
+_sound: dict[Path, _Stamp] = {}
+
+
+class HubSnapshot:
+    """A repository at one commit, of which some files are here.
+
+    Attributes:
+        folder: where they are.
+        manifest: all files that the hub has of it.
+    """
+
+    def __init__(self, hub: Hub, repository: str, manifest: Manifest) -> None:
+        self.hub = hub
+        self.repository = repository
+        self.manifest = manifest
+        self.folder = hub.repository_folder(repository) / "snapshots" / manifest.commit
+
+    @classmethod
+    def open(cls, hub: Hub, repository: str, revision: str | None) -> "HubSnapshot":
+        """Pins a repository to a commit, and fetches all that is small. What is in the cache needs no hub.
+
+        Args:
+            hub: how it is asked.
+            repository: hub id.
+            revision: branch, tag or commit; None: the main branch.
+
+        Raises:
+            CheckpointError: there is no such model, it may not be read, or the cache cannot be written.
+            HubUnavailable: the hub cannot be reached, and the cache lacks something.
+        """
+        snapshot = cls(hub, repository, hub.manifest(repository, revision))
+        snapshot.fetch({name for name in snapshot.manifest.files if _is_small(name)})
+        return snapshot
+
+    def weight_index(self) -> dict[str, Path]:
+        """Maps each tensor's name to the shard that holds it, whether that is here or not.
+
+        Fetches weights that are all in one file: its beginning says what is in it.
+
+        Raises:
+            CheckpointError: the repository has no safetensors, or its index names a file that it lacks.
+        """
+        index = read_index(self.folder) if INDEX_FILE in self.manifest.files else None
+        if index is None and SINGLE_FILE in self.manifest.files:
+            self.fetch({SINGLE_FILE})
+            index = dict.fromkeys(read_header(self.folder / SINGLE_FILE), self.folder / SINGLE_FILE)
+        if index is None:
+            raise CheckpointError(no_weights(self.repository, self.manifest.files))
+        absent = sorted({shard.name for shard in index.values()} - set(self.manifest.files))
+        if absent:
+            raise self._missing(absent[0])
+        return index
+
+    def identity(self, weight_index: Mapping[str, Path]) -> Iterator[bytes]:
+        """Yields what identifies the weights: the name and the checksum of every file that holds some."""
+        for name in sorted({shard.name for shard in weight_index.values()}):
+            yield f"{name} {self.manifest.files[name].checksum}\n".encode()
+
+    def fetch(self, names: Collection[str]) -> None:
+        """Returns when these files are here and are what the hub says that they are.
+
+        Each is read once in a process's life for that. One that is damaged is fetched again.
+
+        Raises:
+            CheckpointError: one is missing and the hub is not to be asked, or there is no room for it.
+            HubUnavailable: the hub cannot be reached, or keeps on sending something else.
+        """
+        wanted = [name for name in sorted(names) if not self._is_known(name)]
+        if not wanted:
+            return
+        missing = [name for name in wanted if _stamp(self.folder / name) is None]
+        num_bytes = sum(self.manifest.files[name].num_bytes for name in missing)
+        if missing:
+            self._prepare(missing, num_bytes)
+            facts = {
+                "model": self.repository,
+                "commit": self.manifest.commit,
+                "files": len(missing),
+                "bytes": num_bytes,
+            }
+            log.info("fetching", extra=facts)
+        started = time.monotonic()
+        self._fetch_all(wanted)
+        if missing:
+            log.info("fetched", extra={"bytes": num_bytes, "seconds": round(time.monotonic() - started, 1)})
+
+    def _fetch_all(self, names: Collection[str]) -> None:
+        given_up = threading.Event()
+
+        def fetch(name: str) -> None:
+            try:
+                if not given_up.is_set():
+                    self.hub.patiently(lambda: self._fetch_one(name))
+            except BaseException:
+                given_up.set()  # the other files would only keep this failure from being told
+                raise
+
+        with ThreadPoolExecutor(_SIMULTANEOUS_FILES, "fetch") as pool:
+            for done in [pool.submit(fetch, name) for name in names]:
+                done.result()
+
+    def _fetch_one(self, name: str) -> None:
+        path, stored = self.folder / name, self.manifest.files[name]
+        if _stamp(path) is None:
+            self.hub.download(self.repository, name, self.manifest.commit)
+        if self._is_sound(path, stored):
+            return
+        if self.hub.is_offline:
+            raise CheckpointError(
+                f"{path} is damaged and the hub is not to be asked; fetch it again where there is a network."
+            )
+        log.warning("a file of the cache is damaged; fetching it again", extra={"file": name})
+        if not path.is_symlink():
+            path.unlink(missing_ok=True)  # on a disk without links the hub's client would leave it as it is
+        self.hub.download(self.repository, name, self.manifest.commit, again=True)
+        if not self._is_sound(path, stored):
+            raise HubUnavailable(
+                f"What arrives as {name} of {self.repository!r} is not what the hub says that it has; check the proxy "
+                "and HF_ENDPOINT, or give a local folder."
+            )
+
+    def _is_sound(self, path: Path, stored: StoredFile) -> bool:
+        stamp = _stamp(path)
+        if stamp is None or not stored.matches(path):
+            return False
+        _sound[path] = stamp
+        return True
+
+    def _is_known(self, name: str) -> bool:
+        path = self.folder / name
+        return path in _sound and _sound[path] == _stamp(path)
+
+    def _prepare(self, missing: list[str], num_bytes: int) -> None:
+        if self.hub.is_offline:
+            raise self._missing(missing[0])
+        cache = self.hub.cache
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.hub.repository_folder(self.repository) / "blobs")
+            num_free_bytes = shutil.disk_usage(cache).free
+        except OSError as error:
+            raise hub_failure(error, self.repository, str(cache)) from error
+        if num_bytes > num_free_bytes:
+            raise CheckpointError(
+                f"{cache} has {num_free_bytes >> 20} MiB left, and what is missing of {self.repository!r} has "
+                f"{num_bytes >> 20} MiB; give the cache more room, or hold fewer blocks."
+            )
+
+    def _missing(self, name: str) -> CheckpointError:
+        if self.hub.is_offline:
+            return CheckpointError(
+                f"{name} of {self.repository!r} is missing in {self.folder}, and the "
+                "hub is not to be asked; fetch it where there is a network."
+            )
+        return CheckpointError(
+            f"{name} is missing in {self.repository!r} although {INDEX_FILE} names it; choose another revision."
+        )
+
+
+def _is_small(name: str) -> bool:
+    """Whether a repository's file is none of the weights, but needed beside them."""
+    path = PurePosixPath(name)
+    if path.name.endswith(".index.json"):
+        return name == INDEX_FILE
+    # A tokenizer may have several chat templates, in a folder.
+    return path.suffix in _SMALL_FILES and path.parent.as_posix() in (".", "additional_chat_templates")
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    """What changes when a file is replaced; None: there is none, or a link to nothing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _remove_leftovers(blobs: Path) -> None:
+    """Removes what processes left that were killed while they fetched: nobody goes on with it."""
+    oldest = time.time() - _LEFTOVER_AGE_S
+    for leftover in blobs.glob("*.incomplete"):
+        try:
+            if leftover.stat().st_mtime < oldest:
+                leftover.unlink()
+        except FileNotFoundError:
+            pass  # somebody else removed it, or it is complete by now

@@ -1,0 +1,180 @@
+"""A chain whose parts come from the hub: each process fetches what it holds, and moves without a gap."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from corolla.block_server.process import BlockServerProcess
+from corolla.block_server.settings import BlockServerSettings
+from corolla.chassis.channels import open_channel
+from corolla.client.edges import edge_tensors
+from corolla.models import hub_snapshot
+from corolla.models.checkpoint import Checkpoint
+from corolla.v1 import router_pb2, router_pb2_grpc
+from tests.checkpoints import make_tiny_checkpoint
+from tests.hub_server import REPOSITORY, HubServer
+from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
+from tests.reference import Unsplit
+
+SERVICES = Path(__file__).parents[2] / "services"
+PROMPT = "the thin man"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    folder = make_tiny_checkpoint("llama", tmp_path / "served", num_blocks=8)
+    with HubServer(folder) as server:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(hub_snapshot, "_sound", {})
+        yield server
+
+
+def shards(checkpoint: Checkpoint, start: int, end: int) -> set[str]:
+    names = [f"model.layers.{block}." for block in range(start, end)]
+    return {file.name for name, file in checkpoint.weight_index.items() if name.startswith(tuple(names))}
+
+
+async def placement(swarm: Swarm) -> router_pb2.Placement:
+    async with open_channel(swarm.router_address) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        return await stub.GetPlacement(router_pb2.GetPlacementRequest(model=REPOSITORY), timeout=5)
+
+
+async def test_each_part_of_a_chain_fetches_its_own(
+    tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache(name: str) -> Path:
+        """From now on; a cache of its own for each, as each pod has."""
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / name))
+        return tmp_path / name
+
+    local = Checkpoint.open(str(hub.folder))
+    async with Swarm(tmp_path, Path(REPOSITORY), [], num_clients=0) as swarm:
+        held: dict[str, set[str]] = {}
+        for number in range(2):
+            folder = cache(f"server-{number}")
+            await swarm.add_server("auto", capacity_blocks=4)
+            held[f"server-{number}"] = {path.name for path in folder.rglob("*.safetensors")}
+        spans = sorted((each.span.start, each.span.end) for each in (await placement(swarm)).servers)
+        assert spans == [(0, 4), (4, 8)]
+        assert sorted(held.values(), key=sorted) == sorted((shards(local, *span) for span in spans), key=sorted)
+        folder = cache("client")
+        await swarm.add_client()
+        ends = {local.weight_index[name].name for name in edge_tensors(local)}
+        assert {path.name for path in folder.rglob("*.safetensors")} == ends
+        await swarm.until_ready()
+        async with swarm.connect() as client:
+            answer = await client.generate(PROMPT, max_tokens=24, ignore_eos=True)
+        unsplit = Unsplit(hub.folder)
+        prompt_ids = unsplit.tokenizer(PROMPT)["input_ids"]
+        assert list(answer.token_ids) == unsplit.generate(prompt_ids, 24, ignore_eos=True).token_ids
+
+
+@pytest.mark.parametrize("is_withdrawn", [False, True], ids=["obeyed", "withdrawn"])
+async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
+    tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, is_withdrawn: bool
+) -> None:
+    may_send, was_asked = threading.Event(), threading.Event()
+    may_send.set()
+
+    def send(name: str, content: bytes) -> bytes:
+        if name.endswith(".safetensors") and not may_send.is_set():
+            was_asked.set()
+            assert may_send.wait(60)
+        return content
+
+    hub.damage = send
+    async with Swarm(
+        tmp_path,
+        Path(REPOSITORY),
+        ["0:4", "4:8"],
+        num_clients=0,
+        router={"rebalance_settle_s": 0.1, "rebalance_min_gain": 10.0},
+    ) as swarm:
+        given: dict[str, Any] = {
+            "host": "127.0.0.1", "advertised_host": "127.0.0.1", "port": 0, "metrics_host": "127.0.0.1",
+            "metrics_port": 0, "router": swarm.router_address, "model": REPOSITORY, "capacity_blocks": 4, "threads": 1,
+            "grace_s": 0.5,
+        }  # fmt: skip
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "mover"))
+        process = BlockServerProcess(BlockServerSettings(**given))
+        await process.start()
+
+        async def spans() -> dict[str, tuple[int, int]]:
+            """Who is ready, by address."""
+            servers = (await placement(swarm)).servers
+            ready = [each for each in servers if each.state == router_pb2.SERVER_STATE_READY]
+            return {each.server.address: (each.span.start, each.span.end) for each in ready}
+
+        first = process._server
+        assert first is not None
+        address = first.address
+
+        async def is_ready() -> bool:
+            return address in await spans()
+
+        await until(is_ready, timeout_s=10)
+        before = (await spans())[address]
+        other = {(0, 4): (4, 8), (4, 8): (0, 4)}[before]
+        may_send.clear()
+        leaver = swarm.servers.pop(1 if before == (0, 4) else 0)
+        await leaver.stop()
+        await until(lambda: asyncio.to_thread(was_asked.wait, 1), timeout_s=30)
+        await asyncio.sleep(0.5)
+        assert (await spans())[address] == before, "it serves while it fetches"
+        if is_withdrawn:
+            monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+            await swarm.add_server(f"{other[0]}:{other[1]}")
+        may_send.set()
+
+        async def has_moved() -> bool:
+            return (await spans()).get(address) == other
+
+        if is_withdrawn:
+            await asyncio.sleep(2)
+            assert (await spans())[address] == before
+            assert process._server is first
+        else:
+            await until(has_moved, timeout_s=30)
+        await process.stop()
+
+
+@pytest.mark.parametrize(
+    "environment, status, sentence",
+    [
+        ({}, 401, "The hub refuses access to 'tests/tiny' (status 401); give an access token"),
+        ({"COROLLA_HUB_PATIENCE_S": "0"}, 503, "the hub cannot be reached or its answers break off; check the network"),
+        ({"COROLLA_OFFLINE": "true"}, 0, "and the hub is not to be asked; fetch it where there is a network"),
+    ],
+    ids=["refused", "away", "offline"],
+)
+def test_a_server_that_gets_no_model_says_so_and_ends(
+    tmp_path: Path, hub: HubServer, environment: dict[str, str], status: int, sentence: str
+) -> None:
+    hub.status = status
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "COROLLA_"))}
+    given = {
+        "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_verysecret", "PYTHONPATH": str(SERVICES),
+        "COROLLA_MODEL": REPOSITORY, "COROLLA_LOG_LEVEL": "DEBUG", **environment,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "corolla.block_server"], env={**inherited, **given}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    (last,) = [line for line in done.stderr.splitlines() if line.startswith("corolla: ")]
+    assert sentence in last
+    assert "Traceback" not in done.stderr
+    assert "hf_verysecret" not in done.stdout + done.stderr
+    assert hub.num_requests == (0 if "COROLLA_OFFLINE" in environment else 1)
