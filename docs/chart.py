@@ -31,13 +31,13 @@ SETTINGS: Final[dict[str, type[BaseSettings]]] = {
 SET_BY_THE_CHART: Final = {
     "blockServer.defaults": frozenset(
         {
-            "advertised_host", "blocks", "device", "dtype", "metrics_port", "model", "pod_uid", "port", "quantization",
-            "revision", "router",
+            "advertised_host", "blocks", "device", "dtype", "metrics_port", "model", "offline", "pod_uid", "port",
+            "quantization", "revision", "router",
         }
     ),
     "router": frozenset({"metrics_port", "pod_name", "pod_selector", "pod_uid", "port", "redis_url"}),
     "client": frozenset(
-        {"api_keys_file", "dtype", "metrics_port", "model", "port", "quantization", "revision", "router"}
+        {"api_keys_file", "dtype", "metrics_port", "model", "offline", "port", "quantization", "revision", "router"}
     ),
 }  # fmt: skip
 """Settings that have values of their own, or follow from the release and its pods."""

@@ -147,6 +147,11 @@ RECOVERY: Final = (
     Panel("Sessions handed over", "Attempts of leaving block servers, by outcome.", "short", (
         (rate("corolla_sessions_handed_over_total", "outcome"), "{{outcome}}"),
     )),
+    Panel("Quarantines", "Block servers that client services leave out since they failed lately, each for 5 to 60 s, "
+          "and how often that begins. Again and again: a server is sick, or cut off from some.", "short", (
+        (gauge("corolla_quarantined_servers", "instance"), "{{instance}} leaves out"),
+        (rate("corolla_quarantines_total", "cause"), "new by {{cause}}, per second"),
+    )),
     Panel("Kept outputs", "Memory for outputs that rebuild a lost next hop.", "bytes", (
         (gauge("corolla_kept_output_bytes", "instance"), "{{instance}}"),
     )),

@@ -254,6 +254,22 @@ def test_only_what_loads_the_model_reaches_the_hub_and_only_the_router_the_api_s
     assert beyond == {"block-server": {443}, "client": {443}, "router": {443, 6443}, "redis": set(), "test": set()}
 
 
+def test_a_mirror_is_reached_at_its_port() -> None:
+    ports = {"http://mirror": 80, "https://mirror": 443, "http://mirror.local:8081/hub": 8081}
+    for endpoint, port in ports.items():
+        objects = render({"model": {"hub": {"endpoint": endpoint}}})
+        for component in ("block-server", "client"):
+            beyond = {port for called, port in admitted(objects, component, "egress") if called == "any"} - {53}
+            assert beyond == {port}, endpoint
+
+
+def test_without_the_hub_pods_do_not_ask_it() -> None:
+    objects = render({"model": {"offline": True}})
+    for name in ("rel-corolla-block-server-main", "rel-corolla-client"):
+        data = named(objects, "ConfigMap", name)["data"]
+        assert (data["COROLLA_OFFLINE"], data["HF_HUB_OFFLINE"]) == ("true", "1")
+
+
 def test_callers_and_scrapers_can_be_named() -> None:
     objects = render(files=[file for file in CI_VALUES if "external-redis" in file.name])
     assert ("any", 50051) not in admitted(objects, "client", "ingress")

@@ -19,6 +19,9 @@
 {{/* Names are looked up, and the hub is asked where it may be. */}}
 {{- define "corolla.hubEgress" -}}
 {{- if not .Values.model.offline }}
-- ports: [{port: 443, protocol: TCP}]
+{{- $endpoint := urlParse (default "https://huggingface.co" .Values.model.hub.endpoint) }}
+{{- $usual := ternary 80 443 (eq $endpoint.scheme "http") }}
+{{- $port := regexFind ":[0-9]+$" $endpoint.host | trimPrefix ":" | default $usual | int }}
+- ports: [{port: {{ $port }}, protocol: TCP}]
 {{- end }}
 {{- end }}

@@ -21,6 +21,7 @@ COROLLA_REVISION: {{ . | quote }}
 COROLLA_DTYPE: {{ .Values.model.dtype }}
 COROLLA_QUANTIZATION: {{ .Values.model.quantization }}
 COROLLA_ROUTER: {{ include "corolla.routerTarget" . }}
+COROLLA_OFFLINE: {{ .Values.model.offline | quote }}
 HF_HOME: /cache
 {{- if .Values.model.offline }}
 HF_HUB_OFFLINE: "1"

@@ -1,5 +1,7 @@
 """What a client service exports. Base names and buckets are vLLM's, so that known dashboards carry over."""
 
+from typing import get_args
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from corolla.chassis.metrics import (
@@ -10,6 +12,7 @@ from corolla.chassis.metrics import (
     TOKEN_COUNT_BUCKETS,
 )
 from corolla.client.chain.account import Recovered
+from corolla.client.chain.quarantine import QuarantineCause
 
 
 class ClientMetrics:
@@ -76,6 +79,24 @@ class ClientMetrics:
             buckets=RECOVERY_BUCKETS,
             registry=registry,
         )
+
+        self.quarantines = Counter(
+            "corolla_quarantines",
+            "Times that this client service began to leave a block server out, by what that failed at: to open a "
+            "session, or a step.",
+            ["cause"],
+            registry=registry,
+        )
+        for cause in get_args(QuarantineCause):
+            self.quarantines.labels(cause)
+        self.quarantined = Gauge(
+            "corolla_quarantined_servers",
+            "Block servers that this client service leaves out now since they failed lately.",
+            registry=registry,
+        )
+
+    def quarantine(self, cause: QuarantineCause) -> None:
+        self.quarantines.labels(cause).inc()
 
     def recovered(self, recovered: Recovered) -> None:
         self.recoveries.labels(recovered.cause, recovered.method).inc()

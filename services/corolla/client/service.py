@@ -82,7 +82,9 @@ class ClientService:
         plane = self._plane = DataPlane(
             fingerprint, settings.probe_after_s, settings.probe_timeout_s, settings.open_timeout_s
         )
-        routes = self._routes = Routes(control, placement, fingerprint, checkpoint.num_blocks)
+        routes = self._routes = Routes(control, placement, fingerprint, checkpoint.num_blocks, self._metrics.quarantine)
+        clock = asyncio.get_running_loop().time
+        self._metrics.quarantined.set_function(lambda: routes.num_quarantined(clock()))
         opener = self._opener = ChainOpener(
             routes, plane, edges, self._compute, _limits(settings), self._metrics.recovered
         )

@@ -1,9 +1,12 @@
 """Servers that failed lately. Pure: time is passed in."""
 
-from typing import Final
+from typing import Final, Literal
 
 FIRST_S: Final = 5.0
 MOST_S: Final = 60.0
+
+QuarantineCause = Literal["open", "step"]
+"""Whether a server did not open a session, or failed in the middle of one."""
 
 
 class Quarantine:
@@ -22,6 +25,10 @@ class Quarantine:
         length_s = min(2 * length_s, MOST_S) if is_repeated else FIRST_S
         self._entries[server_id] = (now_s + length_s, length_s)
         return True
+
+    def count(self, now_s: float) -> int:
+        """How many servers are left out now. Changes nothing, so any thread may ask."""
+        return sum(now_s < until_s for until_s, _ in tuple(self._entries.values()))
 
     def active(self, now_s: float) -> frozenset[str]:
         """The servers to leave out now."""

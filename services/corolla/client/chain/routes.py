@@ -20,7 +20,7 @@ from corolla.chassis.errors import (
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.placement import PlacementWatch
-from corolla.client.chain.quarantine import Quarantine
+from corolla.client.chain.quarantine import Quarantine, QuarantineCause
 from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import candidates, chain_of
 from corolla.planning.planner import Candidate, plan_around_suspects, plan_blocks
@@ -39,19 +39,36 @@ class Routes:
     router or no store answers.
     """
 
-    def __init__(self, control: ControlPlane, placement: PlacementWatch, fingerprint: str, num_blocks: int) -> None:
+    def __init__(
+        self,
+        control: ControlPlane,
+        placement: PlacementWatch,
+        fingerprint: str,
+        num_blocks: int,
+        on_quarantine: Callable[[QuarantineCause], None] = lambda cause: None,
+    ) -> None:
         self._control = control
         self._placement = placement
         self._fingerprint = fingerprint
         self._num_blocks = num_blocks
         self._quarantine = Quarantine()
+        self._on_quarantine = on_quarantine
         self._leaving: set[str] = set()
         self._bookings = Bookings(_BOOKING_LAG_S)
         self._tasks = TaskGroup()
 
-    def avoid(self, server_id: str) -> None:
-        """Leaves a server out for a while, and tells the router so that others do."""
+    def num_quarantined(self, now_s: float) -> int:
+        """How many servers are left out now since they failed. `now_s` is the event loop's time; any thread may ask."""
+        return self._quarantine.count(now_s)
+
+    def avoid(self, server_id: str, cause: QuarantineCause = "step") -> None:
+        """Leaves a server out for a while, and tells the router so that others do.
+
+        Args:
+            cause: whether it failed in the middle of a session, or took none.
+        """
         if self._quarantine.add(server_id, asyncio.get_running_loop().time()):
+            self._on_quarantine(cause)
             self._tasks.start(self._report(server_id), "report of a server")
 
     def leaves(self, server_id: str) -> None:
@@ -61,7 +78,7 @@ class Routes:
     def refused(self, server_id: str, failure: BaseException) -> None:
         """A server did not open a session: what that says of it."""
         if isinstance(failure, HopUnavailable):
-            self.avoid(server_id)
+            self.avoid(server_id, "open")
         elif isinstance(failure, HopLeaving):
             self.leaves(server_id)
 
