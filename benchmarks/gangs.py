@@ -28,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.open(options.model)
+    checkpoint.fetch()
     prompts = [random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed) for seed in range(_NUM_ROWS)]
     num_tokens: int = options.tokens
     num_all = _NUM_ROWS * num_tokens

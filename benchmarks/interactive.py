@@ -165,7 +165,9 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    folder = Checkpoint.open(options.model).folder
+    checkpoint = Checkpoint.open(options.model)
+    checkpoint.fetch()
+    folder = checkpoint.folder
     with tempfile.TemporaryDirectory() as log_folder:
         wanted = StackOptions(model=str(folder), num_servers=options.servers, log_folder=Path(log_folder))
         with Stack(wanted) as stack:

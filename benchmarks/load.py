@@ -52,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.open(options.model)
+    checkpoint.fetch()
     environment = {
         "COROLLA_MAX_RUNNING_REQUESTS": str(options.running),
         "COROLLA_MAX_WAITING_REQUESTS": str(options.waiting),

@@ -31,6 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.open(options.model)
+    checkpoint.fetch()
     local = LocalModel(checkpoint.folder)
     seeds = itertools.count(1)
 

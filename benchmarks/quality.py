@@ -38,6 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.open(options.model)
+    checkpoint.fetch()
     library: Any = AutoTokenizer
     token_ids = library.from_pretrained(checkpoint.folder).encode(_PASSAGE.read_text(encoding="utf-8"))
     prompt = random_ids(16, checkpoint.vocab_size, seed=0)

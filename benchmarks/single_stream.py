@@ -36,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.open(options.model)
+    checkpoint.fetch()
     prompt = random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed=0)
     gaps_s: list[float] = []
     with ExitStack() as exits:

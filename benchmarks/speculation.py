@@ -188,7 +188,9 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=None, help="folder for the processes' logs; kept")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each row instead of a table")
     options = parser.parse_args()
-    folder = Checkpoint.open(options.model).folder
+    checkpoint = Checkpoint.open(options.model)
+    checkpoint.fetch()
+    folder = checkpoint.folder
     fixed = {"COROLLA_ADAPTIVE_DRAFTS": "false", "COROLLA_MAX_DRAFT_TOKENS": str(NUM_GUESSES)}
     clients: dict[str, dict[str, str]] = {"lookup": {}}
     with tempfile.TemporaryDirectory() as logs, perturbed(folder, options.noise) as noisy:

@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.open(options.model)
+    checkpoint.fetch()
     local = LocalModel(checkpoint.folder)
     prompts = [
         random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed) for seed in range(max(*options.streams, _LOCAL_BATCH))

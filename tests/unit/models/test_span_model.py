@@ -12,7 +12,7 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import demo_checkpoint
 from corolla.models.families import FAMILIES
-from corolla.models.span_model import load_span
+from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 
@@ -46,6 +46,19 @@ def test_spans_share_out_the_blocks(tmp_path: Path, family: str) -> None:
     for part in parts:
         hidden = part.forward(hidden, position_ids)
     assert torch.equal(hidden, expected)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_span_is_made_up_without_reading_weights(tmp_path: Path, family: str) -> None:
+    checkpoint = Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=2)))
+    hidden = torch.randn(1, 20, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
+    real = load_span(checkpoint, Span(0, 1), dtype=torch.bfloat16)
+    for shard in set(checkpoint.weight_index.values()):
+        shard.unlink()
+    made_up = make_span(checkpoint, Span(0, 1), dtype=torch.bfloat16)
+    assert (made_up.nbytes, made_up.dtype) == (real.nbytes, real.dtype)
+    output = made_up.forward(hidden.bfloat16(), torch.arange(20)[None])
+    assert output.isfinite().all()
 
 
 def test_only_the_spans_shards_are_opened(tmp_path: Path) -> None:
