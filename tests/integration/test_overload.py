@@ -1,6 +1,7 @@
 """More requests than the service takes: who runs, who waits, who is refused, and what a refusal leaves behind."""
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -14,11 +15,13 @@ import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QueueFull
+from corolla.client.text.tokenizer import TextTokenizer
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import generation_pb2 as pb
+from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
-from tests.integration.refusals import SERVICE, key_metadata, refusal
+from tests.integration.refusals import SERVICE, key_metadata, refusal, refusal_of
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 
@@ -131,12 +134,24 @@ def a_request(text: str = PROMPT, **stopping: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, stopping=pb.StoppingParameters(**stopping))
 
 
-TOO_MUCH: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
+TOO_MUCH: dict[str, tuple[pb.GenerateRequest | pb.TokenizeRequest, grpc.StatusCode, str]] = {
     "more pages than there are": (
         a_request(max_tokens=CONTEXT_LENGTH // 2), grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_PAGES",
     ),
     "a text far beyond the context": (
         a_request("word " * (MAX_BYTES // 6)), grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
+    ),
+    "a text far beyond the context to tokenize": (
+        pb.TokenizeRequest(text="word " * (MAX_BYTES // 6)),
+        grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
+    ),
+    "a text just beyond the context to tokenize": (
+        pb.TokenizeRequest(text="\x00" * (CONTEXT_LENGTH + 1)),
+        grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
+    ),
+    "a conversation far beyond the context to tokenize": (
+        pb.TokenizeRequest(chat=pb.Conversation(messages=[pb.ChatMessage(role="user", content="word " * 150_000)])),
+        grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
     ),
     "ids far beyond the context": (
         pb.GenerateRequest(tokens=pb.TokenIds(ids=[40] * (MAX_BYTES // 2))),
@@ -157,7 +172,8 @@ async def test_what_is_too_much_for_the_model_or_the_servers_is_refused_at_once(
     async with open_channel(swarm.address) as channel:
         for _ in range(5):
             started = time.monotonic()
-            refused = await refusal(channel, "GenerateStream", request, api_key="key-ada")
+            method = "Tokenize" if isinstance(request, pb.TokenizeRequest) else "GenerateStream"
+            refused = await refusal(channel, method, request, api_key="key-ada")
             times_s.append(time.monotonic() - started)
             assert (refused.code, refused.reason) == (code, reason)
             # Coming back helps only where room may be made.
@@ -167,6 +183,39 @@ async def test_what_is_too_much_for_the_model_or_the_servers_is_refused_at_once(
     await asyncio.gather(*busy)
     assert len(visitors.order) == len(busy)
     await swarm.until_empty()
+
+
+async def test_texts_are_tokenized_one_by_one_beside_the_event_loop_and_only_so_many_wait(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spell, working, most_at_a_time = TextTokenizer.token_text, set[int](), 0
+
+    def token_text(tokenizer: TextTokenizer, token_id: int) -> str:
+        nonlocal most_at_a_time
+        working.add(threading.get_ident())
+        most_at_a_time = max(most_at_a_time, len(working))
+        time.sleep(0.001)  # others have their chance
+        try:
+            return spell(tokenizer, token_id)
+        finally:
+            working.discard(threading.get_ident())
+
+    monkeypatch.setattr(TextTokenizer, "token_text", token_text)
+    request = pb.TokenizeRequest(text="\x00" * 50)
+    async with open_channel(swarm.address) as channel:
+        stub = GenerationServiceStub(channel)
+        calls = [
+            asyncio.ensure_future(stub.Tokenize(request, metadata=key_metadata("key-ada")))
+            for _ in range(3 * NUM_WAITING)
+        ]
+        done = await asyncio.gather(*calls, return_exceptions=True)
+    answers = [each for each in done if isinstance(each, pb.TokenizeResponse)]
+    refused = [refusal_of(each) for each in done if isinstance(each, grpc.aio.AioRpcError)]
+    assert len(answers) >= NUM_WAITING + 1
+    assert all(len(each.tokens) == len(each.token_ids) >= 50 for each in answers)
+    assert {each.reason for each in refused} == {"QUEUE_FULL"}
+    assert most_at_a_time == 1
+    assert await num_held(swarm) == 0
 
 
 async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refused(swarm: Swarm) -> None:

@@ -90,24 +90,26 @@ class ClientService:
         )
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s)
         chat = ChatTemplate(tokenizer)
+        admission, tokenizations = (
+            Admission(max_running, settings.max_waiting_requests, settings.max_held_request_bytes, self._metrics)
+            # One after the other: threads that look up tokens take time from the one that serves answers.
+            for max_running in (settings.max_running_requests, 1)
+        )
         answering = Answering(
             opener,
             transcripts,
             tokenizer,
             ModelLimits(checkpoint.context_length, settings.default_max_tokens, _eos_token_ids(checkpoint)),
-            Admission(
-                settings.max_running_requests,
-                settings.max_waiting_requests,
-                settings.max_held_request_bytes,
-                self._metrics,
-            ),
+            admission,
             await asyncio.to_thread(self._speculators, checkpoint, tokenizer),
         )
         facts = ModelFacts(
             checkpoint.name, checkpoint.family.model_type, checkpoint.num_blocks, checkpoint.context_length,
             checkpoint.vocab_size, settings.dtype, fingerprint,
         )  # fmt: skip
-        servicer = GenerationServicer(facts, self._tenants, answering, transcripts, opener, placement, tokenizer, chat)
+        servicer = GenerationServicer(
+            facts, self._tenants, answering, tokenizations, transcripts, opener, placement, tokenizer, chat
+        )
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
         handler = service_handler(
             service,

@@ -2,19 +2,20 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from corolla.chassis.errors import InvalidRequest, ModelNotFound
+from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
 from corolla.client.api import replies, validation
 from corolla.client.api.tenants import Tenants
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.placement import PlacementWatch
+from corolla.client.generation.admission import Admission
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering, Caller
 from corolla.client.generation.sampling import SampledToken
@@ -49,6 +50,7 @@ class GenerationServicer:
         facts: ModelFacts,
         tenants: Tenants,
         answering: Answering,
+        tokenizations: Admission,
         transcripts: Transcripts,
         opener: ChainOpener,
         placement: PlacementWatch,
@@ -58,6 +60,7 @@ class GenerationServicer:
         self._facts = facts
         self._tenants = tenants
         self._answering = answering
+        self._tokenizations = tokenizations
         self._transcripts = transcripts
         self._opener = opener
         self._placement = placement
@@ -224,22 +227,30 @@ class GenerationServicer:
     # --- the model ------------------------------------------------------------------------------------------------
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        self._tenants.of(context)
+        tenant = self._tenants.of(context)
         validation.check_model(request.model, self._facts.name)
+        encode: Callable[[], Sequence[int]]
+        max_tokens = self._facts.context_length
         match request.WhichOneof("input"):
             case "text":
                 add_special_tokens = not request.without_special_tokens
-                token_ids = await asyncio.to_thread(
-                    self._tokenizer.encode, request.text, add_special_tokens=add_special_tokens
+                encode = partial(
+                    self._tokenizer.encode, request.text, add_special_tokens=add_special_tokens, max_tokens=max_tokens
                 )
             case "chat":
                 conversation = validation.messages(request.chat.messages)
                 check_roles(conversation)
-                token_ids = await asyncio.to_thread(self._chat.prompt_ids, conversation)
+                encode = partial(self._chat.prompt_ids, conversation, max_tokens=max_tokens)
             case _:
                 raise InvalidRequest("input", "one of text and chat must be set")
-        tokens = [self._tokenizer.token_text(token_id) for token_id in token_ids]
-        return pb.TokenizeResponse(token_ids=token_ids, tokens=tokens)
+        async with self._tokenizations.request(tenant, request.ByteSize(), Usage()) as meter, meter.running():
+            return await asyncio.to_thread(self._tokenized, encode)
+
+    def _tokenized(self, encode: Callable[[], Sequence[int]]) -> pb.TokenizeResponse:
+        token_ids, max_tokens = encode(), self._facts.context_length
+        if len(token_ids) > max_tokens:
+            raise ContextLengthExceeded("prompt", f"exceeds the model's context of {max_tokens} tokens")
+        return pb.TokenizeResponse(token_ids=token_ids, tokens=map(self._tokenizer.token_text, token_ids))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         self._tenants.of(context)
