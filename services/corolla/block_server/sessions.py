@@ -247,8 +247,9 @@ class SessionTable(Generic[AnyCache]):
     def forsake(self, client_id: bytes) -> int:
         """The client's stream ended: frees the sessions that live only with it, and returns how many.
 
-        The others stay for whoever opens them next, and make room where there is none: the client has gone on without
-        this hop, or is gone itself.
+        The others stay for whoever opens them next, with the pages of their tokens, and make room where there is none:
+        the client has gone on without this hop, or is gone itself. Which of them nobody will come back for, only the
+        router knows.
         """
         gone = [held for held in self if held.request.client_id == client_id]
         for held in gone:
@@ -256,6 +257,8 @@ class SessionTable(Generic[AnyCache]):
                 self._free(held)
             else:
                 held.is_idle = True
+                if not held.is_arriving:
+                    held.cache.reserve(held.cache.num_tokens)
         return sum(1 for held in gone if held.request.transient)
 
     def expire(self, now_s: float) -> int:

@@ -219,6 +219,26 @@ def test_idle_sessions_go_for_others_the_longest_unused_first() -> None:
     assert table.num_evicted == 1, "nobody is evicted for what cannot be had anyway"
 
 
+def test_a_turn_whose_client_died_keeps_the_pages_of_its_tokens_only() -> None:
+    table = a_table()
+    step(table, table.open(a_request(b"turn", max_tokens=32), 0.0).request, 0, 4)
+    assert table.forsake(CLIENTS[0]) == 0
+    (held,) = table
+    assert (held.is_idle, held.cache.num_tokens, held.num_pages) == (True, 4, 1)
+    table.open(a_request(b"next", client_id=CLIENTS[1], max_tokens=40), 1.0)
+    assert table.num_evicted == 0
+    assert table.open(a_request(b"turn", epoch=2, client_id=CLIENTS[1], max_tokens=8), 2.0).cache.num_tokens == 4
+
+
+def test_a_session_that_arrives_while_its_client_dies_is_still_filled() -> None:
+    table = a_table()
+    held = table.receive(a_request(b"moves", max_tokens=32), b"h" * 16, 0.0)
+    table.forsake(CLIENTS[0])
+    assert held.num_pages == 8
+    table.arrived(held, is_idle=True)
+    assert held.num_pages == 0
+
+
 def test_a_step_that_comes_after_the_turn_does_not_wake_the_session() -> None:
     table = a_table()
     request = table.open(a_request(), 0.0).request
