@@ -267,11 +267,8 @@ class CallerStalled(DeadlineExceeded):
     reason = "CALLER_STALLED"
 
 
-# --- start-up: the process says what to do and ends ---------------------------------------------------------------
-
-
 class StartupError(CorollaError):
-    """A process cannot start as configured. The message says what to change."""
+    """A process cannot start as configured. The message says what to change, and the process ends."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "STARTUP"
@@ -290,7 +287,6 @@ class CheckpointError(StartupError):
 class HubUnavailable(StartupError):
     """The hub cannot be reached, or what it sends breaks off or is damaged. The same may succeed later."""
 
-    code = grpc.StatusCode.UNAVAILABLE
     reason = "HUB_UNAVAILABLE"
 
 

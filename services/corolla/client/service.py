@@ -84,7 +84,7 @@ class ClientService:
         )
         routes = self._routes = Routes(control, placement, fingerprint, checkpoint.num_blocks, self._metrics.quarantine)
         clock = asyncio.get_running_loop().time
-        self._metrics.quarantined.set_function(lambda: routes.num_quarantined(clock()))
+        self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
         opener = self._opener = ChainOpener(
             routes, plane, edges, self._compute, _limits(settings), self._metrics.recovered
         )

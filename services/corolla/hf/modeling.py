@@ -81,6 +81,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
 
         Raises:
             CheckpointError: it is missing, damaged, or of another family than this class is for.
+            HubUnavailable: it is on the hub, and that cannot be reached.
             ValueError: the dtype or the quantisation is none that block servers run.
         """
         checkpoint = Checkpoint.open(name_or_path, revision=revision)

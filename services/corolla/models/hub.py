@@ -27,6 +27,7 @@ from corolla.models.manifest import Manifest, StoredFile
 log = logging.getLogger(__name__)
 
 _ASK_TIMEOUT_S: Final = 10.0
+_FILE_MODE: Final = 0o644
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
@@ -145,7 +146,8 @@ class Hub:
                 files[sibling.rfilename] = StoredFile(sibling.lfs.size, sibling.lfs.sha256)
             elif sibling.blob_id is not None and sibling.size is not None:
                 files[sibling.rfilename] = StoredFile(sibling.size, sibling.blob_id)
-        if info.sha is None or not files:
+        # The commit becomes the name of a folder in the cache.
+        if info.sha is None or not _COMMIT.fullmatch(info.sha) or not files:
             raise CheckpointError(
                 f"{api.endpoint} does not say which files {repository!r} has, with their checksums; ask the hub itself "
                 "or another mirror, or give a local folder."
@@ -212,4 +214,6 @@ def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         file.write(text)
-    Path(file.name).replace(path)
+    written = Path(file.name)
+    written.chmod(_FILE_MODE)
+    written.replace(path)

@@ -100,13 +100,7 @@ class HubSnapshot:
         num_bytes = sum(self.manifest.files[name].num_bytes for name in missing)
         if missing:
             self._prepare(missing, num_bytes)
-            facts = {
-                "model": self.repository,
-                "commit": self.manifest.commit,
-                "files": len(missing),
-                "bytes": num_bytes,
-            }
-            log.info("fetching", extra=facts)
+            log.info("fetching", extra={"model": self.repository, "files": len(missing), "bytes": num_bytes})
         started = time.monotonic()
         self._fetch_all(wanted)
         if missing:
@@ -124,8 +118,12 @@ class HubSnapshot:
                 raise
 
         with ThreadPoolExecutor(_SIMULTANEOUS_FILES, "fetch") as pool:
-            for done in [pool.submit(fetch, name) for name in names]:
-                done.result()
+            try:
+                for done in [pool.submit(fetch, name) for name in names]:
+                    done.result()
+            except (KeyboardInterrupt, SystemExit):
+                self.hub.stop()  # whoever interrupts does not wait for transfers of minutes
+                raise
 
     def _fetch_one(self, name: str) -> None:
         path, stored = self.folder / name, self.manifest.files[name]

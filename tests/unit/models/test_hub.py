@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from corolla.chassis.errors import CheckpointError, HubUnavailable
 from corolla.client.edges import edge_tensors, load_edges
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.local import preparation
 from corolla.models import hub_snapshot
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.hub import Hub
@@ -409,6 +410,22 @@ def test_a_cache_that_another_tool_filled_serves_without_the_hub(hub: Hub, serve
     shutil.rmtree(checkpoint.folder.parents[1] / "corolla")
     with pytest.raises(CheckpointError, match=rf"{lost} of 'tests/tiny' is missing in"):
         opened(offline(hub))
+
+
+def test_a_hub_that_tells_no_checksums_is_refused(hub: Hub, server: HubServer) -> None:
+    server.commit = "../../../elsewhere"
+    with pytest.raises(CheckpointError, match="does not say which files 'tests/tiny' has, with their checksums"):
+        opened(hub)
+
+
+def test_the_local_stack_fetches_all_before_it_starts(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert preparation.main([REPOSITORY]) == 0
+    assert '"num_blocks": 8' in capsys.readouterr().out
+    assert server.sent_shards() == sorted(path.name for path in server.folder.glob("*.safetensors"))
 
 
 # In a process of its own: what the environment says is read when the hub's client is imported.

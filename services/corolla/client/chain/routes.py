@@ -51,23 +51,15 @@ class Routes:
         self._placement = placement
         self._fingerprint = fingerprint
         self._num_blocks = num_blocks
-        self._quarantine = Quarantine()
+        self.quarantine = Quarantine()
         self._on_quarantine = on_quarantine
         self._leaving: set[str] = set()
         self._bookings = Bookings(_BOOKING_LAG_S)
         self._tasks = TaskGroup()
 
-    def num_quarantined(self, now_s: float) -> int:
-        """How many servers are left out now since they failed. `now_s` is the event loop's time; any thread may ask."""
-        return self._quarantine.count(now_s)
-
     def avoid(self, server_id: str, cause: QuarantineCause = "step") -> None:
-        """Leaves a server out for a while, and tells the router so that others do.
-
-        Args:
-            cause: whether it failed in the middle of a session, or took none.
-        """
-        if self._quarantine.add(server_id, asyncio.get_running_loop().time()):
+        """Leaves a server out for a while, and tells the router so that others do."""
+        if self.quarantine.add(server_id, asyncio.get_running_loop().time()):
             self._on_quarantine(cause)
             self._tasks.start(self._report(server_id), "report of a server")
 
@@ -265,7 +257,7 @@ class Routes:
         return bool(placed) and hop.server_id not in placed
 
     def _quarantined(self) -> frozenset[str]:
-        return self._quarantine.active(asyncio.get_running_loop().time())
+        return self.quarantine.active(asyncio.get_running_loop().time())
 
     def _avoided(self) -> frozenset[str]:
         return self._quarantined() | self._leaving
