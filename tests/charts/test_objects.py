@@ -270,6 +270,21 @@ def test_without_the_hub_pods_do_not_ask_it() -> None:
         assert (data["COROLLA_OFFLINE"], data["HF_HUB_OFFLINE"]) == ("true", "1")
 
 
+def test_the_hubs_token_is_a_file_for_those_who_load_the_model() -> None:
+    pods = pod_specs(render({"model": {"hub": {"existingSecret": "hub", "tokenKey": "read"}}}))
+    holders = {"rel-corolla-block-server-main", "rel-corolla-client"}
+    for name, pod in pods.items():
+        volumes = {each["name"]: each for each in pod.get("volumes", [])}
+        assert ("hub" in volumes) is (name in holders), name
+    for name in holders:
+        (volume,) = [each["secret"] for each in pods[name]["volumes"] if each["name"] == "hub"]
+        assert volume == {"secretName": "hub", "defaultMode": 0o440, "items": [{"key": "read", "path": "token"}]}
+        (container,) = pods[name]["containers"]
+        (mount,) = [each for each in container["volumeMounts"] if each["name"] == "hub"]
+        data = named(render({"model": {"hub": {"existingSecret": "hub"}}}), "ConfigMap", name)["data"]
+        assert data["HF_TOKEN_PATH"] == f"{mount['mountPath']}/token"
+
+
 def test_callers_and_scrapers_can_be_named() -> None:
     objects = render(files=[file for file in CI_VALUES if "external-redis" in file.name])
     assert ("any", 50051) not in admitted(objects, "client", "ingress")

@@ -182,8 +182,16 @@ def test_what_the_chart_renders_the_service_reads(component: str) -> None:
 
 
 def test_an_upgrade_that_uncovers_a_span_is_refused_unless_forced() -> None:
-    lonely = {"blockServer": {"pools": {"only": {"replicas": 1, "blocks": "0:8"}}}}
-    render(lonely)
-    with pytest.raises(Refused, match="an upgrade would leave them uncovered"):
-        render(lonely, upgrades=True)
-    render(merged(lonely, {"blockServer": {"allowSingleReplicaUpgrade": True}}), upgrades=True)
+    alone: list[Object] = [
+        {"only": {"replicas": 1, "blocks": "0:8"}},
+        {"only": {"replicas": 1}},
+        {"one": {"replicas": 1, "blocks": "0:8"}, "other": {"replicas": 1, "blocks": "0:8"}},
+        {"scaled": {"blocks": "0:8", "autoscaling": {"enabled": True, "minReplicas": 1}}},
+    ]
+    for pools in alone:
+        lonely: Object = {"blockServer": {"pools": pools}}
+        render(lonely)
+        with pytest.raises(Refused, match="an upgrade would leave them uncovered"):
+            render(lonely, upgrades=True)
+        render(merged(lonely, {"blockServer": {"allowSingleReplicaUpgrade": True}}), upgrades=True)
+    render({"blockServer": {"pools": {"large": {"replicas": 1}, "small": {"replicas": 1}}}}, upgrades=True)

@@ -75,16 +75,11 @@ livenessProbe:
   failureThreshold: 6
 {{- end }}
 
-{{/* Environment of containers that load the model. */}}
-{{- define "corolla.modelEnv" -}}
-{{- with .Values.model.hub.existingSecret }}
-- name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.model.hub.tokenKey }}}}
-{{- end }}
-{{- end }}
-
 {{- define "corolla.modelMounts" -}}
 - {name: cache, mountPath: /cache}
+{{- if .Values.model.hub.existingSecret }}
+- {name: hub, mountPath: /etc/corolla/hub, readOnly: true}
+{{- end }}
 {{- if .Values.model.volume.existingClaim }}
 - {name: models, mountPath: {{ .Values.model.volume.path }}, readOnly: true}
 {{- end }}
@@ -97,6 +92,14 @@ livenessProbe:
   {{- else }}
   emptyDir: {sizeLimit: {{ .Values.model.cache.sizeLimit }}}
   {{- end }}
+{{- with .Values.model.hub.existingSecret }}
+- name: hub
+  secret:
+    secretName: {{ . }}
+    # The pod's group may read it; nobody else.
+    defaultMode: 0440
+    items: [{key: {{ $.Values.model.hub.tokenKey }}, path: token}]
+{{- end }}
 {{- with .Values.model.volume.existingClaim }}
 - name: models
   persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}

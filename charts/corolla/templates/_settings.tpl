@@ -26,6 +26,9 @@ HF_HOME: /cache
 {{- if .Values.model.offline }}
 HF_HUB_OFFLINE: "1"
 {{- end }}
+{{- if .Values.model.hub.existingSecret }}
+HF_TOKEN_PATH: /etc/corolla/hub/token
+{{- end }}
 {{- with .Values.model.hub.endpoint }}
 HF_ENDPOINT: {{ . }}
 {{- end }}
