@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from corolla.block_server.process import BlockServerProcess
 from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.channels import open_channel
 from corolla.client.edges import edge_tensors
+from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.models import hub_snapshot
 from corolla.models.checkpoint import Checkpoint
 from corolla.v1 import router_pb2, router_pb2_grpc
@@ -78,7 +80,18 @@ async def test_each_part_of_a_chain_fetches_its_own(
             answer = await client.generate(PROMPT, max_tokens=24, ignore_eos=True)
         unsplit = Unsplit(hub.folder)
         prompt_ids = unsplit.tokenizer(PROMPT)["input_ids"]
-        assert list(answer.token_ids) == unsplit.generate(prompt_ids, 24, ignore_eos=True).token_ids
+        expected = unsplit.generate(prompt_ids, 24, ignore_eos=True).token_ids
+        assert list(answer.token_ids) == expected
+
+        folder = cache("library")
+        library: Any = AutoDistributedModelForCausalLM
+        model = await asyncio.to_thread(library.from_pretrained, REPOSITORY, router=swarm.router_address)
+        assert {path.name for path in folder.rglob("*.safetensors")} == ends
+        output = await asyncio.to_thread(
+            model.generate, torch.tensor([prompt_ids]), max_new_tokens=8, do_sample=False, eos_token_id=None
+        )
+        assert output[0, len(prompt_ids) :].tolist() == expected[:8]
+        await swarm.until_empty()
 
 
 @pytest.mark.parametrize("is_withdrawn", [False, True], ids=["obeyed", "withdrawn"])

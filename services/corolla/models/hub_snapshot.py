@@ -103,8 +103,8 @@ class HubSnapshot:
             log.info("fetching", extra={"model": self.repository, "files": len(missing), "bytes": num_bytes})
         started = time.monotonic()
         self._fetch_all(wanted)
-        if missing:
-            log.info("fetched", extra={"bytes": num_bytes, "seconds": round(time.monotonic() - started, 1)})
+        facts = {"files": len(wanted), "seconds": round(time.monotonic() - started, 1)}
+        log.info("fetched and checked" if missing else "checked", extra=facts)
 
     def _fetch_all(self, names: Collection[str]) -> None:
         given_up = threading.Event()
