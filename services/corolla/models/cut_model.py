@@ -1,9 +1,10 @@
 """A family's own model with only some of its layers: cut before any weight is read, then filled exactly."""
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from corolla.models.loading import LOADING
 # Lists of the configuration with one entry for each layer that a base model's forward indexes by position.
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
+# Of made-up weights, as most families begin with.
+_SPREAD: Final = 0.02
 
 
 def model_class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -75,9 +78,14 @@ def build(
 def make_up(
     model_class: type[PreTrainedModel], config: PretrainedConfig, *, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Builds a model on the meta device and fills it as before training, at random."""
+    """Builds a model on the meta device and fills it at random, with numbers that nobody else in the process misses."""
+    with torch.device("meta"):
+        empty = cast(Any, model_class)(copy.deepcopy(config))  # which building may change
+    shapes = {name: parameter.shape for name, parameter in empty.named_parameters()}
+    source = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=source).mul_(_SPREAD).to(dtype) for name, shape in shapes.items()}
     with _quietly(logging.ERROR):
-        model, _ = _fill(model_class, config, {}, dtype, attention)
+        model, _ = _fill(model_class, config, tensors, dtype, attention)
     return cast(PreTrainedModel, model.eval().requires_grad_(False))
 
 

@@ -55,7 +55,9 @@ def test_a_span_is_made_up_without_reading_weights(tmp_path: Path, family: str) 
     real = load_span(checkpoint, Span(0, 1), dtype=torch.bfloat16)
     for shard in set(checkpoint.weight_index.values()):
         shard.unlink()
+    before = torch.get_rng_state()
     made_up = make_span(checkpoint, Span(0, 1), dtype=torch.bfloat16)
+    assert torch.equal(torch.get_rng_state(), before), "others in this process draw, too"
     assert (made_up.nbytes, made_up.dtype) == (real.nbytes, real.dtype)
     output = made_up.forward(hidden.bfloat16(), torch.arange(20)[None])
     assert output.isfinite().all()
