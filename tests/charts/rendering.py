@@ -29,7 +29,7 @@ class Refused(Exception):
 def helm() -> str:
     found = shutil.which("helm")
     if found is None:
-        pytest.fail("helm is not on PATH; `make test-chart` fetches it")
+        pytest.fail("helm is not on PATH; `make test` fetches it")
     return found
 
 

@@ -113,7 +113,7 @@ def test_every_alert_is_seen_to_fire() -> None:
     assert names - quiet <= {"RecoverySlow"}  # which keeps quiet about the namespace `quick`
 
 
-@pytest.mark.chart
+@pytest.mark.promtool
 @pytest.mark.parametrize("arguments", [("check", "rules", CHART / "alerts.yaml"), ("test", "rules", TEST_RULES)])
 def test_promtool_agrees(arguments: tuple[str, ...]) -> None:
     promtool = shutil.which("promtool")
@@ -123,7 +123,6 @@ def test_promtool_agrees(arguments: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.chart
 def test_objectives_and_runbook_are_put_into_the_rules() -> None:
     given = {"timeToFirstTokenSeconds": "1.0", "interTokenSeconds": "0.1", "runbookUrl": "https://wiki/runbook"}
     (rule,) = of_kind(render({"monitoring": {"prometheusRule": given}}), "PrometheusRule")
@@ -134,7 +133,6 @@ def test_objectives_and_runbook_are_put_into_the_rules() -> None:
     assert "{{ $value | humanizePercentage }}" in rules["HighTTFT"]["annotations"]["summary"]
 
 
-@pytest.mark.chart
 def test_the_dashboards_reach_the_cluster_as_they_are() -> None:
     objects = render()
     for file in DASHBOARDS:

@@ -22,8 +22,6 @@ from tests.charts.rendering import (
     render,
 )  # fmt: skip
 
-pytestmark = pytest.mark.chart
-
 FOREIGN_KINDS: Final = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
 ci_values = pytest.mark.parametrize("file", CI_VALUES, ids=lambda file: file.stem)
 

@@ -10,8 +10,6 @@ from corolla.chassis.settings import PREFIX
 from docs.chart import CHART, SET_BY_THE_CHART, SETTINGS, Value, camel_case, read_values
 from tests.charts.rendering import Object, Refused, named, pod_specs, render
 
-pytestmark = pytest.mark.chart
-
 ROOT_VALUE: Final = read_values((CHART / "values.yaml").read_text(encoding="utf-8"))
 VALUES: Final = {each.path: each for each in ROOT_VALUE.leaves()}
 

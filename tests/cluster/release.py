@@ -159,3 +159,35 @@ def leftovers() -> list[str]:
     kinds = "all,configmaps,secrets,serviceaccounts,roles,rolebindings,networkpolicies,poddisruptionbudgets,pvc"
     selector = f"app.kubernetes.io/instance={RELEASE}"
     return kubectl("get", kinds, "--selector", selector, "--output", "name").split()
+
+
+@contextmanager
+def pod_inside() -> Iterator[str]:
+    """A pod that does nothing, with the client service's image and what `helm test`'s pod may reach."""
+    client = pods("client")[0]["spec"]
+    container = client["containers"][0]
+    labels = {
+        "app.kubernetes.io/name": "corolla",
+        "app.kubernetes.io/instance": RELEASE,
+        "app.kubernetes.io/component": "test",
+    }
+    spec = {
+        "automountServiceAccountToken": False,
+        "securityContext": client["securityContext"],
+        "containers": [
+            {
+                "name": "asker",
+                "image": container["image"],
+                "command": ["sleep", "3600"],
+                "securityContext": container["securityContext"],
+            }
+        ],
+        "terminationGracePeriodSeconds": 0,
+    }
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "asker", "labels": labels}, "spec": spec}
+    kubectl("create", "--filename", "-", stdin=json.dumps(pod))
+    try:
+        kubectl("wait", "pod/asker", "--for=condition=Ready", "--timeout=120s")
+        yield "asker"
+    finally:
+        kubectl("delete", "pod", "asker", "--wait=false")

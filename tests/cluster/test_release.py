@@ -1,6 +1,9 @@
 """A release on a real cluster, from `helm install` to `helm uninstall`, in this order."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -8,6 +11,8 @@ from corolla import Client
 from tests.cluster import release
 from tests.cluster.asking import GREEDY, answer_of, load
 from tests.golden import GoldenAnswer
+
+INSIDE: Final = Path(__file__).with_name("inside.py")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -31,6 +36,20 @@ def test_a_container_holds_nothing_to_break_out_with(installed: float, component
 @pytest.mark.parametrize("golden", GREEDY[:3], ids=lambda golden: golden.name)
 def test_an_answer_is_that_of_the_unsplit_model(address: str, golden: GoldenAnswer) -> None:
     assert answer_of(address, golden) == (golden.token_ids, 0)
+
+
+def test_pods_ask_by_the_services_name(whole: None, address: str) -> None:
+    client_pods = [f"{each['status']['podIP']}:{release.CLIENT_PORT}" for each in release.pods("client")]
+    with release.pod_inside() as pod:
+        script = INSIDE.read_text(encoding="utf-8")
+        service = f"{release.RELEASE}-client:{release.CLIENT_PORT}"
+        said = release.kubectl("exec", "--stdin", pod, "--", "python", "-", service, *client_pods, stdin=script)
+    inside = json.loads(said)
+    with Client(address, timeout=300) as client:
+        outside = client.generate("The capital of France is", max_tokens=16, temperature=0, ignore_eos=True)
+    assert inside["generated"] == list(outside.token_ids)
+    assert inside["streamed"] == inside["first_turn"] != ""
+    assert inside["cached_in_second_turn"] > 0
 
 
 def test_a_conversation_goes_on_at_another_client_service(whole: None) -> None:
