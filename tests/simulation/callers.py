@@ -14,7 +14,7 @@ from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.reservations import OpenOptions
 from corolla.client.chain.session import ChainSession
-from corolla.client.generation.answering import Caller as RequestCaller
+from corolla.client.generation.caller import Caller as RequestCaller
 from corolla.client.generation.options import AnswerOptions
 from corolla.client.generation.speculator import SpeculationMode, SpeculationOptions
 from corolla.client.generation.usage import Usage

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from corolla.client.generation.answer import Delta
 from corolla.client.generation.sampling import SampledToken
 from corolla.client.generation.stopping import FinishReason
 from corolla.client.generation.usage import Usage
@@ -61,3 +62,21 @@ def session(record: router_pb2.SessionRecord) -> pb.Session:
         busy=record.busy,
         expires_in_seconds=record.expires_in_ms / 1000,
     )
+
+
+class Collected:
+    """An answer put together for a unary reply."""
+
+    def __init__(self) -> None:
+        self.tokens: list[SampledToken] = []
+        self._parts: list[str] = []
+        self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def add(self, delta: Delta) -> None:
+        self.tokens.append(delta.token)
+        self._parts.append(delta.text)
+        self.finish_reason = finish_reason(delta.finish_reason)

@@ -17,8 +17,8 @@ from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.placement import PlacementWatch
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answer import Delta
-from corolla.client.generation.answering import Answering, Caller
-from corolla.client.generation.sampling import SampledToken
+from corolla.client.generation.answering import Answering
+from corolla.client.generation.caller import Caller
 from corolla.client.generation.usage import Usage
 from corolla.client.text.chat import ChatTemplate, Message, check_roles
 from corolla.client.text.tokenizer import TextTokenizer
@@ -71,10 +71,10 @@ class GenerationServicer:
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         usage = Usage()
-        completions: dict[int, _Collected] = {}
+        completions: dict[int, replies.Collected] = {}
         async with aclosing(self._generate(request, context, usage)) as deltas:
             async for index, delta in deltas:
-                completions.setdefault(index, _Collected()).add(delta)
+                completions.setdefault(index, replies.Collected()).add(delta)
         return pb.GenerateResponse(
             model=self._facts.name,
             completions=[
@@ -151,7 +151,7 @@ class GenerationServicer:
     # --- conversations --------------------------------------------------------------------------------------------
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> pb.ChatResponse:
-        usage, collected = Usage(), _Collected()
+        usage, collected = Usage(), replies.Collected()
         async with aclosing(self._answer(request, context, usage)) as deltas:
             async for delta in deltas:
                 collected.add(delta)
@@ -195,7 +195,7 @@ class GenerationServicer:
             if record.token_log and not record.transcript:
                 raise InvalidRequest("session_id", "this session holds plain text; continue it with Generate")
             earlier = [Message(message.role, message.content) for message in record.transcript]
-            _check_new_messages(earlier, call.messages)
+            validation.check_new_messages(earlier, call.messages)
             return self._chat.next_turn_ids(record.token_log, earlier, call.messages, max_tokens=max_tokens)
 
         def remember(record: router_pb2.SessionRecord, text: str) -> None:
@@ -284,38 +284,3 @@ def _until_s(context: Context) -> float:
     if seconds_left is None:
         return math.inf
     return asyncio.get_running_loop().time() + max(0.0, seconds_left - _FAREWELL_S)
-
-
-class _Collected:
-    """An answer put together for a unary reply."""
-
-    def __init__(self) -> None:
-        self.tokens: list[SampledToken] = []
-        self._parts: list[str] = []
-        self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
-
-    @property
-    def text(self) -> str:
-        return "".join(self._parts)
-
-    def add(self, delta: Delta) -> None:
-        self.tokens.append(delta.token)
-        self._parts.append(delta.text)
-        self.finish_reason = replies.finish_reason(delta.finish_reason)
-
-
-def _check_new_messages(earlier: Sequence[Message], new: Sequence[Message]) -> None:
-    """Checks the conversation as a whole, and names fields as the caller counts them. Raises InvalidRequest."""
-    if not new:
-        raise InvalidRequest("messages", "must not be empty")
-    try:
-        check_roles([*earlier, *new])
-    except InvalidRequest as error:
-        renamed = [(_shifted(field, len(earlier)), text) for field, text in error.violations]
-        raise InvalidRequest(*renamed[0], *renamed[1:]) from None
-
-
-def _shifted(field: str, num_earlier: int) -> str:
-    prefix, _, rest = field.partition("[")
-    number, _, name = rest.partition("]")
-    return f"{prefix}[{int(number) - num_earlier}]{name}" if number.isdigit() else field

@@ -11,7 +11,7 @@ from corolla.client.generation.resumption import Resumption
 from corolla.client.generation.sampling import SamplingParams
 from corolla.client.generation.speculation import MAX_DRAFT_TOKENS
 from corolla.client.generation.speculator import SpeculationMode, SpeculationOptions
-from corolla.client.text.chat import Message
+from corolla.client.text.chat import Message, check_roles
 from corolla.v1 import generation_pb2 as pb
 
 MAX_COMPLETIONS: Final = 16
@@ -84,6 +84,23 @@ def chat_call(request: pb.ChatRequest, vocab_size: int) -> ChatCall:
 def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
     """Plain values of the messages."""
     return tuple(Message(message.role, message.content) for message in given)
+
+
+def check_new_messages(earlier: Sequence[Message], new: Sequence[Message]) -> None:
+    """Checks the conversation as a whole, and names fields as the caller counts them. Raises InvalidRequest."""
+    if not new:
+        raise InvalidRequest("messages", "must not be empty")
+    try:
+        check_roles([*earlier, *new])
+    except InvalidRequest as error:
+        renamed = [(_shifted(field, len(earlier)), text) for field, text in error.violations]
+        raise InvalidRequest(*renamed[0], *renamed[1:]) from None
+
+
+def _shifted(field: str, num_earlier: int) -> str:
+    prefix, _, rest = field.partition("[")
+    number, _, name = rest.partition("]")
+    return f"{prefix}[{int(number) - num_earlier}]{name}" if number.isdigit() else field
 
 
 def _prompt(request: pb.GenerateRequest, vocab_size: int, context_length: int) -> str | Sequence[int]:

@@ -4,7 +4,6 @@ Everything that an answer takes is held by a context: finish, cancellation and f
 """
 
 import asyncio
-import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -17,6 +16,7 @@ from corolla.client.chain.reservations import OpenOptions
 from corolla.client.chain.session import ChainSession
 from corolla.client.generation.admission import Admission, RequestMeter
 from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.caller import Caller
 from corolla.client.generation.loop import generate
 from corolla.client.generation.merge import merge
 from corolla.client.generation.options import AnswerOptions
@@ -34,21 +34,6 @@ NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
 
 Remember = Callable[[router_pb2.SessionRecord, str], None]
 """Writes a finished turn's text into the record."""
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks, and what the request takes.
-
-    Attributes:
-        num_bytes: of the request's message.
-        until_s: when the caller no longer waits, by the event loop's clock.
-    """
-
-    tenant: str
-    num_bytes: int
-    usage: Usage
-    until_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +76,7 @@ class Answering:
         Yields:
             `(index, delta)` as they come; of each index the last has a finish reason.
         """
-        tenant, until_s = caller.tenant, _until_s(caller, options)
+        tenant, until_s = caller.tenant, caller.waits_until_s(options.time_limit_s)
         self._speculators.check(options.speculation)
         async with self._admission.request(tenant, caller.num_bytes, caller.usage) as meter:
             prompt_ids = await asyncio.to_thread(encode)
@@ -111,7 +96,7 @@ class Answering:
 
         A turn that its caller named is run once: asked for again, it is told again.
         """
-        tenant, until_s = caller.tenant, _until_s(caller, options)
+        tenant, until_s = caller.tenant, caller.waits_until_s(options.time_limit_s)
         self._speculators.check(options.speculation)
         resumption = options.resumption
         turn_name = "" if resumption is None else resumption.name_of_turn(tenant)
@@ -281,13 +266,6 @@ class Answering:
         prompt_ids = record.token_log[:num_prompt_tokens]
         answer = Answer(self._tokenizer, prompt_ids, unbounded, options.stop_sequences)
         return told_again(answer, record.token_log[num_prompt_tokens:], FinishReason(record.last_finish_reason))
-
-
-def _until_s(caller: Caller, options: AnswerOptions) -> float:
-    """When nobody waits for an answer any more that begins now."""
-    if options.time_limit_s is None:
-        return caller.until_s
-    return min(caller.until_s, asyncio.get_running_loop().time() + options.time_limit_s)
 
 
 def _seeded(options: AnswerOptions, index: int) -> AnswerOptions:
