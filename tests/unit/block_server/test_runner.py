@@ -15,6 +15,7 @@ from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.client.edges import Edges, load_edges
+from corolla.models import linear
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import FAMILIES
 from corolla.models.loading import LOADING
@@ -176,6 +177,25 @@ def test_rows_of_different_lengths_share_a_batch(make_chain: MakeChain, family: 
     rows = list(zip(sessions, held, (log[before:] for before, log in zip(held, logs, strict=True)), strict=True))
     for logits, before, log in zip(chain.step(rows), held, logs, strict=True):
         assert_close(logits, chain.truth(log)[before:])
+
+
+@every_family
+def test_products_that_lie_column_by_column_give_the_same(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """As they do wherever a measurement finds that order faster."""
+    monkeypatch.setattr(linear, "_columns_win", lambda *_: True)
+    chain = make_chain(family, {"tuning_budget_s": 60.0})
+    first, second = tokens(25), tokens(17, seed=1)
+    one, other = chain.open(), chain.open()
+    logits = [chain.step([(one, start, first[start:end])])[0] for start, end in ((0, 16), (16, 23))]
+    assert_close(torch.cat(logits), chain.truth(first)[:23])
+    chain.step([(other, 0, second[:8])])
+    together = chain.step([(one, 23, first[23:24]), (other, 8, second[8:16])])
+    assert_close(together[0], chain.truth(first)[23:24])
+    assert_close(together[1], chain.truth(second)[8:16])
+    singles = chain.step([(one, 24, first[24:]), (other, 16, second[16:])])
+    assert_close(torch.cat(singles), torch.cat([chain.truth(first)[24:], chain.truth(second)[16:]]))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])

@@ -56,6 +56,10 @@ def flash_cpu(
     """torch's flash attention for CPUs, which reads strided keys as they lie."""
     if softcap is not None or keys.shape[-1] != values.shape[-1]:
         return math(query, keys, values, scaling=scaling, bias=bias, is_causal=is_causal, softcap=softcap)
+    # The kernel takes it for granted that the numbers of a head lie next to each other, and reads others' otherwise.
+    query, keys, values = (
+        tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, keys, values)
+    )
     output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, is_causal, attn_mask=None if bias is None else bias[None, None], scale=scaling
     )
