@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from pydantic import Field
@@ -34,6 +35,15 @@ class Recorded:
 
     async def stop(self) -> None:
         self.asked.append("stop")
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A service's loop leaves its handlers in place, as its process ends with it; that of the tests goes on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_service_runs_until_a_signal_and_is_stopped() -> None:
