@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Final, Protocol
@@ -14,15 +14,15 @@ class Interrupted(BaseException):
     """Somebody wants the command to end."""
 
 
+Handler = Callable[[int, FrameType | None], None]
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Raises Interrupted in the main thread at the first SIGINT or SIGTERM; later ones do not disturb the stopping.
 
     Outside the main thread, signals are left alone.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -30,12 +30,8 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN)
         raise Interrupted
 
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
+    with _handled(numbers, interrupt):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Closable(Protocol):
@@ -73,11 +69,18 @@ def interruption() -> Iterator[Interruption]:
     Outside the main thread, signals are left alone.
     """
     told = Interruption()
+    with _handled((signal.SIGINT,), told.signalled):
+        yield told
+
+
+@contextmanager
+def _handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield told
+        yield
         return
-    before = signal.signal(signal.SIGINT, told.signalled)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
-        yield told
+        yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -187,7 +187,6 @@ def make_span(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    attention: str = "sdpa",
     quantization: str = "none",
 ) -> SpanModel:
     """A span like that of `load_span`, with made-up weights: it reads nothing, and computes as long.
@@ -196,7 +195,7 @@ def make_span(
         StartupError: the weights cannot be quantised so.
     """
     config, cut = _cut_class_of(checkpoint, span)
-    base = make_up(cut, config, dtype=dtype, attention=attention)
+    base = make_up(cut, config, dtype=dtype, attention="sdpa")
     return _finished(base, span, checkpoint.family, device, quantization)
 
 
