@@ -68,8 +68,8 @@ class Edges:
         return math.sqrt(self._best_seconds(1) * self._best_seconds(8))
 
     def tune_head(self) -> None:
-        """Measures, for each small number of rows, how this machine multiplies them by the head's weights fastest."""
-        tune(replace_linears(self._head_model))
+        """Measures how this machine multiplies by the head's weights fastest."""
+        tune(replace_linears(self._head_model), shared=list(self._embedding_model.parameters()))
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:

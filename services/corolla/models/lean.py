@@ -3,7 +3,8 @@
 Many families share one block: normalise, project to queries, keys and values, rotate, attend, project, add; normalise,
 gate, project, add. In small models half of a decode step of `transformers` is Python around these. Here the projections
 that read the same input are one, the rotary table is made once for all layers, and there are no cache objects. The
-family's own modules stay the reference: they share the weights, and both must give the same.
+family's own modules stay the reference: they share the weights until those are laid out anew, and both must give the
+same.
 """
 
 from collections.abc import Callable, Sequence
@@ -107,9 +108,9 @@ class _LeanLayer:
         self._num_key_heads = attention.k_proj.out_features // self._head_dim
         self._num_gated: int = mlp.gate_proj.out_features
         self._query_key_value = _fuse(attention, _QUERY_KEY_VALUE)
-        self._output = TunedLinear(attention.o_proj.weight, attention.o_proj.bias)
+        self._output = _tuned(attention.o_proj)
         self._gate_up = _fuse(mlp, _GATE_UP)
-        self._down = TunedLinear(mlp.down_proj.weight, mlp.down_proj.bias)
+        self._down = _tuned(mlp.down_proj)
         self._activation = mlp.act_fn
         self._rotates = bool(getattr(attention, "use_rope", True))
         self._scaling: float = attention.scaling
@@ -149,10 +150,16 @@ class _LeanLayer:
         return residual + change if self._residual_multiplier == 1.0 else residual + change * self._residual_multiplier
 
 
+def _tuned(part: nn.Linear) -> TunedLinear:
+    return TunedLinear(cast(nn.Parameter, part.weight), cast(nn.Parameter | None, part.bias), parts=(part,))
+
+
 def _fuse(parent: nn.Module, names: Sequence[str]) -> TunedLinear:
     """One projection for several of the same input; the parts become views of its weights, so nothing is held twice."""
     parts = [cast(nn.Linear, parent.get_submodule(name)) for name in names]
-    fused = TunedLinear(_joined([part.weight for part in parts]), _joined_or_none([part.bias for part in parts]))
+    fused = TunedLinear(
+        _joined([part.weight for part in parts]), _joined_or_none([part.bias for part in parts]), parts=parts
+    )
     sizes = [part.out_features for part in parts]
     for part, weight in zip(parts, torch.split(fused.weight, sizes), strict=True):
         part.weight = nn.Parameter(weight, requires_grad=False)

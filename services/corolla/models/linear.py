@@ -1,74 +1,90 @@
-"""Linear layers that multiply a few rows as fast as the machine can.
+"""Linear layers that multiply as fast as the machine can.
 
-Decoding multiplies big weights by one to a dozen rows, and is bound by reading the weights. Numeric libraries differ by
-up to three times there, by shape and by machine, between computing `x W^T` and the same product as `(W x^T)^T`. So the
-faster of the two is measured once, when a model is loaded, with the weights that will be used.
+On CPUs, what torch calls for `nn.Linear` is made for weights that are used once and in any order. Where they stay,
+oneDNN multiplies by a copy of them that is laid out for its kernels: up to three times as fast, from a single row to
+a long prompt, but not for every type, shape and machine. So the faster way is measured once, when a model is loaded,
+with the weights that will be used; the plain ones are given up where it won.
 """
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, cast
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-MAX_TUNED_ROWS: Final = 16
-_MIN_REPETITIONS: Final = 6
-_MAX_REPETITIONS: Final = 24
+_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+# One session's step, those of many together, and a piece of a prompt.
+_TIMED_ROWS: Final = (1, 8, 64)
+_MIN_REPETITIONS: Final = 3
+_MAX_REPETITIONS: Final = 12
 # Timing more layers than the caches hold gives the cost of weights that come from memory, as they will.
 _MAX_TIMED_LAYERS: Final = 32
-# A tie goes to the library's own order: another one must earn its transposed output.
+_MAX_TIMED_BYTES: Final = 1 << 28
+# A tie goes to the plain weights.
 _MIN_GAIN: Final = 1.05
 # A difference of this size ends the measurement early.
 _CLEAR_GAIN: Final = 1.25
+# The layout is the same for all small numbers of rows, and serves larger ones well.
+_ROWS_OF_LAYOUT: Final = 16
+_MAX_ROUNDINGS: Final = 16
 
 
 class TunedLinear(nn.Module):
-    """`x W^T + b`, as `nn.Linear`, by the faster of two orders for each small number of rows.
+    """`x W^T + b`, as `nn.Linear`, in the faster of two ways.
 
     Attributes:
-        weight: `[out, in]`, the very parameter of the layer that it replaces.
+        weight: `[out, in]`, the very parameter of the layer that it replaces; on the meta device, with its shape and
+            type and no numbers, once `relaid` has them.
         bias: `[out]` or None.
-        by_columns: whether so many rows, the index, are multiplied as `(W x^T)^T`; more rows never are.
+        relaid: the weights for oneDNN's kernels: in its own layout, or as they are where others need them, too. None
+            where `nn.Linear`'s way is faster.
+        parts: layers whose weights are views of this one's, and go with it.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None, parts: Sequence[nn.Linear] = ()) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.by_columns: tuple[bool, ...] = (False,) * (MAX_TUNED_ROWS + 1)
+        self.relaid: Tensor | None = None
+        self.parts = tuple(parts)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Multiplies `[..., in]` to `[..., out]`; the result may be laid out column by column."""
-        if rows.dim() != 2:
-            return self.forward(rows.reshape(-1, rows.shape[-1])).reshape(*rows.shape[:-1], -1)
-        num_rows = rows.shape[0]
-        if num_rows > MAX_TUNED_ROWS or not self.by_columns[num_rows]:
+        """Multiplies `[..., in]` to `[..., out]`."""
+        if self.relaid is None:
             return functional.linear(rows, self.weight, self.bias)
-        product = multiply_columns(self.weight, rows)
-        return product if self.bias is None else product + self.bias
+        return multiply_relaid(rows, self.relaid, self.bias)
+
+    def use(self, relaid: Tensor) -> None:
+        """Multiplies by these weights from now on; gives up its own where they are others."""
+        if relaid is not self.weight:
+            self.weight = _without_numbers(self.weight)
+            for part in self.parts:
+                part.weight = _without_numbers(part.weight)
+        self.relaid = relaid
 
 
-def multiply_columns(weight: Tensor, rows: Tensor) -> Tensor:
-    """`rows W^T`, computed as `(W rows^T)^T`.
+def _without_numbers(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.to("meta"), requires_grad=False)
+
+
+def multiply_relaid(rows: Tensor, relaid: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`rows W^T + b` by oneDNN.
 
     Args:
-        weight: `[out, in]`.
-        rows: `[R, in]`.
-
-    Returns:
-        `[R, out]`; contiguous if R is 1, else a transposed view.
+        rows: `[..., in]`.
+        relaid: what `relay` gave, or `[out, in]`, which is then laid out anew for more rows than one.
+        bias: `[out]` or None.
     """
-    num_rows = rows.shape[0]
-    if num_rows == 1:
-        # One column would be a matrix-vector product, which is the slow case.
-        return torch.mm(weight, torch.cat((rows, rows)).t())[:, 0].contiguous().unsqueeze(0)
-    if num_rows % 2:
-        rows = torch.cat((rows, rows[-1:]))
-    # Rows that lie column by column, as this function returns them, would take the slowest way of all.
-    return torch.mm(weight, rows.contiguous().t())[:, :num_rows].t()
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise.default(rows, relaid, bias, "none", (), ""))
+
+
+def relay(weight: Tensor) -> Tensor:
+    """A copy of `[out, in]` in the layout of oneDNN's kernels; only `multiply_relaid` can read it."""
+    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_OF_LAYOUT))
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -88,54 +104,86 @@ def replace_linears(root: nn.Module) -> list[TunedLinear]:
     return replaced
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def tune(
-    layers: Iterable[TunedLinear], *, budget_s: float = 2.0, clock: Callable[[], float] = time.perf_counter
+    layers: Iterable[TunedLinear],
+    *,
+    shared: Collection[Tensor] = (),
+    budget_s: float = 2.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Measures, for all layers of a shape together, which order each number of rows is multiplied in.
-
-    Both orders are timed in turns, and the best time of each counts, so that a busy machine disturbs both alike.
+    """Measures, for all layers of a shape together, which way they are multiplied, and lays their weights out for it.
 
     Args:
-        layers: what is not plain float32 on a CPU is left alone.
+        layers: what is not on a CPU is left alone.
+        shared: weights that others read, too: they stay as they are, whichever way is faster.
         budget_s: when it is spent, what was not measured is multiplied as `nn.Linear` does; on a very busy machine no
             measurement would mean anything.
         clock: seconds.
     """
     deadline_s = clock() + budget_s
-    by_shape: defaultdict[torch.Size, list[TunedLinear]] = defaultdict(list)
+    held = {id(weight) for weight in shared}
+    alike: defaultdict[tuple[Any, ...], list[TunedLinear]] = defaultdict(list)
     for layer in layers:
-        if _has_float32_on_cpu(layer):
-            by_shape[layer.weight.shape].append(layer)
-    choices = {shape: [False] * (MAX_TUNED_ROWS + 1) for shape in by_shape}
-    # A single row first, for all shapes: it matters most.
-    for num_rows in range(1, MAX_TUNED_ROWS + 1):
-        for shape, group in by_shape.items():
-            if clock() < deadline_s:
-                weights = [layer.weight for layer in group[:_MAX_TIMED_LAYERS]]
-                choices[shape][num_rows] = _columns_win(weights, num_rows, clock)
-    for shape, group in by_shape.items():
-        for layer in group:
-            layer.by_columns = tuple(choices[shape])
+        if layer.weight.device.type == "cpu" and layer.weight.dtype in _TYPES:
+            alike[layer.weight.dtype, layer.weight.shape, id(layer.weight) in held].append(layer)
+    for (*_, is_held), group in alike.items():
+        lay_out = _as_it_is if is_held else relay
+        timed = [layer.weight for layer in group[: _num_timed(group[0].weight)]]
+        if _is_faster(timed, lay_out, deadline_s, clock):
+            for layer in group:
+                layer.use(lay_out(layer.weight))
 
 
-def _has_float32_on_cpu(layer: TunedLinear) -> bool:
-    """Narrower types, and other devices, have good kernels for few rows."""
-    return layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu"
+def _as_it_is(weight: Tensor) -> Tensor:
+    return weight
 
 
-def _columns_win(weights: Sequence[Tensor], num_rows: int, clock: Callable[[], float]) -> bool:
-    rows = torch.ones(num_rows, weights[0].shape[1])
-    best_rows_s = best_columns_s = float("inf")
+def _num_timed(weight: Tensor) -> int:
+    return max(1, min(_MAX_TIMED_LAYERS, _MAX_TIMED_BYTES // max(1, weight.nbytes)))
+
+
+def _is_faster(
+    weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float, clock: Callable[[], float]
+) -> bool:
+    """Whether oneDNN gives the same product, and gains, by geometric mean over numbers of rows."""
+    try:
+        relaid = [lay_out(weight) for weight in weights]
+        if not _agrees(weights[0], relaid[0]):
+            return False
+    except (RuntimeError, AttributeError):
+        return False  # no kernel for this type on this machine
+    gains = []
+    for num_rows in _TIMED_ROWS:
+        if clock() < deadline_s:
+            rows = torch.ones(num_rows, weights[0].shape[1], dtype=weights[0].dtype)
+            gains.append(_gain(rows, weights, relaid, clock))
+    return bool(gains) and math.prod(gains) > _MIN_GAIN ** len(gains)
+
+
+def _gain(rows: Tensor, weights: Sequence[Tensor], relaid: Sequence[Tensor], clock: Callable[[], float]) -> float:
+    """How many times as fast oneDNN is.
+
+    Both ways are timed in turns, and the best time of each counts, so that a busy machine disturbs both alike.
+    """
+    best_plain_s = best_relaid_s = math.inf
     for repetition in range(_MAX_REPETITIONS):
-        weight, other = (weights[(2 * repetition + turn) % len(weights)] for turn in (0, 1))
-        started = clock()
+        weight, other = weights[repetition % len(weights)], relaid[-1 - repetition % len(relaid)]
+        started_s = clock()
         functional.linear(rows, weight)
-        between = clock()
-        multiply_columns(other, rows)
-        best_rows_s = min(best_rows_s, between - started)
-        best_columns_s = min(best_columns_s, clock() - between)
-        is_clear = max(best_rows_s, best_columns_s) > _CLEAR_GAIN * min(best_rows_s, best_columns_s)
+        between_s = clock()
+        multiply_relaid(rows, other)
+        best_plain_s = min(best_plain_s, between_s - started_s)
+        best_relaid_s = min(best_relaid_s, clock() - between_s)
+        is_clear = max(best_plain_s, best_relaid_s) > _CLEAR_GAIN * min(best_plain_s, best_relaid_s)
         if is_clear and repetition >= _MIN_REPETITIONS:
             break
-    return best_columns_s * _MIN_GAIN < best_rows_s
+    return best_plain_s / best_relaid_s
+
+
+def _agrees(weight: Tensor, relaid: Tensor) -> bool:
+    """Up to rounding in the type of the weights: oneDNN can be told, by the environment, to compute less exactly."""
+    rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    difference = (multiply_relaid(rows, relaid).float() - functional.linear(rows, weight).float()).abs()
+    rounding = torch.finfo(weight.dtype).eps * functional.linear(rows.abs(), weight.abs()).float()
+    return bool((difference <= _MAX_ROUNDINGS * rounding).all())

@@ -37,6 +37,8 @@ class SpanModel:
         config: the model's configuration, cut to the span.
         family: the row of the table of families.
         packs_rows: whether rows of different sessions may be packed into one call.
+        dtype: of the weights, as of hidden states.
+        device: where they are.
         lean: a faster way to run the same blocks, once `make_lean` found one.
     """
 
@@ -44,6 +46,8 @@ class SpanModel:
         self.span = span
         self.family = family
         self.packs_rows = packs_rows(family, base.config)
+        self.dtype: torch.dtype = base.dtype
+        self.device: torch.device = base.device
         self.lean: LeanSpan | None = None
         self._base = base
         self._views: dict[Span, PreTrainedModel] = {span: base}
@@ -51,14 +55,6 @@ class SpanModel:
     @property
     def config(self) -> PretrainedConfig:
         return self._base.config
-
-    @functools.cached_property
-    def dtype(self) -> torch.dtype:
-        return self._base.dtype
-
-    @functools.cached_property
-    def device(self) -> torch.device:
-        return self._base.device
 
     @functools.cached_property
     def hidden_size(self) -> int:
@@ -79,7 +75,7 @@ class SpanModel:
         return self.span.indices(blocks)
 
     def make_lean(self, tuning_budget_s: float = 2.0) -> None:
-        """Prepares the fastest way to run the blocks on this machine; `forward` uses the same weights as before.
+        """Prepares the fastest way to run the blocks on this machine, for good; a lean way is the only one then.
 
         Args:
             tuning_budget_s: how long multiplication may be measured.

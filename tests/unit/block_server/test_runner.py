@@ -180,12 +180,13 @@ def test_rows_of_different_lengths_share_a_batch(make_chain: MakeChain, family: 
 
 
 @every_family
-def test_products_that_lie_column_by_column_give_the_same(
+def test_products_by_weights_laid_out_anew_give_the_same(
     make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """As they do wherever a measurement finds that order faster."""
-    monkeypatch.setattr(linear, "_columns_win", lambda *_: True)
+    """As they do wherever a measurement finds that way faster."""
+    monkeypatch.setattr(linear, "_gain", lambda *_: 2.0)
     chain = make_chain(family, {"tuning_budget_s": 60.0})
+    chain.edges.tune_head()
     first, second = tokens(25), tokens(17, seed=1)
     one, other = chain.open(), chain.open()
     logits = [chain.step([(one, start, first[start:end])])[0] for start, end in ((0, 16), (16, 23))]

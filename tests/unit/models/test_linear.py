@@ -1,30 +1,48 @@
-"""Tuned linear layers give what `nn.Linear` gives, whichever order they were told to use."""
+"""Tuned linear layers give what `nn.Linear` gives, whichever way they were told to use."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from corolla.models.linear import MAX_TUNED_ROWS, TunedLinear, is_plain, multiply_columns, replace_linears, tune
+from corolla.models import linear
+from corolla.models.linear import TunedLinear, _gain, is_plain, multiply_relaid, relay, replace_linears, tune
 
 
-@pytest.mark.parametrize("num_rows", range(1, 20))
+@pytest.mark.parametrize("num_rows", [*range(20), 64, 513])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("by_columns", [True, False])
-def test_both_orders_give_the_product(num_rows: int, bias: bool, by_columns: bool) -> None:
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_both_ways_give_the_product(num_rows: int, bias: bool, is_shared: bool) -> None:
     plain = nn.Linear(24, 40, bias=bias)
-    tuned = TunedLinear(nn.Parameter(plain.weight), plain.bias)
-    tuned.by_columns = (by_columns,) * (MAX_TUNED_ROWS + 1)
+    tuned = TunedLinear(nn.Parameter(plain.weight.detach()), plain.bias)
     rows = torch.randn(num_rows, 24)
-    torch.testing.assert_close(tuned(rows), plain(rows), rtol=0, atol=1e-5)
-    torch.testing.assert_close(tuned(rows.view(1, num_rows, 24)), plain(rows).unsqueeze(0), rtol=0, atol=1e-5)
+    with torch.inference_mode():
+        assert torch.equal(tuned(rows), plain(rows))
+        tuned.use(tuned.weight if is_shared else relay(tuned.weight))
+        torch.testing.assert_close(tuned(rows), plain(rows), rtol=0, atol=1e-5)
+        torch.testing.assert_close(tuned(rows.view(1, num_rows, 24)), plain(rows).unsqueeze(0), rtol=0, atol=1e-5)
 
 
-def test_rows_that_lie_column_by_column_are_multiplied_right() -> None:
+def test_rows_that_lie_in_any_order_are_multiplied_right() -> None:
     weight, rows = torch.randn(40, 24), torch.randn(24, 4).t()
-    torch.testing.assert_close(multiply_columns(weight, rows), functional.linear(rows, weight), rtol=0, atol=1e-5)
+    wide = torch.randn(4, 100)
+    for given in (rows, wide[:, 10:34], wide[:, 10:34].unsqueeze(0)):
+        expected = functional.linear(given, weight)
+        torch.testing.assert_close(multiply_relaid(given, relay(weight)), expected, rtol=0, atol=1e-5)
+
+
+def test_weights_that_were_laid_out_anew_are_held_once() -> None:
+    parts = nn.Linear(8, 4), nn.Linear(8, 12)
+    whole = TunedLinear(nn.Parameter(torch.randn(16, 8)), parts=parts)
+    for part, view in zip(parts, torch.split(whole.weight.data, [4, 12]), strict=True):
+        part.weight = nn.Parameter(view)
+    whole.use(relay(whole.weight))
+    for layer, num_outputs in ((whole, 16), *zip(parts, (4, 12), strict=True)):
+        assert layer.weight.is_meta
+        assert layer.weight.shape == (num_outputs, 8)
 
 
 def test_a_tuned_layer_shares_the_parameters_of_the_one_it_replaces() -> None:
@@ -46,37 +64,61 @@ def test_only_torchs_own_linear_layers_are_plain() -> None:
     assert not is_plain(TunedLinear(nn.Parameter(torch.ones(4, 4))))
 
 
-def test_the_faster_order_is_chosen_for_every_number_of_rows() -> None:
-    # Three readings per repetition: before the rows' order, between, and after the columns' order.
-    layer = TunedLinear(nn.Parameter(torch.randn(16, 16)))
-    readings = iter(_scripted(rows_s=2e-6, columns_s=1e-6))
-    tune([layer], budget_s=1.0, clock=lambda: next(readings))
-    assert layer.by_columns == (False,) + (True,) * MAX_TUNED_ROWS
-    readings = iter(_scripted(rows_s=1e-6, columns_s=1e-6))
-    tune([layer], budget_s=1.0, clock=lambda: next(readings))
-    assert layer.by_columns == (False,) * (MAX_TUNED_ROWS + 1)
+@pytest.fixture
+def gain(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Says what the measurement finds."""
+    return lambda found: monkeypatch.setattr(linear, "_gain", lambda *_: found)
 
 
-def _scripted(rows_s: float, columns_s: float) -> Iterator[float]:
-    """Readings of a clock for `tune`: the deadline's, then for each measurement one check and its repetitions'."""
-    now_s = 0.0
-    yield now_s
-    for _ in range(MAX_TUNED_ROWS):
-        yield now_s
-        is_clear = max(rows_s, columns_s) > 1.25 * min(rows_s, columns_s)
-        for _ in range(7 if is_clear else 24):
+def test_the_faster_way_is_chosen_for_all_layers_of_a_shape(gain: Callable[[float], None]) -> None:
+    layers = [TunedLinear(nn.Parameter(torch.randn(16, 16))) for _ in range(3)]
+    shared = TunedLinear(nn.Parameter(weight := torch.randn(16, 16)))
+    gain(1.0)
+    tune([*layers, shared], shared=[shared.weight])
+    assert all(layer.relaid is None for layer in (*layers, shared))
+    gain(2.0)
+    tune([*layers, shared], shared=[shared.weight])
+    assert all(layer.relaid is not None and layer.weight.is_meta for layer in layers)
+    assert shared.relaid is shared.weight
+    assert torch.equal(shared.weight, weight)
+
+
+def test_the_gain_is_the_ratio_of_the_best_times() -> None:
+    def readings() -> Iterator[float]:
+        """Before the plain product, between the two, and after the other one."""
+        now_s = 0.0
+        for plain_s, relaid_s in itertools.cycle([(5.0, 1.0), (2.0, 3.0)]):
             yield now_s
-            yield (now_s := now_s + rows_s)
-            yield (now_s := now_s + columns_s)
+            yield (now_s := now_s + plain_s)
+            yield (now_s := now_s + relaid_s)
+
+    clock, weight = readings(), torch.randn(16, 16)
+    assert _gain(torch.ones(1, 16), [weight], [relay(weight)], lambda: next(clock)) == 2.0
 
 
 def test_a_spent_budget_leaves_the_librarys_order() -> None:
     layer = TunedLinear(nn.Parameter(torch.randn(16, 16)))
     tune([layer], budget_s=0.0)
-    assert not any(layer.by_columns)
+    assert layer.relaid is None
 
 
-def test_other_types_are_not_tuned() -> None:
-    layer = TunedLinear(nn.Parameter(torch.randn(16, 16, dtype=torch.bfloat16)))
+def test_a_product_that_is_not_the_same_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None]
+) -> None:
+    gain(2.0)
+    layer = TunedLinear(nn.Parameter(torch.randn(16, 16)))
+    monkeypatch.setattr(linear, "relay", lambda weight: relay(weight.bfloat16().float()))
     tune([layer])
-    assert not any(layer.by_columns)
+    assert layer.relaid is None
+
+
+def test_a_type_without_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None]) -> None:
+    gain(2.0)
+
+    def fails(weight: Tensor) -> Tensor:
+        raise RuntimeError("the cpu lacks support for it")
+
+    layers = [TunedLinear(nn.Parameter(torch.ones(16, 16, dtype=each))) for each in (torch.float16, torch.float64)]
+    monkeypatch.setattr(linear, "relay", fails)
+    tune(layers)
+    assert all(layer.relaid is None for layer in layers)
