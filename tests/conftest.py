@@ -14,9 +14,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis
 
+from tests.patience import outlast_pauses
+
 # How long an example takes says more of the machine than of the code.
 hypothesis.settings.register_profile("corolla", deadline=None)
 hypothesis.settings.load_profile("corolla")
 
 # A shell's background jobs ignore SIGINT, and so would every server and command that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+outlast_pauses()

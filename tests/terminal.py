@@ -19,7 +19,7 @@ class Terminal:
         self.shown = ""
         self._is_closed = False
 
-    def wait_for(self, text: str, timeout_s: float = 20.0) -> None:
+    def wait_for(self, text: str, timeout_s: float = 30.0) -> None:
         """Fails unless the text appears after what was waited for last."""
         give_up = time.monotonic() + timeout_s
         while text not in self.shown:

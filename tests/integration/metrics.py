@@ -12,7 +12,7 @@ async def exported(port: int) -> list[Metric]:
     """The metric families that a service exports on this machine."""
 
     def read() -> list[Metric]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
             return list(text_string_to_metric_families(response.read().decode()))
 
     return await asyncio.to_thread(read)

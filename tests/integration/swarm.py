@@ -112,7 +112,7 @@ class Swarm:
         self.clients.append(client)
         return client
 
-    async def until_ready(self, timeout_s: float = 10) -> None:
+    async def until_ready(self, timeout_s: float = 30) -> None:
         """Until every client service knows a complete chain."""
 
         async def is_ready(client: AsyncClient) -> bool:
@@ -131,7 +131,7 @@ class Swarm:
                 statuses.append(await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest()))
         return statuses
 
-    async def until_empty(self, timeout_s: float = 5) -> None:
+    async def until_empty(self, timeout_s: float = 30) -> None:
         """Until no block server holds a session or a page."""
 
         async def is_empty() -> bool:

@@ -122,12 +122,12 @@ async def leave_a_turn(swarm: Swarm, chance: random.Random) -> None:
 
 
 async def until_idle(client: AsyncClient, session_id: str) -> None:
-    """Waits for the service to notice that the caller has left. A lock that only runs out would take far longer."""
+    """Waits for the service to notice that the caller has left. A lock that only runs out would take 15 s."""
 
     async def is_idle() -> bool:
         return not (await client.get_session(session_id)).busy
 
-    await until(is_idle, timeout_s=8)
+    await until(is_idle, timeout_s=12)
 
 
 ATTEMPTS: tuple[Attempt, ...] = (generate, generate_several, close_the_channel, leave_a_turn)
@@ -139,7 +139,7 @@ def running_tasks() -> Counter[str]:
 
 async def until_settled(swarm: Swarm, before: Counter[str]) -> None:
     """Until nothing is held anywhere; says what is left when that does not come about."""
-    await swarm.until_empty(timeout_s=15)
+    await swarm.until_empty()
     left: Any = None
     for _ in range(250):
         gc.collect()

@@ -136,7 +136,7 @@ async def swarm_with_router_of_its_own(folder: Path, model: Path) -> AsyncIterat
         child = RouterChild(settings, swarm.redis.url)
         swarm.router = child  # type: ignore[assignment]
         await child.start()
-        await until(lambda: is_placed(swarm), timeout_s=20)
+        await until(lambda: is_placed(swarm))
         await swarm.until_ready()
         yield swarm
 

@@ -49,7 +49,7 @@ class Caller:
         await self.call.write(join(parts))
 
     async def _fill(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not self._frames:
                 self._frames += decode(await self.call.read())
 
@@ -95,7 +95,7 @@ def a_step(num_tokens: int = 3, *, position: int = 0, session_id: bytes = SESSIO
 async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
     """How the server ended a stream."""
     with suppress(grpc.aio.AioRpcError):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while await call.read() is not grpc.aio.EOF:
                 pass
     metadata = await call.initial_metadata(), await call.trailing_metadata()

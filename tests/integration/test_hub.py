@@ -50,7 +50,7 @@ def shards(checkpoint: Checkpoint, start: int, end: int) -> set[str]:
 async def placement(swarm: Swarm) -> router_pb2.Placement:
     async with open_channel(swarm.router_address) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
-        return await stub.GetPlacement(router_pb2.GetPlacementRequest(model=REPOSITORY), timeout=5)
+        return await stub.GetPlacement(router_pb2.GetPlacementRequest(model=REPOSITORY), timeout=30)
 
 
 async def test_each_part_of_a_chain_fetches_its_own(
@@ -137,13 +137,13 @@ async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
         async def is_ready() -> bool:
             return address in await spans()
 
-        await until(is_ready, timeout_s=10)
+        await until(is_ready)
         before = (await spans())[address]
         other = {(0, 4): (4, 8), (4, 8): (0, 4)}[before]
         may_send.clear()
         leaver = swarm.servers.pop(1 if before == (0, 4) else 0)
         await leaver.stop()
-        await until(lambda: asyncio.to_thread(was_asked.wait, 1), timeout_s=30)
+        await until(lambda: asyncio.to_thread(was_asked.wait, 1))
         await asyncio.sleep(0.5)
         assert (await spans())[address] == before, "it serves while it fetches"
         if is_withdrawn:
@@ -159,7 +159,7 @@ async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
             assert (await spans())[address] == before
             assert process._server is first
         else:
-            await until(has_moved, timeout_s=30)
+            await until(has_moved)
         await process.stop()
 
 

@@ -105,7 +105,7 @@ async def until_generating(swarm: Swarm) -> None:
     async def has_more() -> bool:
         return await sample(swarm.clients[0].metrics_port, "corolla_generation_tokens_total") > before + 5
 
-    await until(has_more, 15)
+    await until(has_more)
 
 
 async def until_uncovered(swarm: Swarm) -> None:
@@ -113,4 +113,4 @@ async def until_uncovered(swarm: Swarm) -> None:
         async with swarm.connect() as client:
             return not (await client.models())[0].ready
 
-    await until(is_uncovered, 15)
+    await until(is_uncovered)

@@ -58,7 +58,7 @@ async def test_the_blocks_of_a_server_that_left_for_good_are_taken_by_another(
             async def all_are_ready() -> bool:
                 return len(await spans()) == 3
 
-            await until(all_are_ready, timeout_s=20)
+            await until(all_are_ready)
             before = await spans()
             held_twice, held_once = sorted({"0:2", "2:4"}, key=list(before.values()).count, reverse=True)
             assert sorted(before.values()) == sorted([held_twice, held_twice, held_once])
@@ -111,8 +111,8 @@ async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_pa
         # The one that it does not double leaves for good.
         leaver = swarm.servers.pop(1 if held == 0 else 0)
         await leaver.stop()
-        await until(has_come_so_far, timeout_s=30)
-        await asyncio.wait_for(process.stop(), 10)
+        await until(has_come_so_far)
+        await asyncio.wait_for(process.stop(), 30)
         addresses = {each.server.address for each in (await placement(swarm)).servers}
         assert addresses == {swarm.servers[0].address}
         with socket.socket() as probe:

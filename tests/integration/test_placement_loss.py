@@ -186,7 +186,7 @@ async def test_the_only_chain_broken_is_told_and_nothing_leaks(
         await lost.stop()
 
 
-@pytest.mark.parametrize("time_limit_ms, timeout_s", [(1000, None), (None, 1.5)], ids=["time limit", "deadline"])
+@pytest.mark.parametrize("time_limit_ms, timeout_s", [(4000, None), (None, 4.5)], ids=["time limit", "deadline"])
 async def test_a_recovery_waits_no_longer_than_its_caller(
     tmp_path: Path, model: Path, time_limit_ms: int | None, timeout_s: float | None
 ) -> None:
@@ -198,7 +198,8 @@ async def test_a_recovery_waits_no_longer_than_its_caller(
         await until_sessions(swarm.servers[1], 1)
         await crash(lost := swarm.servers.pop())
         check_unavailable(await ending, "NO_CHAIN")
-        assert time.monotonic() - started_s < 3
+        # A recovery by itself would wait for thirty seconds.
+        assert time.monotonic() - started_s < 20
         await lost.stop()
         await swarm.until_empty()
 
@@ -232,7 +233,7 @@ async def test_a_router_that_is_gone_is_missed_by_sessions_only(tmp_path: Path, 
         swarm.router = RouterProcess(settings)
         await swarm.router.start()
         # Leases ran out meanwhile; the servers come back by themselves.
-        await until(lambda: both_are_placed(swarm), timeout_s=10)
+        await until(lambda: both_are_placed(swarm))
         await swarm.until_ready()
         async with client.chat() as chat:
             await chat.send(PROMPT, max_tokens=4)

@@ -17,6 +17,7 @@ from corolla.chassis.channels import open_channel
 from corolla.v1 import router_pb2, router_pb2_grpc
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
+from tests.patience import outlast_pauses
 
 
 async def serve() -> None:
@@ -42,7 +43,7 @@ async def start(stack: AsyncExitStack, request: dict[str, Any]) -> Swarm:
     swarm = Swarm(folder, Path(request["model"]), request["spans"], num_clients=request["num_clients"], server=server)
     await stack.enter_async_context(swarm)
     async with open_channel(swarm.router_address) as channel:
-        await until(partial(knows_a_chain, router_pb2_grpc.RouterServiceStub(channel)), timeout_s=10)
+        await until(partial(knows_a_chain, router_pb2_grpc.RouterServiceStub(channel)))
     return swarm
 
 
@@ -52,4 +53,5 @@ async def knows_a_chain(router: "router_pb2_grpc.RouterServiceAsyncStub") -> boo
 
 
 if __name__ == "__main__":
+    outlast_pauses()
     asyncio.run(serve())

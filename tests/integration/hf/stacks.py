@@ -33,7 +33,7 @@ class Stack:
                 statuses.append(stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest()))
         return statuses
 
-    def until_empty(self, timeout_s: float = 5) -> None:
+    def until_empty(self, timeout_s: float = 30) -> None:
         """Until no block server holds a session or a page."""
         deadline = time.monotonic() + timeout_s
         while any(each.num_sessions or each.num_free_pages != each.num_pages for each in self.statuses()):

@@ -123,19 +123,19 @@ class BlockServer:
         if span is not None:
             start, end = span.split(":")
             request.span.CopyFrom(common_pb2.BlockSpan(start=int(start), end=int(end)))
-        answer = await self.router.stub.RegisterServer(request, timeout=10)
+        answer = await self.router.stub.RegisterServer(request, timeout=30)
         self.span = answer.span
         return f"{answer.span.start}:{answer.span.end}"
 
     async def leave(self) -> None:
         request = pb.DeregisterServerRequest(model=self.description.model, server_id=self.server_id)
-        await self.router.stub.DeregisterServer(request, timeout=10)
+        await self.router.stub.DeregisterServer(request, timeout=30)
 
     async def beat(self) -> None:
         request = pb.HeartbeatRequest(
             model=self.description.model, server_id=self.server_id, state=self.state, load=self.load
         )
-        await self.router.stub.Heartbeat(request, timeout=10)
+        await self.router.stub.Heartbeat(request, timeout=30)
 
     async def beat_in_full(self) -> pb.HeartbeatResponse:
         """As a real one does: with all that the router needs to register it again."""
@@ -147,7 +147,7 @@ class BlockServer:
             server=self.description,
             span=self.span,
         )
-        answer: pb.HeartbeatResponse = await self.router.stub.Heartbeat(request, timeout=10)
+        answer: pb.HeartbeatResponse = await self.router.stub.Heartbeat(request, timeout=30)
         return answer
 
     async def join(self, span: str | None = None) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from corolla.router.cluster import pod_watch, scribe
+from corolla.router.cluster import api, pod_watch, scribe
 from corolla.v1 import router_pb2 as pb
 from tests.integration.metrics import sample
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, spans
@@ -55,7 +55,7 @@ async def watched(router: Router) -> None:
     async def is_up() -> bool:
         return await sample(router.process.metrics_port, "corolla_pod_watch_up") == 1
 
-    await until(is_up, timeout_s=10)
+    await until(is_up)
 
 
 async def states(router: Router, model: str) -> dict[str, tuple[int, bool]]:
@@ -68,7 +68,7 @@ async def becomes(router: Router, model: str, pod: str, state: int, *, suspected
     async def is_so() -> bool:
         return (await states(router, model)).get(pod) == (state, suspected)
 
-    await until(is_so, timeout_s=8)
+    await until(is_so)
 
 
 async def chosen(router: Router, model: str) -> set[str]:
@@ -85,17 +85,15 @@ async def test_a_deleted_pod_gets_no_sessions_at_once_and_watchers_are_told(
     for name in "ab":
         kubernetes.put(described_pod(name))
     # No timer helps here: neither the list of pods nor the placement is read again by itself.
-    router = await start_router(**{**inside, "pod_relist_interval_s": 600, "relist_interval_s": 30.0})
+    router = await start_router(**{**inside, "pod_relist_interval_s": 600, "relist_interval_s": 60.0})
     await watched(router)
     going, staying = server_in(router, model, "a"), server_in(router, model, "b")
     async with serving(going, staying):
         assert await chosen(router, model) == {going.server_id, staying.server_id}
         watch = router.stub.WatchPlacement(pb.WatchPlacementRequest(model=model))
         await watch.read()
-        began_s = time.monotonic()
         kubernetes.put(described_pod("a", deleted=True))
-        pushed = await asyncio.wait_for(watch.read(), 5)
-        assert time.monotonic() - began_s < 1
+        pushed = await asyncio.wait_for(watch.read(), 30)
         assert {each.server.pod_uid: each.state for each in pushed.servers} == {"a": DRAINING, "b": READY}
         assert await chosen(router, model) == {staying.server_id}
         # Its own word does not change that: it has not heard of it yet.
@@ -175,7 +173,7 @@ async def test_pods_say_their_spans_and_what_they_are_worth_and_are_patched_once
         async def all_are_tagged() -> bool:
             return len(kubernetes.patches) >= 3
 
-        await until(all_are_tagged, timeout_s=10)
+        await until(all_are_tagged)
         await asyncio.sleep(2)
         metadata = {name: pod["metadata"] for name, pod in kubernetes.pods.items()}
         assert {name: each["labels"] for name, each in metadata.items()} == {
@@ -211,7 +209,7 @@ async def test_of_several_routers_one_writes_and_another_takes_over(
         async def is_tagged() -> bool:
             return bool(kubernetes.patches)
 
-        await until(is_tagged, timeout_s=10)
+        await until(is_tagged)
         await asyncio.sleep(2)
         made = [await num_patches(each) for each in routers]
         assert sorted(made) == [0, 0, 1]
@@ -224,7 +222,7 @@ async def test_of_several_routers_one_writes_and_another_takes_over(
         async def another_is_tagged() -> bool:
             return "corolla.dev/span" in kubernetes.pods["pod-b"]["metadata"]["labels"]
 
-        await until(another_is_tagged, timeout_s=10)
+        await until(another_is_tagged)
         assert sorted([await num_patches(each) for each in others]) == [0, 1]
 
 
@@ -245,7 +243,7 @@ async def test_a_span_that_is_uncovered_and_restored_is_told_about_the_routers_p
     async with serving(server_in(routers[0], model, one)):
         await asyncio.sleep(1)
         assert kubernetes.events == []
-    await until(lambda: told("SpanUncovered"), timeout_s=15)
+    await until(lambda: told("SpanUncovered"))
     (event,) = kubernetes.events
     assert event["type"] == "Warning"
     assert event["message"] == f"blocks 0:10 of {model} have no ready block server"
@@ -253,7 +251,7 @@ async def test_a_span_that_is_uncovered_and_restored_is_told_about_the_routers_p
         "apiVersion": "v1", "kind": "Pod", "namespace": kubernetes.namespace, "name": "router-0", "uid": "router-uid",
     }  # fmt: skip
     async with serving(server_in(routers[1], model, other)):
-        await until(lambda: told("SpanRestored"), timeout_s=15)
+        await until(lambda: told("SpanRestored"))
     assert kubernetes.reasons() == ["SpanUncovered", "SpanRestored"]
     assert kubernetes.events[1]["type"] == "Normal"
 
@@ -271,7 +269,7 @@ async def test_what_became_of_a_servers_sessions_is_told_about_its_pod(
     farewell = pb.DeregisterServerRequest(
         model=model, server_id=server.server_id, num_moved_sessions=3, num_left_sessions=1
     )
-    await routers[1].stub.DeregisterServer(farewell, timeout=10)
+    await routers[1].stub.DeregisterServer(farewell, timeout=30)
 
     async def is_told() -> bool:
         return bool(kubernetes.events)
@@ -337,10 +335,10 @@ async def test_what_it_may_not_write_it_leaves_and_says_so_once(
             async def has_tried() -> bool:
                 return kubernetes.num_calls("patch") > 0
 
-            await until(has_tried, timeout_s=10)
+            await until(has_tried)
             assert await chosen(router, model) == {server.server_id}
         farewell = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
-        await router.stub.DeregisterServer(farewell, timeout=10)
+        await router.stub.DeregisterServer(farewell, timeout=30)
         await asyncio.sleep(2)
     said = [vars(each)["reason"] for each in caplog.records if each.getMessage().startswith("kubernetes")]
     assert said == ["ApiForbidden"]
@@ -348,6 +346,14 @@ async def test_what_it_may_not_write_it_leaves_and_says_so_once(
     assert bool(kubernetes.patches) == (call == "event")
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that hang do so for a minute: whoever waits for one is seen."""
+    monkeypatch.setattr(api, "_ANSWER_S", 60.0)
+    monkeypatch.setitem(api._RAW, "_request_timeout", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("fault", ["hang", "garbage", "nonsense", "expired", 410, 500])
 @pytest.mark.parametrize("call", ["list", "watch"])
 async def test_nothing_that_the_api_does_hurts_routing(
@@ -366,12 +372,13 @@ async def test_nothing_that_the_api_does_hurts_routing(
             assert spans((await plan(router, model)).chain) == ["0:10"]
             longest_s = max(longest_s, time.monotonic() - began_s)
             await asyncio.sleep(0.1)
-        assert longest_s < 1.0
+        assert longest_s < 20
         kubernetes.faults.clear()
         kubernetes.put(described_pod("a", deleted=True))
         await becomes(router, model, "a", DRAINING)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("call", ["list", "watch", "patch", "event"])
 async def test_a_hanging_api_holds_nothing_up(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str, call: str
@@ -386,13 +393,13 @@ async def test_a_hanging_api_holds_nothing_up(
         async def has_called() -> bool:
             return kubernetes.num_calls("patch" if call == "event" else call) > 0
 
-        await until(has_called, timeout_s=10)
+        await until(has_called)
     farewell = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
-    await router.stub.DeregisterServer(farewell, timeout=10)
+    await router.stub.DeregisterServer(farewell, timeout=30)
     await asyncio.sleep(0.3)
     began_s = time.monotonic()
     await router.process.stop()
-    assert time.monotonic() - began_s < 2
+    assert time.monotonic() - began_s < 20
     kubernetes.faults.clear()
 
 
@@ -462,4 +469,4 @@ async def test_one_pod_that_may_not_be_tagged_keeps_no_other_from_it(
         async def others_are_tagged() -> bool:
             return {name for name, _, _ in kubernetes.patches} == {"pod-b", "pod-c"}
 
-        await until(others_are_tagged, timeout_s=10)
+        await until(others_are_tagged)

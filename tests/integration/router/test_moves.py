@@ -81,7 +81,7 @@ async def test_what_a_lost_server_held_is_taken_by_one_that_is_not_needed(
             seen = await placement(routers[0], model)
             return len(seen.servers) == 2 and not seen.uncovered
 
-        await until(is_whole, timeout_s=10)
+        await until(is_whole)
         assert sorted([first.held, third.held]) == ["0:3", "3:6"]
         assert spans((await plan(routers[1], model)).chain) == ["0:3", "3:6"]
         await asyncio.sleep(1.0)

@@ -17,6 +17,7 @@ from corolla.v1 import router_pb2 as pb
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
 from tests.integration.router.test_registration import placement, plan
 from tests.integration.router.test_sessions import Session
+from tests.integration.waiting import until
 
 LEASE_S = 0.6
 
@@ -53,6 +54,15 @@ async def names(router: Router, model: str) -> set[str]:
     return {each.server.server_id for each in (await placement(router, model)).servers}
 
 
+async def until_empty(router: Router, model: str) -> None:
+    """Until all leases have run out."""
+
+    async def is_empty() -> bool:
+        return await names(router, model) == set()
+
+    await until(is_empty)
+
+
 async def test_a_flushed_store_has_the_placement_back_with_one_heartbeat_each(
     start_router: StartRouter, own_redis: EmbeddedRedis, model: str
 ) -> None:
@@ -74,8 +84,7 @@ async def test_a_flushed_store_has_the_placement_back_with_one_heartbeat_each(
 async def test_a_heartbeat_in_full_comes_back_ready_after_a_lost_lease(router: Router, model: str) -> None:
     server = BlockServer(router, model, capacity_blocks=30)
     await server.join()
-    await asyncio.sleep(1.5 * LEASE_S)
-    assert await names(router, model) == set()
+    await until_empty(router, model)
     await server.beat_in_full()
     assert spans((await plan(router, model)).chain) == ["0:30"]
 
@@ -90,8 +99,7 @@ async def test_a_heartbeat_takes_no_address_from_a_newer_incarnation(router: Rou
     assert await names(router, model) == {new.server_id}
     await new.beat_in_full()
     # Should the newer one be gone for good, the older one may serve again.
-    await asyncio.sleep(1.5 * LEASE_S)
-    assert await names(router, model) == set()
+    await until_empty(router, model)
     await old.beat_in_full()
     assert await names(router, model) == {old.server_id}
 
@@ -104,7 +112,7 @@ async def test_a_heartbeat_describes_its_own_server(router: Router, model: str) 
             model=model, server_id=server.server_id, state=pb.SERVER_STATE_READY, server=described
         )
         request.span.start, request.span.end = span
-        assert (await refusal(router.stub.Heartbeat(request, timeout=10))).reason == "INVALID_REQUEST"
+        assert (await refusal(router.stub.Heartbeat(request, timeout=30))).reason == "INVALID_REQUEST"
 
 
 async def test_silence_does_not_count_while_redis_is_frozen(
@@ -119,11 +127,11 @@ async def test_silence_does_not_count_while_redis_is_frozen(
         error = await refusal(plan(router, model))
         assert isinstance(error, StoreUnavailable)
         assert error.retry_after_s
-        for _ in range(20):
+        for _ in range(100):
             assert isinstance(await refusal(plan(router, model)), StoreUnavailable)
         # Without the breaker, each of them would wait for two time-outs of 250 ms.
-        assert time.monotonic() - started < 20 * 0.5 / 2
-    async with asyncio.timeout(2):
+        assert time.monotonic() - started < 100 * 0.5 / 2
+    async with asyncio.timeout(30):
         while True:
             try:
                 listed = await names(router, model)
@@ -132,8 +140,7 @@ async def test_silence_does_not_count_while_redis_is_frozen(
                 await asyncio.sleep(0.05)
     assert listed == {server.server_id}
     # From then on it counts again.
-    await asyncio.sleep(2 * LEASE_S)
-    assert await names(router, model) == set()
+    await until_empty(router, model)
 
 
 async def test_silence_does_not_count_while_no_router_listens(redis_url: str, start_router: StartRouter) -> None:
@@ -146,8 +153,7 @@ async def test_silence_does_not_count_while_no_router_listens(redis_url: str, st
     second = await start_router(redis_url=redis_url)
     assert await names(second, model) == {server.server_id}
     assert spans((await plan(second, model)).chain) == ["0:30"]
-    await asyncio.sleep(2 * LEASE_S)
-    assert await names(second, model) == set()
+    await until_empty(second, model)
 
 
 async def test_a_full_store_still_plans_and_refuses_the_rest_with_a_word(

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from corolla.chassis.errors import StartupError
 from corolla.local.redis_server import EmbeddedRedis
 from corolla.v1 import router_pb2 as pb
+from tests.integration import waiting
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, running_router, spans
 
 
@@ -35,29 +36,29 @@ async def watching(router: Router, model: str) -> AsyncIterator["asyncio.Queue[p
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(pushed: "asyncio.Queue[pb.Placement]", wanted: Any, timeout_s: float) -> pb.Placement:
-    async with asyncio.timeout(timeout_s):
+async def until(pushed: "asyncio.Queue[pb.Placement]", wanted: Any) -> pb.Placement:
+    async with asyncio.timeout(30):
         while True:
             placement = await pushed.get()
             if wanted(placement):
                 return placement
 
 
-async def test_changes_are_pushed_by_every_router_within_a_second(start_router: StartRouter, model: str) -> None:
-    # A long timer: what arrives in time came through the stream of changes.
-    first, second = [await start_router(lease_ms=30_000, relist_interval_s=20) for _ in range(2)]
+async def test_changes_are_pushed_by_every_router(start_router: StartRouter, model: str) -> None:
+    # A long timer: what arrives at all came through the stream of changes.
+    first, second = [await start_router(lease_ms=300_000, relist_interval_s=60) for _ in range(2)]
     async with watching(first, model) as near, watching(second, model) as far:
         for pushed in (near, far):
-            await until(pushed, lambda placement: placement.num_model_blocks == 0, 2)
+            await until(pushed, lambda placement: placement.num_model_blocks == 0)
         server = BlockServer(first, model, capacity_blocks=30)
         await server.register()
         for pushed in (near, far):
-            joining = await until(pushed, lambda placement: len(placement.servers) == 1, 1)
+            joining = await until(pushed, lambda placement: len(placement.servers) == 1)
             assert [(each.start, each.end) for each in joining.uncovered] == [(0, 30)]
             assert not joining.HasField("cheapest_chain")
         await server.beat()
         for pushed in (near, far):
-            ready = await until(pushed, lambda placement: not placement.uncovered, 1)
+            ready = await until(pushed, lambda placement: not placement.uncovered)
             assert spans(ready.cheapest_chain) == ["0:30"]
             assert ready.version > joining.version
 
@@ -65,17 +66,17 @@ async def test_changes_are_pushed_by_every_router_within_a_second(start_router: 
 async def test_an_expired_lease_is_pushed(router: Router, model: str) -> None:
     await BlockServer(router, model, capacity_blocks=30).join()
     async with watching(router, model) as pushed:
-        await until(pushed, lambda placement: not placement.uncovered, 1)
-        await until(pushed, lambda placement: not placement.servers, 1.6)
+        await until(pushed, lambda placement: not placement.uncovered)
+        await until(pushed, lambda placement: not placement.servers)
 
 
 async def test_load_alone_is_pushed_now_and_then(router: Router, model: str) -> None:
     server = BlockServer(router, model, capacity_blocks=30)
     await server.join()
     async with watching(router, model) as pushed, server.beating():
-        await until(pushed, lambda placement: not placement.uncovered, 1)
+        await until(pushed, lambda placement: not placement.uncovered)
         server.load.num_free_pages = 7
-        seen = await until(pushed, lambda placement: placement.servers[0].load.num_free_pages == 7, 1)
+        seen = await until(pushed, lambda placement: placement.servers[0].load.num_free_pages == 7)
         await asyncio.sleep(0.7)
         assert seen.version > 0
         assert pushed.empty()
@@ -83,14 +84,14 @@ async def test_load_alone_is_pushed_now_and_then(router: Router, model: str) -> 
 
 async def test_a_stopping_router_ends_its_watches(start_router: StartRouter, redis_url: str, model: str) -> None:
     async with AsyncExitStack() as stack:
-        router = await stack.enter_async_context(running_router(redis_url, grace_s=20))
+        router = await stack.enter_async_context(running_router(redis_url, grace_s=120))
         call = router.stub.WatchPlacement(pb.WatchPlacementRequest(model=model))
         await call.read()
-        waiting = asyncio.create_task(refusal(call.read()))
+        reading = asyncio.create_task(refusal(call.read()))
         started = time.monotonic()
         await router.process._watches.close()
-        assert (await waiting).reason == "SERVICE_STOPPING"
-        assert time.monotonic() - started < 1
+        assert (await reading).reason == "SERVICE_STOPPING"
+        assert time.monotonic() - started < 60, "it waited for its grace to end"
 
 
 async def test_a_frozen_redis_is_an_error_in_time_and_heals(
@@ -100,7 +101,7 @@ async def test_a_frozen_redis_is_an_error_in_time_and_heals(
     server = BlockServer(router, model, capacity_blocks=30)
     await server.join()
     async with watching(router, model) as pushed:
-        await until(pushed, lambda placement: not placement.uncovered, 1)
+        await until(pushed, lambda placement: not placement.uncovered)
         os.kill(own_redis.pid, signal.SIGSTOP)
         try:
             for _ in range(2):
@@ -109,17 +110,16 @@ async def test_a_frozen_redis_is_an_error_in_time_and_heals(
                     refusal(server.beat()), refusal(router.stub.PlanChain(pb.PlanChainRequest(model=model)))
                 )
                 assert {error.reason for error in errors} == {"STORE_UNAVAILABLE"}
-                assert time.monotonic() - started < 1.5
+                assert time.monotonic() - started < 10
             assert await health(router) == health_pb2.HealthCheckResponse.SERVING
             assert "corolla_store_up 0.0" in await metrics(router)
         finally:
             os.kill(own_redis.pid, signal.SIGCONT)
-        await asyncio.sleep(1)
-        assert "corolla_store_up 1.0" in await metrics(router)
+        await until_exported(router, "corolla_store_up 1.0")
         await server.beat()
         server.state = pb.SERVER_STATE_DRAINING
         await server.beat()
-        await until(pushed, lambda placement: len(placement.uncovered) > 0, 1)
+        await until(pushed, lambda placement: len(placement.uncovered) > 0)
 
 
 async def test_after_redis_has_lost_everything_servers_register_again(
@@ -129,16 +129,16 @@ async def test_after_redis_has_lost_everything_servers_register_again(
     server = BlockServer(router, model, capacity_blocks=30)
     await server.join()
     async with watching(router, model) as pushed, server.beating():
-        before = await until(pushed, lambda placement: not placement.uncovered, 1)
+        before = await until(pushed, lambda placement: not placement.uncovered)
         own_redis.stop()
         assert (await refusal(router.stub.GetPlacement(pb.GetPlacementRequest(model=model)))).reason == (
             "STORE_UNAVAILABLE"
         )
         again = EmbeddedRedis.start(tmp_path, own_redis.port)
         try:
-            after = await until(pushed, lambda placement: placement.version > before.version, 5)
+            after = await until(pushed, lambda placement: placement.version > before.version)
             if after.uncovered:
-                after = await until(pushed, lambda placement: not placement.uncovered, 2)
+                after = await until(pushed, lambda placement: not placement.uncovered)
             assert spans(after.cheapest_chain) == ["0:30"]
         finally:
             again.stop()
@@ -153,7 +153,7 @@ async def test_the_start_waits_for_redis(start_router: StartRouter, tmp_path: Pa
     assert not starting.done()
     redis = EmbeddedRedis.start(tmp_path, port)
     try:
-        router = await asyncio.wait_for(starting, 3)
+        router = await asyncio.wait_for(starting, 30)
         assert await health(router) == health_pb2.HealthCheckResponse.SERVING
     finally:
         redis.stop()
@@ -175,26 +175,34 @@ async def test_gauges_tell_what_the_store_holds(router: Router, model: str) -> N
     server = BlockServer(router, model)
     await server.join("0:10")
     async with server.beating():
-        await asyncio.sleep(0.3)
-        text = await metrics(router)
-        assert f'corolla_span_ready_replicas{{model="{model}",span="0:10"}} 1.0' in text
-        assert f'corolla_uncovered_blocks{{model="{model}"}} 20.0' in text
-        assert f'corolla_registered_servers{{model="{model}",state="ready"}} 1.0' in text
-        assert f'corolla_sessions{{model="{model}"}} 0.0' in text
-        assert 'corolla_redis_script_seconds_count{script="snapshot"}' in text
-    await asyncio.sleep(0.9)
-    assert f'corolla_span_ready_replicas{{model="{model}",span="0:10"}} 0.0' in await metrics(router)
+        await until_exported(
+            router,
+            f'corolla_span_ready_replicas{{model="{model}",span="0:10"}} 1.0',
+            f'corolla_uncovered_blocks{{model="{model}"}} 20.0',
+            f'corolla_registered_servers{{model="{model}",state="ready"}} 1.0',
+            f'corolla_sessions{{model="{model}"}} 0.0',
+            'corolla_redis_script_seconds_count{script="snapshot"}',
+        )
+    await until_exported(router, f'corolla_span_ready_replicas{{model="{model}",span="0:10"}} 0.0')
 
 
 async def health(router: Router) -> int:
     stub: Any = health_pb2_grpc.HealthStub(router.channel)
-    answer = await stub.Check(health_pb2.HealthCheckRequest(service="corolla.v1.RouterService"), timeout=5)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service="corolla.v1.RouterService"), timeout=30)
     return int(answer.status)
+
+
+async def until_exported(router: Router, *lines: str) -> None:
+    async def are_exported() -> bool:
+        text = await metrics(router)
+        return all(line in text for line in lines)
+
+    await waiting.until(are_exported)
 
 
 async def metrics(router: Router) -> str:
     def read() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{router.process.metrics_port}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{router.process.metrics_port}/metrics", timeout=30) as page:
             return str(page.read().decode())
 
     return await asyncio.to_thread(read)

@@ -68,7 +68,7 @@ async def running() -> AsyncIterator[Running]:
     registry, servicer = CollectorRegistry(), Servicer()
     server = RpcServer("127.0.0.1", 0, with_reflection=False)
     server.add(
-        SERVICE, service_handler(SERVICE, servicer, RpcMetrics(registry), max_request_bytes=1000, reader_timeout_s=0.5)
+        SERVICE, service_handler(SERVICE, servicer, RpcMetrics(registry), max_request_bytes=1000, reader_timeout_s=4.0)
     )
     await server.start()
     try:
@@ -133,10 +133,7 @@ async def test_a_caller_who_leaves_has_the_servicer_clean_up_at_once() -> None:
         call = untyped.unary_stream(f"/corolla.v1.{STREAM}")(pb.GenerateRequest(model="wait").SerializeToString())
         assert await call.read()
         call.cancel()
-        for _ in range(100):
-            if service.servicer.num_cleanups:
-                break
-            await asyncio.sleep(0.01)
+        await until(service.is_cleaned_up)
         assert service.servicer.num_cleanups == 1
         name = "GenerationService/GenerateStream"
         assert service.count("corolla_rpcs_total", method=name, code="CANCELLED") == 1

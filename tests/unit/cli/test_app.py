@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -24,11 +23,8 @@ def test_help_loads_nothing_slow() -> None:
         "slow = ('grpc', 'pydantic', 'redis', 'torch', 'transformers'); "
         "sys.exit(str([name for name in slow if name in sys.modules]))"
     )
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == "[]"
-    # It takes a tenth of this on an idle machine.
-    assert time.perf_counter() - started < 5
 
 
 def test_the_module_is_the_command() -> None:

@@ -26,7 +26,7 @@ def nursery(tmp_path: Path) -> Iterator[Nursery]:
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 30
     while not condition():
         if time.monotonic() > give_up:
             pytest.fail(f"waited in vain for {what}")

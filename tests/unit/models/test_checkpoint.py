@@ -2,16 +2,18 @@
 
 import json
 import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from corolla.chassis.errors import CheckpointError, UnsupportedFamily
+from corolla.models import weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import FAMILIES
 from corolla.models.span_model import load_span
@@ -64,10 +66,15 @@ def test_every_family_says_what_it_is(tmp_path: Path, family: str) -> None:
     assert checkpoint.name == family
 
 
-def test_opening_reads_no_weights(folder: Path) -> None:
-    started = time.perf_counter()
+def test_opening_reads_no_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def checked_only(shard: Path, framework: str) -> Iterator[None]:
+        """A shard without any way to its tensors."""
+        with safe_open(shard, framework=framework):
+            yield
+
+    monkeypatch.setattr(weights, "safe_open", checked_only)
     checkpoint = Checkpoint.open(str(folder))
-    assert time.perf_counter() - started < 0.5
     assert set(checkpoint.weight_index.values()) == set(shards(folder))
 
 

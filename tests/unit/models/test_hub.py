@@ -282,7 +282,7 @@ def test_a_transfer_ends_when_the_process_does(hub: Hub, server: HubServer) -> N
     started = time.monotonic()
     with pytest.raises(HubUnavailable):
         load_span(checkpoint, Span(0, 1), dtype=torch.float32)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert list(hub.cache.rglob("*.incomplete")) == []
 
 

@@ -59,7 +59,7 @@ async def test_a_refused_step_waits_for_what_the_hop_says_after_it() -> None:
     await asyncio.sleep(0.01)
     assert not waiting.done()
     moves.told(moved(OTHER, hop=None), "b:1")
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 30)
 
 
 async def test_nobody_waits_for_a_server_that_is_gone() -> None:
@@ -67,4 +67,4 @@ async def test_nobody_waits_for_a_server_that_is_gone() -> None:
     waiting = asyncio.create_task(moves.settled("b:1", [ONE]))
     await asyncio.sleep(0)
     moves.reachable("b:1", is_so=False)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 30)
