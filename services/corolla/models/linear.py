@@ -56,7 +56,14 @@ class TunedLinear(nn.Module):
         """Multiplies `[..., in]` to `[..., out]`."""
         if self.relaid is None:
             return functional.linear(rows, self.weight, self.bias)
-        return multiply_relaid(rows, self.relaid, self.bias)
+        if rows.dim() != 2:
+            return self.forward(rows.flatten(0, -2)).unflatten(0, rows.shape[:-1])
+        num_rows = rows.shape[0]
+        num_padded = padded(num_rows)
+        if num_padded == num_rows:
+            return multiply_relaid(rows, self.relaid, self.bias)
+        rows = functional.pad(rows, (0, 0, 0, num_padded - num_rows))
+        return multiply_relaid(rows, self.relaid, self.bias)[:num_rows]
 
     def use(self, relaid: Tensor) -> None:
         """Multiplies by these weights from now on; gives up its own where they are others."""
@@ -69,6 +76,16 @@ class TunedLinear(nn.Module):
 
 def _without_numbers(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.to("meta"), requires_grad=False)
+
+
+def padded(num_rows: int) -> int:
+    """The number of rows that is multiplied instead: at most an eighth more.
+
+    oneDNN makes a kernel for each number and keeps the last thousand, which can be half a gigabyte. So only few
+    numbers are used: all up to 16, then eight for each doubling.
+    """
+    step = 1 << max(0, num_rows.bit_length() - 4)
+    return -(-num_rows // step) * step
 
 
 def multiply_relaid(rows: Tensor, relaid: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corolla.models import linear
-from corolla.models.linear import TunedLinear, _gain, is_plain, multiply_relaid, relay, replace_linears, tune
+from corolla.models.linear import TunedLinear, _gain, is_plain, multiply_relaid, padded, relay, replace_linears, tune
 
 
-@pytest.mark.parametrize("num_rows", [*range(20), 64, 513])
+@pytest.mark.parametrize("num_rows", [*range(20), 64, 67, 513])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_both_ways_give_the_product(num_rows: int, bias: bool, is_shared: bool) -> None:
@@ -24,6 +24,12 @@ def test_both_ways_give_the_product(num_rows: int, bias: bool, is_shared: bool) 
         tuned.use(tuned.weight if is_shared else relay(tuned.weight))
         torch.testing.assert_close(tuned(rows), plain(rows), rtol=0, atol=1e-5)
         torch.testing.assert_close(tuned(rows.view(1, num_rows, 24)), plain(rows).unsqueeze(0), rtol=0, atol=1e-5)
+
+
+def test_few_numbers_of_rows_are_multiplied_and_little_in_vain() -> None:
+    assert [padded(num_rows) for num_rows in range(17)] == list(range(17))
+    assert all(num_rows <= padded(num_rows) <= num_rows * 9 / 8 for num_rows in range(17, 5000))
+    assert len({padded(num_rows) for num_rows in range(1025)}) == 17 + 6 * 8
 
 
 def test_rows_that_lie_in_any_order_are_multiplied_right() -> None:
