@@ -2,10 +2,12 @@
 
 import asyncio
 import gc
+import itertools
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_CANCELLATIONS = 500
 NUM_AT_A_TIME = 20
+SHORTER_THAN_A_LOCK_S = 12
 LONG_PROMPT = "the thin man in the inner tent " * 12
 PROMPTS = ("the thin man", LONG_PROMPT)
 STOPPING = pb.StoppingParameters(max_tokens=100, ignore_eos=True)
@@ -122,12 +125,20 @@ async def leave_a_turn(swarm: Swarm, chance: random.Random) -> None:
 
 
 async def until_idle(client: AsyncClient, session_id: str) -> None:
-    """Waits for the service to notice that the caller has left. A lock that only runs out would take 15 s."""
+    """Waits for the service to notice that the caller has left, and not for the lock to run out."""
 
     async def is_idle() -> bool:
         return not (await client.get_session(session_id)).busy
 
-    await until(is_idle, timeout_s=12)
+    await until(is_idle, timeout_s=SHORTER_THAN_A_LOCK_S)
+
+
+def until_they_came_at_all_moments() -> Iterator[int]:
+    """Seeds of the attempts. Where the machine is slow, few answers have begun when they are left: then more follow."""
+    for seed in itertools.count():
+        if seed >= NUM_CANCELLATIONS and min(ENDINGS["before the first token"], ENDINGS["in the answer"]) > 30:
+            return
+        yield seed
 
 
 ATTEMPTS: tuple[Attempt, ...] = (generate, generate_several, close_the_channel, leave_a_turn)
@@ -170,20 +181,19 @@ async def test_500_random_cancellations_leave_nothing(swarm: Swarm, complaints: 
         expected = (await client.generate(LONG_PROMPT, max_tokens=20)).token_ids
     await swarm.until_empty()
     before = running_tasks()
-    seeds = iter(range(NUM_CANCELLATIONS))
+    seeds = until_they_came_at_all_moments()
 
     async def work() -> None:
         for seed in seeds:
             chance = random.Random(seed)
             await ATTEMPTS[seed % len(ATTEMPTS)](swarm, chance)
 
-    async with asyncio.timeout(120), asyncio.TaskGroup() as workers:
+    async with asyncio.timeout(240), asyncio.TaskGroup() as workers:
         for _ in range(NUM_AT_A_TIME):
             workers.create_task(work())
     await until_settled(swarm, before)
     assert not complaints
-    # They did come at all moments, and hops got steps of sessions that were gone by then.
-    assert min(ENDINGS["before the first token"], ENDINGS["in the answer"]) > 30
+    # Hops got steps of sessions that were gone by then.
     assert await sample(swarm.servers[0].metrics_port, "corolla_hop_faults_total", reason="HOP_SESSION_LOST") > 0
 
     async def gauges_are_zero() -> bool:
@@ -232,14 +242,15 @@ async def test_a_session_is_free_at_once_when_its_first_turn_is_left(swarm: Swar
             call = stub.ChatStream(pb.ChatRequest(session_id=session_id, messages=[message], stopping=STOPPING))
             await asyncio.sleep(number * 0.0005)
             call.cancel()
-            for _ in range(100):
-                with suppress(SessionBusy):
-                    await client.delete_session(session_id)
-                    break
-                await asyncio.sleep(0.02)
-            else:
-                pytest.fail(f"still locked two seconds after attempt {number}")
+            await until(partial(is_deleted, client, session_id), timeout_s=SHORTER_THAN_A_LOCK_S)
     await swarm.until_empty()
+
+
+async def is_deleted(client: AsyncClient, session_id: str) -> bool:
+    with suppress(SessionBusy):
+        await client.delete_session(session_id)
+        return True
+    return False
 
 
 async def test_a_deadline_is_an_error_and_frees_all_pages(swarm: Swarm) -> None:

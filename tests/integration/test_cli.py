@@ -58,7 +58,7 @@ class RunningUp:
         return status
 
 
-def all_gone(pids: dict[str, int], within_s: float = 10.0) -> bool:
+def all_gone(pids: dict[str, int], within_s: float = 30.0) -> bool:
     give_up = time.monotonic() + within_s
     while any(is_alive(pid) for pid in pids.values()):
         if time.monotonic() > give_up:
@@ -148,7 +148,7 @@ def test_a_dead_server_is_told_and_comes_back(up: RunningUp) -> None:
     assert told["source"] == "server-2"
     assert "SIGKILL" in told["text"]
     up.wait_for(lambda event: event["event"] == "mended" and event["source"] == "server-2")
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while (done := corolla("generate", "One", "--max-tokens", "1", "--server", up.addresses["client"])).returncode:
         assert time.monotonic() < give_up, done.stderr
 
