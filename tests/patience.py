@@ -1,19 +1,26 @@
-"""Connections of tests outlast a pause of the machine, of whatever length.
+"""Connections of tests outlast a pause of the machine. As a module, this is the `corolla` command with such ones.
 
 Between services a peer that is silent for a second is given up. A machine that builds and tests many things at a time
 stops a test's process for longer than that, and what broke then would have nothing to do with what the test is about.
 What frozen peers do to a stack is shown by `tests/faults/freeze.py` and by the simulation.
 """
 
+import sys
 from typing import Final
 
 from corolla.chassis import channels
+from corolla.cli.app import main
 
 _PATIENCE_MS: Final = 60_000
 _LIMITS: Final = frozenset({"grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"})
 
 
 def outlast_pauses() -> None:
-    """Holds for all connections that this process opens or takes from now on, at its own end."""
-    for options in (channels._CHANNEL, channels._SERVER):
+    """Holds for all connections that this process opens or takes from now on, at this end of them."""
+    for options in (channels._CHANNEL, channels._PEERS, channels._CALLERS):
         options[:] = [(name, _PATIENCE_MS if name in _LIMITS else value) for name, value in options]
+
+
+if __name__ == "__main__":
+    outlast_pauses()
+    sys.exit(main())

@@ -14,6 +14,7 @@ import pytest
 
 from corolla.cli.app import main
 from corolla.local.ports import Ports
+from tests.architecture.sources import ROOT
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
@@ -31,10 +32,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def block_server(swarm: Swarm, model: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """One of the blocks 2:5, in a process of its own."""
-    command = [sys.executable, "-m", "corolla", "block-server", "--model", str(model), "--blocks", "2:5", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.patience",
+        "block-server",
+        "--model",
+        str(model),
+        "--blocks",
+        "2:5",
+        "--port",
+        "0",
+    ]
     command += ["--host", "127.0.0.1", "--advertised-host", "127.0.0.1", "--router", swarm.router_address]
     command += ["--threads", "1"]
-    process = subprocess.Popen(command, env={**os.environ, "COROLLA_METRICS_HOST": "127.0.0.1", **environment})
+    variables = {**os.environ, "COROLLA_METRICS_HOST": "127.0.0.1", **environment}
+    process = subprocess.Popen(command, cwd=ROOT, env=variables)
     try:
         yield process
     finally:

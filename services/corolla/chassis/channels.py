@@ -18,12 +18,22 @@ _COMMON: Final[list[tuple[str, Any]]] = [
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.max_pings_without_data", 0),
+]
+# A service that is silent is replaced, and soon.
+_PEERS: Final[list[tuple[str, Any]]] = [
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),
     ("grpc.http2.ping_timeout_ms", 1000),
 ]
+# A caller's machine may stop for a moment, and its network too; nobody else can take the caller's answer.
+_CALLERS: Final[list[tuple[str, Any]]] = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+]
 _CHANNEL: Final[list[tuple[str, Any]]] = [
     *_COMMON,
+    *_PEERS,
     # Also how long a connection may take to come about, which on a busy machine is more than a moment.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -55,9 +65,13 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=options)
 
 
-def new_server() -> grpc.aio.Server:
-    """A server without handlers. Its owner must hold on to it: a collected server silently stops serving."""
-    return grpc.aio.server(options=_SERVER)
+def new_server(*, for_callers: bool = False) -> grpc.aio.Server:
+    """A server without handlers. Its owner must hold on to it: a collected server silently stops serving.
+
+    Args:
+        for_callers: it is called by whoever uses Corolla, and not by services only.
+    """
+    return grpc.aio.server(options=[*_SERVER, *(_CALLERS if for_callers else _PEERS)])
 
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:

@@ -49,7 +49,7 @@ class ClientService:
         self._tenants = Tenants(settings.api_keys_file)
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
-        self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection)
+        self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection, for_callers=True)
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
         self._tasks = TaskGroup()
         self._compute = ComputeThread(self._metrics.compute_seconds)
