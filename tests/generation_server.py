@@ -180,7 +180,7 @@ class GenerationServer:
         self._loop.close()
 
     async def _start(self) -> None:
-        self._server = RpcServer("127.0.0.1", 0, with_reflection=False)
+        self._server = RpcServer("127.0.0.1", 0, with_reflection=False, for_callers=True)
         service = pb.DESCRIPTOR.services_by_name["GenerationService"]
         self._server.add(service, service_handler(service, self.servicer, RpcMetrics(CollectorRegistry())))
         await self._server.start()
