@@ -35,6 +35,7 @@ _STEP: Final = "whole step"
 
 _PARTS: Final = {
     "mm": _PRODUCTS, "addmm": _PRODUCTS, "linear": _PRODUCTS, "matmul": _PRODUCTS, "bmm": _PRODUCTS,
+    "mkldnn::_linear_pointwise": _PRODUCTS,
     "index_copy_": _STORING, "index_put_": _STORING, "_index_put_impl_": _STORING,
 }  # fmt: skip
 _MICROSECONDS: Final = 1e6

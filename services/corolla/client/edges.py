@@ -24,6 +24,7 @@ from corolla.models.families import Family
 from corolla.models.linear import replace_linears, tune
 
 _HEAD_REPETITIONS: Final = 5
+_MAX_COPIED_BYTES: Final = 256 << 20
 
 
 class Edges:
@@ -68,8 +69,12 @@ class Edges:
         return math.sqrt(self._best_seconds(1) * self._best_seconds(8))
 
     def tune_head(self) -> None:
-        """Measures how this machine multiplies by the head's weights fastest."""
-        tune(replace_linears(self._head_model), shared=list(self._embedding_model.parameters()))
+        """Measures how this machine multiplies by the head's weights fastest.
+
+        A head that is tied to a large embedding has to do with the weights as they are for that.
+        """
+        large = [weight for weight in self._embedding_model.parameters() if weight.nbytes > _MAX_COPIED_BYTES]
+        tune(replace_linears(self._head_model), shared=large)
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
