@@ -57,7 +57,7 @@ class TunedLinear(nn.Module):
         if self.relaid is None:
             return functional.linear(rows, self.weight, self.bias)
         if rows.dim() != 2:
-            return self.forward(rows.flatten(0, -2)).unflatten(0, rows.shape[:-1])
+            return self.forward(rows.flatten(0, -2)).reshape(*rows.shape[:-1], self.weight.shape[0])
         num_rows = rows.shape[0]
         num_padded = padded(num_rows)
         if num_padded == num_rows:
