@@ -12,7 +12,7 @@ from corolla.chassis import channels
 from corolla.cli.app import main
 
 _PATIENCE_MS: Final = 60_000
-_LIMITS: Final = frozenset({"grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"})
+_LIMITS: Final = frozenset({"grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms", "grpc.min_reconnect_backoff_ms"})
 
 
 def outlast_pauses() -> None:

@@ -17,7 +17,8 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     # A service that froze or was cut off is noticed after about fifteen seconds, even in the middle of a stream.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    # How long a connection may take to come about: a service may be far away, and its machine busy.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.enable_retries", 0),
