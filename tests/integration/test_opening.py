@@ -58,8 +58,21 @@ def openings(swarm: Swarm) -> list[str]:
     return asked
 
 
-async def test_a_server_that_lives_and_opens_nothing_is_avoided(tmp_path: Path, model: Path) -> None:
-    # The planner would rather stay in one zone.
+def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What block servers measure of themselves at their start says nothing of the moment in which they did it."""
+
+    def measure(*block: Any) -> Speed:
+        return replace(measure_speed(*block), decode_tokens_per_second=1000.0, prefill_tokens_per_second=1000.0)
+
+    monkeypatch.setattr(service, "measure_speed", measure)
+    monkeypatch.setattr(service, "measure_decode_step", lambda runner: 0.003)
+
+
+async def test_a_server_that_lives_and_opens_nothing_is_avoided(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All else being equal, the planner would rather stay in one zone.
+    equally_fast(monkeypatch)
     settings: dict[str, Any] = {"server": {"zone": "here"}, "client": OPEN_TIMEOUT}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], **settings) as swarm:
         await swarm.add_server("2:5", zone="there")
@@ -117,16 +130,6 @@ def avoid(swarm: Swarm, server: BlockServer) -> None:
     routes = swarm.clients[0]._routes
     assert routes is not None
     routes.avoid(server.server_id)
-
-
-def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What block servers measure of themselves at their start says nothing of the moment in which they did it."""
-
-    def measure(*block: Any) -> Speed:
-        return replace(measure_speed(*block), decode_tokens_per_second=1000.0, prefill_tokens_per_second=1000.0)
-
-    monkeypatch.setattr(service, "measure_speed", measure)
-    monkeypatch.setattr(service, "measure_decode_step", lambda runner: 0.003)
 
 
 @pytest.mark.parametrize("is_router_there", [True, False], ids=["by the router", "by the client service"])
