@@ -33,6 +33,7 @@ NUM_TOKENS = 200
 PROMPT = "the thin man"
 MAX_BYTES = 1 << 20
 CONTEXT_LENGTH = 8192
+LONGEST_TEXT = "word " * (MAX_BYTES // 6)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -136,10 +137,10 @@ TOO_MUCH: dict[str, tuple[pb.GenerateRequest | pb.TokenizeRequest, grpc.StatusCo
         a_request(max_tokens=CONTEXT_LENGTH // 2), grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_PAGES",
     ),
     "a text far beyond the context": (
-        a_request("word " * (MAX_BYTES // 6)), grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
+        a_request(LONGEST_TEXT), grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
     ),
     "a text far beyond the context to tokenize": (
-        pb.TokenizeRequest(text="word " * (MAX_BYTES // 6)),
+        pb.TokenizeRequest(text=LONGEST_TEXT),
         grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
     ),
     "a text just beyond the context to tokenize": (
@@ -160,6 +161,14 @@ TOO_MUCH: dict[str, tuple[pb.GenerateRequest | pb.TokenizeRequest, grpc.StatusCo
 }  # fmt: skip
 
 
+def seconds_of_all_the_work(swarm: Swarm) -> float:
+    """Of whoever tokenizes the longest text before refusing it, on this machine as busy as it is."""
+    tokenizer = TextTokenizer.load(Path(swarm.clients[0].settings.model))
+    started = time.monotonic()
+    tokenizer.encode(LONGEST_TEXT)
+    return time.monotonic() - started
+
+
 @pytest.mark.parametrize("name", TOO_MUCH)
 async def test_what_is_too_much_for_the_model_or_the_servers_is_refused_at_once(swarm: Swarm, name: str) -> None:
     request, code, reason = TOO_MUCH[name]
@@ -175,8 +184,7 @@ async def test_what_is_too_much_for_the_model_or_the_servers_is_refused_at_once(
             assert (refused.code, refused.reason) == (code, reason)
             # Coming back helps only where room may be made.
             assert ("RetryInfo" in refused.details) == (reason == "OUT_OF_PAGES")
-    # The machine may be busy with other things at times.
-    assert min(times_s) < 0.1
+    assert min(times_s) < await asyncio.to_thread(seconds_of_all_the_work, swarm) / 4
     await asyncio.gather(*busy)
     assert len(visitors.order) == len(busy)
     await swarm.until_empty()
@@ -225,15 +233,10 @@ async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refus
         visitors = Visitors(swarm)
         tasks = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING)]
         await until(partial(is_held, swarm, NUM_RUNNING))
-        times_s: list[float] = []
         for _ in range(3):
-            started = time.monotonic()
             refused = await refusal(channel, "GenerateStream", request, api_key="key-ada")
-            times_s.append(time.monotonic() - started)
             assert (refused.code, refused.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
         assert not any(task.done() for task in tasks), "it waited for a place"
-        # The machine may be busy with other things at times.
-        assert min(times_s) < 0.1
         await asyncio.gather(*tasks)
         after = await session.info()
         assert (after.num_tokens, after.num_turns, after.busy) == (before.num_tokens, 1, False)
