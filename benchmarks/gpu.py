@@ -1,11 +1,14 @@
 """A chain on one CUDA device, spans as processes beside each other: speed, and how much of the memory's speed it uses.
 
     python -m benchmarks.gpu --size 1b --servers 1 2 4
+    python -m benchmarks.gpu --size 1b --servers 1 --page-tokens 256 --graphs auto off     # CUDA graphs on and off
     python -m benchmarks.gpu --device cpu --size tiny --dtype float32     # only shows that it runs
 
 The model is a Llama of usual shape with random bfloat16 weights, made on the spot. To give one token, a device reads
 all weights once: bytes of weights times tokens per second, over the bandwidth that a large copy reaches, is the
 fraction of the roofline. Streams that run together share one reading, so their tokens count once for all of them.
+
+With both kinds of `--graphs` two chains stand beside each other, one with CUDA graphs and one without, and take turns.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +60,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of one answer")
     parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
     parser.add_argument("--kv-cache-mib", type=int, default=1024, help="of each block server")
+    parser.add_argument("--page-tokens", type=int, default=32, help="of a KV page; kernels differ in what they take")
+    parser.add_argument("--graphs", nargs="+", default=["auto"], choices=["auto", "off"],
+                        help="COROLLA_CUDA_GRAPHS of the servers; both are measured in turns")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
@@ -78,31 +85,44 @@ def _measure_model(folder: Path, options: argparse.Namespace) -> Iterator[Figure
     environment = {
         "COROLLA_DEVICE": options.device,
         "COROLLA_KV_CACHE_MIB": str(options.kv_cache_mib),
+        "COROLLA_PAGE_TOKENS": str(options.page_tokens),
     }
+
+    def of_local() -> float:
+        return local.answer(prompts[0], options.tokens, torch.get_num_threads()).tokens_per_s
+
+    def of_chain(chain: Chain, count: int) -> float:
+        if count == 1:
+            return chain.answer(prompts[0], options.tokens).tokens_per_s
+        return speed(chain, prompts[:count], options.tokens)
+
+    modes = list(dict.fromkeys(options.graphs))
     for hops in options.servers:
-        with Chain(
-            folder, hops, dtype=options.dtype, quantization=options.quantization, environment=environment
-        ) as chain:
-
-            def of_local() -> float:
-                return local.answer(prompts[0], options.tokens, torch.get_num_threads()).tokens_per_s
-
-            def of_chain(chain: Chain, count: int) -> float:
-                if count == 1:
-                    return chain.answer(prompts[0], options.tokens).tokens_per_s
-                return speed(chain, prompts[:count], options.tokens)
-
+        with ExitStack() as chains:
             sides: dict[str, Callable[[], float]] = {"local": of_local}
-            sides |= {f"{count}": partial(of_chain, chain, count) for count in options.streams}
+            for mode in modes:
+                chain = chains.enter_context(
+                    Chain(
+                        folder, hops, dtype=options.dtype, quantization=options.quantization,
+                        environment={**environment, "COROLLA_CUDA_GRAPHS": mode},
+                    )
+                )  # fmt: skip
+                sides |= {f"{mode} {count}": partial(of_chain, chain, count) for count in options.streams}
             speeds = interleaved(sides, options.rounds)
         yield figure(f"local transformers beside {hops} hops", "tokens/s", speeds["local"])
-        for count in options.streams:
-            rounds = speeds[str(count)]
-            yield figure(f"{count} streams, {hops} hops", "tokens/s", rounds)
-            used = [each / count * weight_bytes / bandwidth for each in rounds]
-            yield figure(f"{count} streams, {hops} hops, fraction of the bandwidth roofline", "", used)
-        if 1 in options.streams:
-            yield ratio(f"1 stream, {hops} hops / local transformers", speeds["1"], speeds["local"])
+        for mode in modes:
+            kind = f"{hops} hops, graphs {mode}" if len(modes) > 1 else f"{hops} hops"
+            for count in options.streams:
+                rounds = speeds[f"{mode} {count}"]
+                yield figure(f"{count} streams, {kind}", "tokens/s", rounds)
+                used = [each / count * weight_bytes / bandwidth for each in rounds]
+                yield figure(f"{count} streams, {kind}, fraction of the bandwidth roofline", "", used)
+            if 1 in options.streams:
+                yield ratio(f"1 stream, {kind} / local transformers", speeds[f"{mode} 1"], speeds["local"])
+        if len(modes) > 1:
+            for count in options.streams:
+                yield ratio(f"{count} streams, {hops} hops, graphs auto / off", speeds[f"auto {count}"],
+                            speeds[f"off {count}"])  # fmt: skip
 
 
 def _make_checkpoint(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> None:

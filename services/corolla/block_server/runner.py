@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from corolla.block_server.decode_graphs import DecodeGraphs
 from corolla.block_server.kv.attention import RAGGED, AttentionBackend, AttentionBatch, PackedRow
 from corolla.block_server.kv.backends import choose_backend
 from corolla.block_server.kv.store import KVStore, SessionCache
@@ -68,6 +69,10 @@ class Runner:
         attention: see `choose_backend`.
         is_lean: whether to look for a faster way than the family's own code; the numbers stay the same up to rounding.
         tuning_budget_s: how long multiplication may be measured.
+        has_scratch_page: see `KVStore`; recorded decode steps need it.
+
+    Attributes:
+        decode_graphs: recorded steps, to be replayed where they can be; `graph_choice` sets them.
     """
 
     def __init__(
@@ -80,12 +85,17 @@ class Runner:
         attention: str = "auto",
         is_lean: bool = True,
         tuning_budget_s: float = 2.0,
+        has_scratch_page: bool = False,
     ) -> None:
         self.model = model
+        self.decode_graphs: DecodeGraphs | None = None
         self.backend: AttentionBackend = choose_backend(attention, model.device, model.dtype, page_tokens)
         if is_lean:
             model.make_lean(tuning_budget_s)
-        self.store = KVStore(num_pages, page_tokens, page_windows(model), max_step_tokens=max_step_tokens)
+        self.store = KVStore(
+            num_pages, page_tokens, page_windows(model), max_step_tokens=max_step_tokens,
+            has_scratch_page=has_scratch_page,
+        )  # fmt: skip
         if model.packs_rows:
             model.set_attention(RAGGED)
 
@@ -171,6 +181,10 @@ class Runner:
             start = len(positions)
             positions.extend(range(row.position, row.position + row.num_tokens))
             packed.append(PackedRow(row.cache, row.position, start, len(positions)))
+        if self.decode_graphs is not None and blocks == self.span:
+            size = self.decode_graphs.size_for(packed)
+            if size is not None:
+                return self.decode_graphs.run(packed, hidden, size)
         position_ids = torch.tensor(positions, device=hidden.device)
         batch = AttentionBatch(self.store, packed, self.backend)
         if self.model.lean is not None:

@@ -4,9 +4,11 @@ import asyncio
 import logging
 import secrets
 
+from corolla.block_server.cuda_capture import CudaCapture
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
+from corolla.block_server.graph_choice import choose_graphs
 from corolla.block_server.handover.intake import Intake
 from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.housekeeping import keep_house
@@ -214,6 +216,7 @@ class BlockServer:
     def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> Runner:
         settings = self.settings
         num_places = LayerGroups.of(page_windows(model)).num_places
+        may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
         runner = Runner(
             model,
             num_pages=self._num_pages(cache_bytes_per_token * num_places),
@@ -221,8 +224,11 @@ class BlockServer:
             max_step_tokens=settings.max_tokens_per_frame,
             attention=settings.attention,
             is_lean=settings.lean_blocks,
+            has_scratch_page=may_replay,
         )
         runner.warm_up()
+        if may_replay:
+            choose_graphs(runner, CudaCapture(model.device))
         return runner
 
     def _num_pages(self, cache_bytes_per_token: int) -> int:

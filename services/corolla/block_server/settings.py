@@ -39,6 +39,11 @@ class BlockServerSettings(ServiceSettings):
     lean_blocks: bool = Field(
         True, description="Run blocks of the usual shape with fused projections; off, with the family's own code."
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="On CUDA with lean blocks and paged attention, replay decode steps as CUDA graphs if a check at "
+        "start finds them right; `off`: launch them kernel by kernel.",
+    )
     threads: int = Field(
         0, ge=0, le=1024, description="Torch threads of this process; 0 measures how many of its cores pay."
     )

@@ -62,6 +62,11 @@ class LeanSpan:
         """All projections, for tuning."""
         return [linear for layer in self._layers for linear in layer.linears]
 
+    @property
+    def rotary_table(self) -> Tensor:
+        """What `forward` reads besides weights and arguments, until it is asked for a higher `end`."""
+        return self._rotary.table
+
     def forward(
         self,
         hidden: Tensor,

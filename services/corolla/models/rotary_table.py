@@ -28,6 +28,11 @@ class RotaryTable:
         self._is_lasting = parameters.get("rope_type", "default") in _BY_POSITION_ALONE
         self._table = torch.empty(0)
 
+    @property
+    def table(self) -> Tensor:
+        """`[positions, 2, head_dim]`, which `rows` reads until it grows; empty where rows are computed each time."""
+        return self._table
+
     def rows(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines, each `[N, 1, head_dim]`.
 

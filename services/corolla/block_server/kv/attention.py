@@ -4,7 +4,7 @@ All rows' new keys and values are written into the pages of their sessions; then
 tokens where they lie. Rows never see each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,17 +64,27 @@ class AttentionBatch:
         store: where all rows' keys and values lie.
         rows: of different sessions.
         backend: computes.
+        slots: where new tokens go, int64 `[N]` for each group of layers, where that is known already.
+        prepared: likewise what the backend would prepare for each group. With both, nobody looks at the rows.
     """
 
-    def __init__(self, store: KVStore, rows: Sequence[PackedRow], backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        rows: Sequence[PackedRow],
+        backend: AttentionBackend,
+        *,
+        slots: Mapping[int, Tensor] | None = None,
+        prepared: Mapping[int, Any] | None = None,
+    ) -> None:
         self.store = store
         self.rows = tuple(rows)
         self._backend = backend
-        self._slots: dict[int, Tensor] = {}
+        self._slots: dict[int, Tensor] = dict(slots or {})
         self._extents: dict[tuple[int, int, int, int], tuple[tuple[int, int], ...]] = {}
         self._biases: dict[tuple[int, int, int, int, int], Tensor | None] = {}
         # What a backend prepares once for all layers.
-        self.prepared: dict[int, Any] = {}
+        self.prepared: dict[int, Any] = dict(prepared or {})
 
     def attend(
         self,

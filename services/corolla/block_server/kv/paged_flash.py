@@ -1,7 +1,8 @@
 """Flash attention that reads pages through page tables, for all rows in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +12,12 @@ from corolla.block_server.kv.attention import AttentionBatch, PackedRow
 from corolla.block_server.kv.kernels import math
 from corolla.block_server.kv.run_attention import RunAttention
 
+PagedKernel = Callable[..., Any]
+"""With the arguments of `torch.nn.attention.varlen.varlen_attn`."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Tables:
+class BatchTables:
     """The rows of a batch as the kernel wants them, for one group of layers.
 
     Attributes:
@@ -36,11 +40,15 @@ class PagedFlash:
 
     It may not split a row's keys among blocks of threads: how it splits depends on the longest row of the batch, and so
     would the rounding. A session's tokens must not depend on who else is served.
+
+    Args:
+        kernel: computes.
     """
 
     name = "paged"
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: PagedKernel = varlen_attn) -> None:
+        self._kernel = kernel
         self._capped = RunAttention("math", math)
 
     def attend(
@@ -64,7 +72,7 @@ class PagedFlash:
         if tables is None:
             tables = batch.prepared[group] = _tables(batch.rows, group, query.device)
         page_tokens = batch.store.pool.page_tokens
-        output: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only where more is asked for
+        output: Tensor = self._kernel(
             query.contiguous(),
             keys.view(-1, page_tokens, *keys.shape[1:]),
             values.view(-1, page_tokens, *values.shape[1:]),
@@ -82,7 +90,7 @@ class PagedFlash:
         return output
 
 
-def _tables(rows: Sequence[PackedRow], group: int, device: torch.device) -> _Tables:
+def _tables(rows: Sequence[PackedRow], group: int, device: torch.device) -> BatchTables:
     tables = [row.cache.tables[group] for row in rows]
     num_keys = [row.position + row.num_tokens - table.first_token for row, table in zip(rows, tables, strict=True)]
     longest = max(len(table.pages) for table in tables)
@@ -91,7 +99,7 @@ def _tables(rows: Sequence[PackedRow], group: int, device: torch.device) -> _Tab
     def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    return _Tables(
+    return BatchTables(
         first_queries=integers([0, *(row.end for row in rows)]),
         num_keys=integers(num_keys),
         pages=integers(pages),

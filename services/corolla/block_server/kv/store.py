@@ -59,14 +59,26 @@ class KVStore:
         page_tokens: tokens of a page.
         windows: for each layer of the span, how many tokens a token sees, itself included; None for all.
         max_step_tokens: new tokens of one step of one session, at most.
+        has_scratch_page: whether there is one more page, for what no session will read. It is none of the pool's.
+
+    Attributes:
+        scratch_page: id of that page; None where there is none.
     """
 
     def __init__(
-        self, num_pages: int, page_tokens: int, windows: Sequence[int | None], *, max_step_tokens: int = 512
+        self,
+        num_pages: int,
+        page_tokens: int,
+        windows: Sequence[int | None],
+        *,
+        max_step_tokens: int = 512,
+        has_scratch_page: bool = False,
     ) -> None:
         self.pool = PagePool(num_pages, page_tokens)
         self.groups = LayerGroups.of(windows)
         self.rules = tuple(GroupRule(window, max_step_tokens) for window in self.groups.windows)
+        self.scratch_page = num_pages if has_scratch_page else None
+        self._num_pages = num_pages + int(has_scratch_page)
         self._tensors: list[tuple[Tensor, Tensor] | None] = [None] * self.groups.num_places
 
     @property
@@ -77,7 +89,7 @@ class KVStore:
     def page_bytes(self) -> int:
         """Bytes of one page in the tensors that were made."""
         made = (tensors for tensors in self._tensors if tensors is not None)
-        return sum(keys.nbytes + values.nbytes for keys, values in made) // self.pool.num_pages
+        return sum(keys.nbytes + values.nbytes for keys, values in made) // self._num_pages
 
     def group_of(self, layer: int) -> int:
         """Which of a session's page tables a layer uses."""
@@ -114,13 +126,13 @@ class KVStore:
         page_tokens = self.pool.page_tokens
         for tensors in self._tensors:
             for tensor in tensors or ():
-                pages = tensor.view(self.pool.num_pages, page_tokens, *tensor.shape[1:])
+                pages = tensor.view(self._num_pages, page_tokens, *tensor.shape[1:])
                 for source, target in copies:
                     pages[target].copy_(pages[source])
 
     def _made(self, like: Tensor) -> Tensor:
         heads, head_size = like.shape[-2:]
-        num_slots = self.pool.num_pages * self.pool.page_tokens
+        num_slots = self._num_pages * self.pool.page_tokens
         return torch.empty(num_slots, heads, head_size, dtype=like.dtype, device=like.device)
 
 

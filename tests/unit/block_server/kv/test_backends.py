@@ -9,8 +9,10 @@ from corolla.block_server.kv import backends
 from corolla.block_server.kv.attention import AttentionBatch
 from corolla.block_server.kv.backends import BACKENDS, choose_backend, largest_difference
 from corolla.block_server.kv.kernels import flash_cpu
+from corolla.block_server.kv.paged_flash import PagedFlash
 from corolla.block_server.kv.run_attention import RunAttention
 from corolla.chassis.errors import StartupError
+from tests.paged_kernel import paged_definition
 
 CPU = torch.device("cpu")
 
@@ -23,6 +25,13 @@ def test_backends_equal_the_definition_in_float64(
     name: str, window: int | None, page_tokens: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     assert largest_difference(BACKENDS[name](), CPU, dtype, page_tokens, window) <= tolerance
+
+
+@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("page_tokens", [4, 32])
+def test_page_tables_lead_to_the_right_keys(window: int | None, page_tokens: int) -> None:
+    """With the definition in the place of the kernel, which runs on GPUs only."""
+    assert largest_difference(PagedFlash(paged_definition), CPU, torch.float32, page_tokens, window) <= 2e-6
 
 
 def test_the_fastest_one_is_chosen_unless_another_is_named() -> None:

@@ -1,0 +1,101 @@
+"""Decode steps that were recorded once, and are replayed.
+
+Launched one by one from Python, the kernels of a small step take longer to launch than to run. A recorded step is
+launched as one. It repeats the same kernels on the same addresses, so each size of a batch is recorded by itself, and
+rows that no session has are padding (as in vLLM and TensorRT-LLM).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from torch import Tensor
+
+from corolla.block_server.kv.attention import AttentionBackend, PackedRow
+from corolla.block_server.kv.decode_buffers import DecodeBuffers
+from corolla.models.lean import LeanSpan
+
+SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of a recorded step. Padding is cheap: up to here, reading the weights takes longer than multiplying."""
+
+
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""Records what a step does to tensors, and returns what does the same again, whatever they hold by then.
+
+The step computes with tensors only. It is run at least once before it is recorded, to make what it keeps. RuntimeError
+says that it does what cannot be recorded.
+"""
+
+
+class DecodeGraphs:
+    """Recorded steps of all layers of a span, one for each size.
+
+    Args:
+        lean: the span's blocks.
+        num_layers: of the span.
+        buffers: with room for the rows of the largest size.
+        backend: of attention; it may look at nothing but what the batch has prepared.
+        record: see `Record`.
+        sizes: rows of the steps.
+
+    Attributes:
+        buffers: what the recorded steps read and write.
+        num_replays: how many steps ran so.
+
+    Raises:
+        RuntimeError: the step cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        lean: LeanSpan,
+        num_layers: int,
+        buffers: DecodeBuffers,
+        backend: AttentionBackend,
+        record: Record,
+        sizes: Sequence[int] = SIZES,
+    ) -> None:
+        self.num_replays = 0
+        self._lean = lean
+        self._layers = range(num_layers)
+        self.buffers = buffers
+        self._backend = backend
+        # What the first step makes, and others read, is not to lie in memory that belongs to a recording.
+        self._step(max(sizes))
+        # The largest first: the others then find room in its memory.
+        self._replays = {size: record(self._recordable(size)) for size in sorted(sizes, reverse=True)}
+        self._sizes = sorted(sizes)
+        # Its address is in the recordings, and the blocks may come to read another one for longer texts.
+        self._kept = lean.rotary_table
+
+    def size_for(self, rows: Sequence[PackedRow]) -> int | None:
+        """Of the smallest recorded step that has room for these rows; None where there is none."""
+        if len(rows) > self._sizes[-1] or not self.buffers.fit(rows):
+            return None
+        return next(size for size in self._sizes if size >= len(rows))
+
+    def run(self, rows: Sequence[PackedRow], hidden: Tensor, size: int) -> Tensor:
+        """Runs all layers over one new token of each row, and stores their keys and values.
+
+        Args:
+            rows: whose pages may be written.
+            hidden: `[rows, H]`.
+            size: see `size_for`.
+
+        Returns:
+            `[rows, H]`, the caller's own.
+        """
+        self.buffers.write(rows, hidden, size)
+        self._replays[size]()
+        self.num_replays += 1
+        return self.buffers.output[: len(rows)].clone()
+
+    def _recordable(self, size: int) -> Callable[[], None]:
+        return lambda: self._step(size)
+
+    def _step(self, size: int) -> None:
+        buffers = self.buffers
+        batch = buffers.batch(size, self._backend)
+        output = self._lean.forward(
+            buffers.hidden[:size], buffers.positions[:size], buffers.max_tokens, self._layers, batch.attend
+        )
+        buffers.output[:size].copy_(output)
