@@ -61,8 +61,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
     parser.add_argument("--kv-cache-mib", type=int, default=1024, help="of each block server")
     parser.add_argument("--page-tokens", type=int, default=32, help="of a KV page; kernels differ in what they take")
-    parser.add_argument("--graphs", nargs="+", default=["auto"], choices=["auto", "off"],
-                        help="COROLLA_CUDA_GRAPHS of the servers; both are measured in turns")
+    parser.add_argument(
+        "--graphs",
+        nargs="+",
+        default=["auto"],
+        choices=["auto", "off"],
+        help="COROLLA_CUDA_GRAPHS of the servers; both are measured in turns",
+    )
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:

@@ -33,7 +33,7 @@ def make_runner(folder: Path, **options: Any) -> Runner:
         runner = Runner(
             load_span(Checkpoint.open(str(folder)), SPAN, dtype=torch.float32),
             **{
-                "num_pages": 200, "page_tokens": PAGE_TOKENS, "max_step_tokens": MAX_STEP_TOKENS, "attention": "paged",
+                "num_pages": 400, "page_tokens": PAGE_TOKENS, "max_step_tokens": MAX_STEP_TOKENS, "attention": "paged",
                 "tuning_budget_s": 0.0, "has_scratch_page": True, **options,
             },
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """Steps are replayed only where a check at start finds that right; else a server computes as ever, and says why."""
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from tests.paged_kernel import paged_definition
 from tests.recorded_steps import record
 from tests.unit.block_server.replaying import PAGE_TOKENS, SPAN, choose, make_runner
 
-Attend = Callable[..., Tensor]
+# Memory that nobody wrote may hold any numbers, and none.
+WRONG = "its results differ by|not finite"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def assert_refused(caplog: pytest.LogCaptureFixture, runner: Runner, reason: str
         assert choose(runner, how) is None
     (said,) = caplog.records
     assert (said.levelname, said.message) == ("WARNING", "decode steps are not replayed as graphs")
-    assert reason in vars(said)["failure"]
+    assert re.search(reason, vars(said)["failure"])
     pool = runner.store.pool
     assert pool.num_available == pool.num_pages, "the check gives its pages back"
     cache = runner.new_cache()
@@ -129,7 +131,7 @@ def test_a_step_that_depends_on_more_than_its_buffers_is_refused(
     """As Python that looks at the rows would: in a recording it looked once."""
     runner = make_runner(folder)
     runner.backend = Odd(lambda output, batch: output * (1.0 if batch.rows else 0.9))
-    assert_refused(caplog, runner, "its results differ by")
+    assert_refused(caplog, runner, WRONG)
 
 
 @pytest.mark.parametrize("column", ["positions", "slots", "numbers of keys"])
@@ -144,7 +146,7 @@ def test_buffers_that_are_not_written_are_noticed(
         return columns
 
     monkeypatch.setattr(DecodeBuffers, "_padded", stale)
-    assert_refused(caplog, make_runner(folder), "its results differ by")
+    assert_refused(caplog, make_runner(folder), WRONG)
 
 
 def test_page_tables_that_are_not_written_are_noticed(
@@ -158,7 +160,7 @@ def test_page_tables_that_are_not_written_are_noticed(
             pages.fill_(0)
 
     monkeypatch.setattr(DecodeBuffers, "write", without_pages)
-    assert_refused(caplog, make_runner(folder), "its results differ by")
+    assert_refused(caplog, make_runner(folder), WRONG)
 
 
 def test_the_check_crosses_the_end_of_a_page(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
