@@ -1,6 +1,6 @@
 """Decode steps that were recorded once, and are replayed.
 
-Launched one by one from Python, the kernels of a small step take longer to launch than to run. A recorded step is
+Launched one by one from Python, the kernels of a small step can take longer to launch than to run. A recorded step is
 launched as one. It repeats the same kernels on the same addresses, so each size of a batch is recorded by itself, and
 rows that no session has are padding (as in vLLM and TensorRT-LLM).
 """
@@ -15,8 +15,7 @@ from corolla.block_server.kv.decode_buffers import DecodeBuffers
 from corolla.models.lean import LeanSpan
 
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of a recorded step. Padding is cheap: up to here, reading the weights takes longer than multiplying."""
-
+"""Rows of a recorded step. With so few, a GPU should wait for the weights, whatever padding there is to multiply."""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Records what a step does to tensors, and returns what does the same again, whatever they hold by then.

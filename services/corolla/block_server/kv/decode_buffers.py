@@ -17,7 +17,7 @@ class DecodeBuffers:
     their keys and values to the store's scratch page, see only what padding wrote there, and nobody reads their output.
 
     Args:
-        store: with a scratch page; its pages of copy-on-write are settled before anything is written here.
+        store: with a scratch page.
         max_rows: of a step.
         max_tokens: of a session; longer ones do not fit.
         like: `[..., H]`, in the dtype and device of hidden states.
@@ -70,7 +70,7 @@ class DecodeBuffers:
         """Everything that a step of `size` over these rows reads; the rest of the size becomes padding.
 
         Args:
-            rows: that `fit`, at most `size`.
+            rows: that `fit`, at most `size`, with pages that may be written.
             hidden: `[rows, H]`.
         """
         self._columns.copy_(torch.tensor(self._padded(rows)))
