@@ -38,6 +38,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack.stop()
 
 
+@pytest.mark.slow
 def test_an_answer_goes_on_after_its_caller_was_frozen(stack: Stack) -> None:
     with Client(stack.client_address) as client:
         expected = client.generate(PROMPT, **OPTIONS).token_ids
@@ -45,7 +46,7 @@ def test_an_answer_goes_on_after_its_caller_was_frozen(stack: Stack) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None
         lines = [caller.stdout.readline() for _ in range(50)]
-        for _ in range(3):
+        for _ in range(2):
             caller.send_signal(signal.SIGSTOP)
             time.sleep(PAUSE_S)
             caller.send_signal(signal.SIGCONT)
