@@ -141,6 +141,8 @@ async def test_health_says_not_serving_before_the_service_stops(
             assert not stopping.done()
             assert sum([len(chunk.token_ids) async for chunk in stream]) == 199
         await stopping
+        if service is not router:
+            await router.stop()
         lists: dict[str, list[Any]] = {"router": [], "block server": swarm.servers, "client": swarm.clients}
         del lists[kind][:1]
 
