@@ -1,7 +1,7 @@
 """A chain on one CUDA device, spans as processes beside each other: speed, and how much of the memory's speed it uses.
 
     python -m benchmarks.gpu --size 1b --servers 1 2 4
-    python -m benchmarks.gpu --size 1b --servers 1 --page-tokens 256 --graphs auto off     # CUDA graphs on and off
+    python -m benchmarks.gpu --size 1b --servers 1 --graphs auto off     # CUDA graphs on and off
     python -m benchmarks.gpu --device cpu --size tiny --dtype float32     # only shows that it runs
 
 The model is a Llama of usual shape with random bfloat16 weights, made on the spot. To give one token, a device reads
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of one answer")
     parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
     parser.add_argument("--kv-cache-mib", type=int, default=1024, help="of each block server")
-    parser.add_argument("--page-tokens", type=int, default=32, help="of a KV page; kernels differ in what they take")
+    parser.add_argument("--page-tokens", type=int, default=0, help="of a KV page; 0: as for the device")
     parser.add_argument(
         "--graphs",
         nargs="+",

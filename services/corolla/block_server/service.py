@@ -142,7 +142,7 @@ class BlockServer:
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
             max_tokens_per_frame=settings.max_tokens_per_frame,
-            prefix_page_tokens=settings.page_tokens if settings.prefix_cache else 0,
+            prefix_page_tokens=settings.num_page_tokens if settings.prefix_cache else 0,
         )  # fmt: skip
         most = settings.max_tokens_per_frame
         intake = Intake(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
@@ -220,7 +220,7 @@ class BlockServer:
         runner = Runner(
             model,
             num_pages=self._num_pages(cache_bytes_per_token * num_places),
-            page_tokens=settings.page_tokens,
+            page_tokens=settings.num_page_tokens,
             max_step_tokens=settings.max_tokens_per_frame,
             attention=settings.attention,
             is_lean=settings.lean_blocks,
@@ -232,7 +232,7 @@ class BlockServer:
         return runner
 
     def _num_pages(self, cache_bytes_per_token: int) -> int:
-        bytes_per_page = cache_bytes_per_token * self.settings.page_tokens
+        bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens
         num_pages = (self.settings.kv_cache_mib << 20) // bytes_per_page
         if num_pages < 1:
             raise StartupError(

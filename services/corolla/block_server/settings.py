@@ -1,13 +1,16 @@
 """Settings of a block server, from `COROLLA_*` variables."""
 
 import socket
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field, field_validator
 
 from corolla.chassis.settings import Dtype, ServiceSettings
 from corolla.chassis.weight_formats import QuantizationName
 from corolla.wire.span import Span
+
+_PAGE_TOKENS_OF_CPUS: Final = 32
+_PAGE_TOKENS_OF_GPUS: Final = 256
 
 
 class BlockServerSettings(ServiceSettings):
@@ -56,7 +59,12 @@ class BlockServerSettings(ServiceSettings):
         ge=0,
         description="Memory for the trained prompts that sessions bring for its blocks, in MiB; 0 takes none.",
     )
-    page_tokens: int = Field(32, ge=1, le=4096, description="Tokens of one KV page.")
+    page_tokens: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Tokens of one KV page; 0 is 32 on a CPU, and 256 on a GPU, whose flash attention wants no fewer.",
+    )
     prefix_cache: bool = Field(
         True, description="Whether sessions of one tenant whose texts begin alike share the KV pages of that beginning."
     )
@@ -83,6 +91,11 @@ class BlockServerSettings(ServiceSettings):
         if value != "auto":
             Span.parse(value)
         return value
+
+    @property
+    def num_page_tokens(self) -> int:
+        """Tokens of one KV page on the device."""
+        return self.page_tokens or (_PAGE_TOKENS_OF_CPUS if self.device == "cpu" else _PAGE_TOKENS_OF_GPUS)
 
     @property
     def span(self) -> Span | None:
