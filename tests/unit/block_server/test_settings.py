@@ -1,5 +1,7 @@
 """How many tokens a page holds, where nobody says."""
 
+from typing import Any
+
 import pytest
 
 from corolla.block_server.settings import BlockServerSettings
@@ -9,4 +11,5 @@ from corolla.block_server.settings import BlockServerSettings
     "given, device, expected", [(0, "cpu", 32), (0, "cuda", 256), (0, "cuda:1", 256), (16, "cpu", 16), (64, "cuda", 64)]
 )
 def test_pages_are_of_a_size_that_the_device_can_read(given: int, device: str, expected: int) -> None:
-    assert BlockServerSettings(page_tokens=given, device=device).num_page_tokens == expected
+    given_settings: dict[str, Any] = {"page_tokens": given, "device": device}
+    assert BlockServerSettings(**given_settings).num_page_tokens == expected
