@@ -45,13 +45,16 @@ def test_an_answer_goes_on_after_its_caller_was_frozen(stack: Stack) -> None:
     command = [sys.executable, "-c", CALLER, stack.client_address, PROMPT, json.dumps(OPTIONS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None
+        assert caller.stderr is not None
         lines = [caller.stdout.readline() for _ in range(50)]
         for _ in range(2):
             caller.send_signal(signal.SIGSTOP)
             time.sleep(PAUSE_S)
             caller.send_signal(signal.SIGCONT)
             lines += [caller.stdout.readline() for _ in range(50)]
-        rest, complaint = caller.communicate()
+        # `communicate` would not see what was buffered by reading lines.
+        lines += caller.stdout.readlines()
+        complaint = caller.stderr.read()
     assert caller.returncode == 0, complaint
-    received = [token_id for line in [*lines, *rest.splitlines()] for token_id in json.loads(line)]
+    received = [token_id for line in lines for token_id in json.loads(line)]
     assert received == list(expected)
