@@ -128,7 +128,7 @@ class _LeanLayer:
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attend: Attend) -> Tensor:
         num_tokens, num_rotated = hidden.shape[0], self._num_heads + self._num_key_heads
-        projected = self._query_key_value.forward(self._attention_norm(hidden)).contiguous()
+        projected = self._query_key_value.forward(self._attention_norm(hidden))
         heads = projected.view(num_tokens, -1, self._head_dim)
         rotated = heads.narrow(1, 0, num_rotated)
         if self._query_norm is not None and self._key_norm is not None:

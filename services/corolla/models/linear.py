@@ -147,8 +147,11 @@ def tune(
     for (*_, is_held), group in alike.items():
         lay_out = _as_it_is if is_held else relay
         timed = [layer.weight for layer in group[: _num_timed(group[0].weight)]]
-        if _is_faster(timed, lay_out, deadline_s, clock):
-            for layer in group:
+        tried = _tried(timed, lay_out, deadline_s, clock)
+        for layer, relaid in zip(group, tried, strict=False):
+            layer.use(relaid)
+        if tried:
+            for layer in group[len(tried) :]:
                 layer.use(lay_out(layer.weight))
 
 
@@ -160,22 +163,25 @@ def _num_timed(weight: Tensor) -> int:
     return max(1, min(_MAX_TIMED_LAYERS, _MAX_TIMED_BYTES // max(1, weight.nbytes)))
 
 
-def _is_faster(
+def _tried(
     weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float, clock: Callable[[], float]
-) -> bool:
-    """Whether oneDNN gives the same product, and gains, by geometric mean over numbers of rows."""
+) -> list[Tensor]:
+    """The weights, laid out for oneDNN, if it gives the same product and gains, by geometric mean over numbers of rows.
+
+    Else nothing.
+    """
     try:
         relaid = [lay_out(weight) for weight in weights]
         if not _agrees(weights[0], relaid[0]):
-            return False
+            return []
     except (RuntimeError, AttributeError):
-        return False  # no kernel for this type on this machine
+        return []  # no kernel for this type on this machine
     gains = []
     for num_rows in _TIMED_ROWS:
         if clock() < deadline_s:
             rows = torch.ones(num_rows, weights[0].shape[1], dtype=weights[0].dtype)
             gains.append(_gain(rows, weights, relaid, clock))
-    return bool(gains) and math.prod(gains) > _MIN_GAIN ** len(gains)
+    return relaid if gains and math.prod(gains) > _MIN_GAIN ** len(gains) else []
 
 
 def _gain(rows: Tensor, weights: Sequence[Tensor], relaid: Sequence[Tensor], clock: Callable[[], float]) -> float:
