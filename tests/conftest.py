@@ -13,7 +13,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis
+import pytest
 
+from corolla.chassis.logs import TextFormatter
 from tests.patience import outlast_pauses
 
 # How long an example takes says more of the machine than of the code.
@@ -24,3 +26,10 @@ hypothesis.settings.load_profile("corolla")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 outlast_pauses()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What a failed test logged is shown with its facts, as services show it."""
+    logging_plugin = session.config.pluginmanager.get_plugin("logging-plugin")
+    if logging_plugin is not None:
+        logging_plugin.report_handler.setFormatter(TextFormatter())

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from corolla.block_server import service
+from corolla.block_server.peers import Peer
 from corolla.block_server.service import BlockServer
+from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.speed import Speed, measure_speed
-from corolla.chassis.errors import NoChain
+from corolla.chassis.errors import HopUnavailable, NoChain
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Buffer
+from corolla.wire.frames import Buffer, Frame
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
@@ -123,6 +125,52 @@ async def test_a_server_that_failed_this_very_request_is_not_asked_again(tmp_pat
             # It is well again, and nobody need wait until that is known.
             await client.generate(PROMPT, **OPTIONS)
         await swarm.until_empty()
+
+
+async def test_a_connection_that_broke_is_made_again_where_there_is_no_other_server(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = break_openings(monkeypatch, 1)
+    # The server does not notice, and holds the session when it is opened once more.
+    monkeypatch.setattr(BlockServicer, "_forget", lambda self, client_id: None)
+    async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
+        first = await client.generate(PROMPT, **OPTIONS)
+        assert len(opened) == 2
+        assert first.token_ids == (await client.generate(PROMPT, **OPTIONS)).token_ids
+        await swarm.until_empty()
+
+
+async def test_a_connection_that_breaks_twice_is_a_server_that_is_gone(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = break_openings(monkeypatch, 2)
+    async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
+        with pytest.raises(NoChain):
+            await client.generate(PROMPT, **OPTIONS)
+        assert len(opened) == 2
+        await swarm.until_empty()
+
+
+def break_openings(monkeypatch: pytest.MonkeyPatch, num_breaks: int) -> list[bytes]:
+    """The first openings on the last hop come through, but not their answers. Gives the sessions opened there."""
+    opened: list[bytes] = []
+    handle = BlockServicer._open
+
+    def open_and_break(self: BlockServicer, frame: Frame, peer: Peer) -> None:
+        control: Any = frame.control
+        if control.blocks.start == 0:
+            handle(self, frame, peer)
+            return
+        opened.append(control.session_id)
+        is_breaking = len(opened) <= num_breaks
+        if is_breaking:
+            peer.outbox.close()
+        handle(self, frame, peer)
+        if is_breaking:
+            raise HopUnavailable("the connection broke")
+
+    monkeypatch.setattr(BlockServicer, "_open", open_and_break)
+    return opened
 
 
 def avoid(swarm: Swarm, server: BlockServer) -> None:

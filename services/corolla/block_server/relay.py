@@ -18,6 +18,7 @@ from corolla.block_server.peers import PeerTable, step_fault
 from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import HopUnavailable
 from corolla.chassis.lifecycle import TaskGroup
+from corolla.chassis.status import cause_of
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import EXCHANGE, Buffer, decode
 from corolla.wire.outbox import Outbox, OutboxFull
@@ -82,13 +83,14 @@ class Relay:
             reader = asyncio.create_task(self._read(call))
             writer = asyncio.create_task(self._write(call, link.outbox))
             try:
-                await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+                (ended, *_), _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 # Also when this server stops: neither may outlive the channel that it uses.
                 for task in (reader, writer):
                     task.cancel()
                 await asyncio.gather(reader, writer, return_exceptions=True)
-            log.warning("stream to the next hop ended", extra={"address": address})
+            cause = "cancelled" if ended.cancelled() else cause_of(ended.exception())
+            log.warning("stream to the next hop ended", extra={"address": address, "cause": cause})
         finally:
             if self._links.get(address) is link:
                 del self._links[address]

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from corolla.chassis.errors import HopLeaving, HopUnavailable, InvalidRequest, NoChain, OutOfPages
+from corolla.client.chain.attempts import Attempts
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.prefixes import TextDigests
 from corolla.client.chain.recovery_plan import HopState
@@ -25,6 +26,7 @@ from corolla.wire.tensors import MAX_PROMPT_BYTES, describe_prompts, to_payload
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS: Final = 3
+_RECONNECT_DELAY_S: Final = 0.2
 _ALL_TOKENS: Final = 2**31
 _AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages)
 
@@ -128,23 +130,27 @@ class Reservations:
         """Opens sessions, all of them on one chain.
 
         A hop that cannot be reached is left out for a while and another chain is tried; so is one without free pages.
+        One whose connection broke at once is asked a second time where there is no chain without it.
 
         Raises:
             NoChain, OutOfPages, HopUnavailable: nothing stays allocated.
             InvalidRequest: the prompts are too large for a hop.
         """
-        too_full: set[str] = set()
-        failed: set[str] = set()
+        attempts = Attempts()
+        clock = asyncio.get_running_loop().time
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            chain = options.chain or await self._choose(len(identities), options, too_full, failed)
+            chain = options.chain or await self._choose(len(identities), options, attempts)
+            if attempts.is_second(chain):
+                await self._reconnect(identities, options, chain)
+            asked_s = clock()
             try:
                 return await self.open(identities, options, chain)
             except NotOpened as refused:
                 failures = refused.failures
             self._undo(identities, options, chain)
+            attempts.note(failures, clock() - asked_s)
             for hop, failure in failures:
                 self._routes.refused(hop.server_id, failure)
-                (too_full if isinstance(failure, OutOfPages) else failed).add(hop.server_id)
             hard = [failure for _, failure in failures if not isinstance(failure, _AVOIDABLE)]
             if hard or attempt == _MAX_ATTEMPTS or options.chain is not None:
                 raise (hard or [failure for _, failure in failures])[0]
@@ -199,17 +205,19 @@ class Reservations:
             for identity in identities:
                 self._plane.tell(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
-    async def _choose(
-        self, num_sessions: int, options: OpenOptions, too_full: Collection[str], failed: Collection[str]
-    ) -> common_pb2.Chain:
+    async def _choose(self, num_sessions: int, options: OpenOptions, attempts: Attempts) -> common_pb2.Chain:
         """Where hops of the last turn are gone, those that remain keep what they hold."""
         num_tokens = options.max_tokens * num_sessions
         if options.recorded is not None:
-            kept = await self._routes.kept(options.recorded, {*too_full, *failed}, num_tokens=num_tokens)
+            kept = await self._routes.kept(options.recorded, attempts.too_full | attempts.failed, num_tokens=num_tokens)
             if kept is not None:
                 return kept
         return await self._routes.plan(
-            num_tokens=num_tokens, record_id=options.record_id, blocks=options.blocks, too_full=too_full, failed=failed
+            num_tokens=num_tokens,
+            record_id=options.record_id,
+            blocks=options.blocks,
+            too_full=attempts.too_full,
+            failed=attempts.failed,
         )
 
     async def _open_on(
@@ -248,6 +256,14 @@ class Reservations:
             lease_ms=options.lease_ms or self._limits.lease_ms,
             transient=options.transient,
         )
+
+    async def _reconnect(
+        self, identities: Sequence[SessionIdentity], options: OpenOptions, chain: common_pb2.Chain
+    ) -> None:
+        """An open may have come through whose answer did not: it is taken back on the new connection."""
+        await asyncio.sleep(_RECONNECT_DELAY_S)
+        await asyncio.gather(*(self._plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
+        self._undo(identities, options, chain)
 
     def _undo(self, identities: Sequence[SessionIdentity], options: OpenOptions, chain: common_pb2.Chain) -> None:
         """What an open that failed in part has taken is given back; what hops held before, they keep."""

@@ -14,7 +14,7 @@ import grpc
 from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, NonFiniteOutput
 from corolla.chassis.lifecycle import TaskGroup
-from corolla.chassis.status import from_reason, from_rpc_error
+from corolla.chassis.status import cause_of, from_reason, from_rpc_error
 from corolla.client.chain.awaited import Awaited, RowFuture, fail
 from corolla.client.chain.moves import Moves
 from corolla.v1 import blocks_pb2 as pb
@@ -213,7 +213,10 @@ class DataPlane:
             told = from_rpc_error(failure, HopUnavailable)
             if not isinstance(told, HopUnavailable):
                 error = told
-            log.warning("stream to a block server ended", extra={"address": address, "reason": told.reason})
+            log.warning(
+                "stream to a block server ended",
+                extra={"address": address, "reason": told.reason, "cause": cause_of(failure)},
+            )
         finally:
             if stream.is_silent:
                 error = HopUnavailable("a hop of the chain does not answer", address)
