@@ -47,6 +47,8 @@ class HopSession(Generic[AnyCache]):
     """Of the handover that fills it: what is here cannot be used yet. Empty: it is whole."""
     is_copy: bool = False
     """Another server handed it over, and no client has opened it here since."""
+    is_forsaken: bool = False
+    """Its client's stream ended. The client, if it lives, has to open it again."""
     is_leaving: bool = False
     """It is being handed over to another server, or was, and takes no steps."""
 

@@ -118,7 +118,7 @@ class SessionTable(Generic[AnyCache]):
             cache.truncate(cache.nearest_position(request.max_tokens))
         cache.open(request.max_tokens, request.text)
         held.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
-        held.is_idle = held.is_copy = False
+        held.is_idle = held.is_copy = held.is_forsaken = False
         held.transfer_id = b""
         self._touch(held, now_s)
         return held
@@ -131,20 +131,24 @@ class SessionTable(Generic[AnyCache]):
 
         Raises:
             HopLeaving: this server drains, too.
-            StaleEpoch: its client opened it here in the meantime, or knows of a later epoch.
+            StaleEpoch: its client opened it here in the meantime, or knows of a later epoch; or this server has other
+                blocks of it, and a server's sessions have one run of blocks each.
             HopSessionLost: it belongs to another tenant.
             OutOfPages: the worst case does not fit, or its prompts.
         """
         if self.is_draining:
             raise HopLeaving("a block server takes no new sessions")
         held = self._sessions.get(request.session_id)
-        if held is not None and held.is_copy and held.request.tenant == request.tenant:
-            if held.request.epoch > request.epoch:
-                raise StaleEpoch("the session was handed over with a later epoch")
-            if held.transfer_id == transfer_id and held.request.epoch == request.epoch:
-                self._touch(held, now_s)
-                return held
-            self._free(held)
+        if held is not None and held.request.tenant == request.tenant:
+            if held.request.epoch == request.epoch and held.request.blocks != request.blocks:
+                raise StaleEpoch("this server has other blocks of the session")
+            if held.is_copy:
+                if held.request.epoch > request.epoch:
+                    raise StaleEpoch("the session was handed over with a later epoch")
+                if held.transfer_id == transfer_id and held.request.epoch == request.epoch:
+                    self._touch(held, now_s)
+                    return held
+                self._free(held)
         held = self.open(request, now_s)
         held.transfer_id = transfer_id
         held.is_copy = True
@@ -155,7 +159,8 @@ class SessionTable(Generic[AnyCache]):
         held = self._sessions.get(session_id)
         if held is None or not transfer_id or (held.request.epoch, held.transfer_id) != (epoch, transfer_id):
             raise HopSessionLost("no such session is being handed over")
-        self._touch(held, now_s)
+        # Its place in the order of use stays: this is asked in the compute thread, and others may be looking.
+        held.touched_s = now_s
         return held
 
     def arrived(self, held: HopSession[AnyCache], *, is_idle: bool) -> None:
@@ -191,6 +196,8 @@ class SessionTable(Generic[AnyCache]):
             raise HopSessionLost("the session is not held here")
         if held.is_leaving:
             raise HopLeaving("the session is handed over to another block server")
+        if held.is_forsaken and held.request.epoch == epoch:
+            raise HopSessionLost("the stream on which the session was opened has ended")
         if held.request.epoch != epoch or held.is_idle or held.is_arriving:
             raise StaleEpoch("the session was opened with another epoch, or its turn is over")
         cache = held.cache if forked is None else forked
@@ -223,9 +230,12 @@ class SessionTable(Generic[AnyCache]):
         return held.cache.fork()
 
     def truncate(self, session_id: bytes, epoch: int, position: int, *, idle: bool) -> None:
-        """Forgets tokens and gives back pages; an idle session may be evicted. A stale request changes nothing."""
+        """Forgets tokens and gives back pages; an idle session may be evicted. A stale request changes nothing.
+
+        A turn may end in a later epoch than that in which it was opened here: in the midst of a recovery.
+        """
         held = self._sessions.get(session_id)
-        if held is None or held.request.epoch != epoch:
+        if held is None or held.request.epoch > epoch:
             return
         if position < held.cache.num_tokens:
             held.cache.truncate(held.cache.nearest_position(position))
@@ -256,7 +266,7 @@ class SessionTable(Generic[AnyCache]):
             if held.request.transient:
                 self._free(held)
             else:
-                held.is_idle = True
+                held.is_idle = held.is_forsaken = True
                 if not held.is_arriving:
                     held.cache.reserve(held.cache.num_tokens)
         return sum(1 for held in gone if held.request.transient)

@@ -65,12 +65,14 @@ class SessionRecords:
 
         Raises:
             SessionBusy: a turn runs, or ended just now.
-            SessionNotFound: also where the chain has no such hop.
+            SessionNotFound: also where the chain has no such hop, or the server of `hop` as another one.
         """
         record = await self.get(model, session_id, tenant)
         before, _ = _stored(record)
         if hop in record.chain.hops:
             return
+        if any(each.server_id == hop.server_id for each in record.chain.hops):
+            raise SessionNotFound("the session has other blocks on that server")
         for each in record.chain.hops:
             if each.server_id == server_id and each.span == hop.span:
                 each.CopyFrom(hop)

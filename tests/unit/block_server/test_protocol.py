@@ -174,7 +174,7 @@ class Protocol(RuleBasedStateMachine):
     def truncate(self, session_id: bytes, epoch: int, client: int, position: int, idle: bool) -> None:
         assert not self.say(client, pb.Truncate(session_id=session_id, epoch=epoch, position=position, idle=idle))
         held = self.held.get(session_id)
-        if held is not None and held.epoch == epoch:
+        if held is not None and held.epoch <= epoch:
             del held.inputs[position:]
             held.is_idle = idle
 

@@ -140,7 +140,7 @@ class Hop(RuleBasedStateMachine):
             assert not epoch_offset
             return
         assert self.snapshot() == before
-        if held is None or held.request.client_id != client_id:
+        if held is None or held.request.client_id != client_id or (held.is_forsaken and not epoch_offset):
             assert isinstance(failure, HopSessionLost)
         elif epoch_offset or held.is_idle:
             assert isinstance(failure, StaleEpoch)
@@ -157,7 +157,7 @@ class Hop(RuleBasedStateMachine):
         epoch = (held.request.epoch if held else 1) + epoch_offset
         tokens_before = held.cache.num_tokens if held else 0
         self.table.truncate(session_id, epoch, position, idle=idle)
-        if held is None or epoch_offset:
+        if held is None or epoch_offset < 0:
             assert self.snapshot() == before
         else:
             assert held.cache.num_tokens == min(position, tokens_before)
@@ -230,6 +230,20 @@ def test_a_turn_whose_client_died_keeps_the_pages_of_its_tokens_only() -> None:
     assert table.open(a_request(b"turn", epoch=2, client_id=CLIENTS[1], max_tokens=8), 2.0).cache.num_tokens == 4
 
 
+def test_a_client_whose_stream_broke_between_two_steps_learns_that_it_has_to_open_again() -> None:
+    """It would take a stale epoch for a turn that somebody else has begun."""
+    table = a_table()
+    request = table.open(a_request(b"turn", max_tokens=32), 0.0).request
+    step(table, request, 0, 4)
+    table.forsake(CLIENTS[0])
+    with pytest.raises(HopSessionLost):
+        step(table, request, 4, 1)
+    reopened = table.open(replace(request, epoch=2), 1.0)
+    with pytest.raises(StaleEpoch):
+        step(table, request, 4, 1)
+    assert step(table, reopened.request, 4, 1).cache.num_tokens == 5
+
+
 def test_a_session_that_arrives_while_its_client_dies_is_still_filled() -> None:
     table = a_table()
     held = table.receive(a_request(b"moves", max_tokens=32), b"h" * 16, 0.0)
@@ -251,6 +265,16 @@ def test_a_step_that_comes_after_the_turn_does_not_wake_the_session() -> None:
     reopened = table.open(a_request(epoch=2), 1.0)
     assert reopened.cache.num_tokens == 2
     assert step(table, reopened.request, 2, 1).cache.num_tokens == 3
+
+
+def test_a_turn_that_ended_in_the_midst_of_a_recovery_is_over() -> None:
+    table = a_table()
+    step(table, table.open(a_request(max_tokens=32), 0.0).request, 0, 4)
+    table.truncate(b"s", 3, 2, idle=True)
+    (held,) = table
+    assert (held.is_idle, held.cache.num_tokens, held.num_pages) == (True, 2, 1)
+    table.open(a_request(b"wants", max_tokens=NUM_PAGES * PAGE_TOKENS), 1.0)
+    assert table.num_evicted == 1
 
 
 def test_an_open_that_was_taken_back_may_be_repeated_by_its_client_only() -> None:
@@ -370,6 +394,38 @@ def test_no_handover_touches_a_session_that_its_client_has_open() -> None:
     with pytest.raises(HopSessionLost):
         table.receive(a_request(epoch=9, tenant="u", resume=False), TRANSFER, 1.0)
     assert held.cache.num_tokens == 5
+
+
+@pytest.mark.parametrize("state", ["open", "idle", "handed over", "handed over, idle"])
+def test_a_server_takes_no_second_run_of_blocks_of_a_session(state: str) -> None:
+    """A hop that leaves may find that a later hop of the same chain has its blocks, too."""
+    table = a_table()
+    request = a_request(epoch=3, resume=False)
+    if "handed over" in state:
+        held = table.receive(request, TRANSFER, 0.0)
+        table.arrived(held, is_idle="idle" in state)
+    else:
+        held = table.open(request, 0.0)
+        held.is_idle = "idle" in state
+    held.cache.make_writable(0, 5)
+    held.cache.commit(5)
+    with pytest.raises(StaleEpoch):
+        table.receive(replace(request, blocks=BLOCKS[1]), b"y" * 16, 1.0)
+    assert table.get(b"s") is held
+    assert held.cache.num_tokens == 5
+    # What is left there from an earlier time is nobody's any more.
+    assert table.receive(replace(request, epoch=4, blocks=BLOCKS[1]), TRANSFER, 1.0).cache.num_tokens == 0
+
+
+def test_parts_may_be_written_while_somebody_looks_at_the_sessions() -> None:
+    """They are written in another thread than that which counts the sessions."""
+    table = a_table()
+    table.receive(a_request(epoch=3, resume=False), TRANSFER, 0.0)
+    table.open(a_request(b"t"), 0.0)
+    looking = iter(table)
+    next(looking)
+    table.arriving(b"s", 3, TRANSFER, 1.0)
+    assert len([*looking]) == 1
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

@@ -63,25 +63,33 @@ class HandoverSender:
         address, transfer_id = self._begun.pop(request.session_id, ("", b""))
         if address != link.address:
             transfer_id = secrets.token_bytes(ID_BYTES)
+        progress = Progress()
+        is_taken = False
         try:
-            num_bytes = await self._send(held, request, transfer_id, link)
+            offer, prompts = _offer(request, transfer_id)
+            self._note(await link.ask(offer, prompts), progress)
+            is_taken = True
+            num_bytes = await self._send(held, request, transfer_id, progress, link)
             self._check(held, request)
             return num_bytes
         except BaseException as failure:
             if isinstance(failure, HopUnavailable):
                 self._begun[request.session_id] = (link.address, transfer_id)
-            else:
+            elif is_taken:
+                # Whoever refused the offer may have the session from elsewhere, and keeps that.
                 link.tell(pb.Close(session_id=request.session_id, epoch=request.epoch))
             if held.request is request:
                 held.is_leaving = False
             raise
 
     async def _send(
-        self, held: HopSession[SessionCache], request: OpenRequest, transfer_id: bytes, link: HandoverLink
+        self,
+        held: HopSession[SessionCache],
+        request: OpenRequest,
+        transfer_id: bytes,
+        progress: Progress,
+        link: HandoverLink,
     ) -> int:
-        progress = Progress()
-        offer, prompts = _offer(request, transfer_id)
-        self._note(await link.ask(offer, prompts), progress)
         num_bytes = 0
         while True:
             part = await self._engine.copies.make(lambda: self._read(held, request, progress))
