@@ -1,9 +1,9 @@
 """AdminService: what an operator asks of this server, at a door of its own."""
 
 import asyncio
-from signal import SIGTERM, raise_signal
 
 from corolla.chassis.handlers import Context, service_handler
+from corolla.chassis.lifecycle import ask_to_stop
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.rpc_server import RpcServer
 from corolla.v1 import admin_pb2 as pb
@@ -27,7 +27,8 @@ class AdminDoor:
             await self._rpc.ready()
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        raise_signal(SIGTERM)
+        # Whoever asks again, or ends the pod meanwhile, waits for the same end.
+        ask_to_stop()
         return pb.DrainResponse(num_sessions_left=await asyncio.shield(self._num_sessions_left))
 
     async def close(self, num_sessions_left: int) -> None:

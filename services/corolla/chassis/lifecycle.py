@@ -32,6 +32,15 @@ class Service(Protocol):
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 
+# Of the service that this process runs.
+_stops: list[Callable[[], None]] = []
+
+
+def ask_to_stop() -> None:
+    """Has this process' service stop, as a first signal does. Where it stops already, nothing happens."""
+    for stop in _stops:
+        stop()
+
 
 def run_service(settings_class: type[Settings], build: Callable[[Settings], Service], /, **overrides: Any) -> int:
     """Reads the settings, builds the service and runs it until SIGTERM or SIGINT. Returns the exit status.
@@ -54,10 +63,13 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
 async def _serve_until_signal(build: Callable[[], Service]) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    is_signalled = False
 
     def stop(number: signal.Signals) -> None:
-        if not stopping.is_set():
+        nonlocal is_signalled
+        if not is_signalled:
             log.info("stopping; once more ends it at once")
+            is_signalled = True
             stopping.set()
             return
         loop.remove_signal_handler(number)
@@ -66,6 +78,7 @@ async def _serve_until_signal(build: Callable[[], Service]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
+    _stops.append(stopping.set)
     service = build()
     starting = asyncio.create_task(service.start())
     waiting = asyncio.create_task(stopping.wait())
@@ -79,6 +92,7 @@ async def _serve_until_signal(build: Callable[[], Service]) -> None:
             task.cancel()
         await asyncio.gather(starting, waiting, return_exceptions=True)
         await service.stop()
+        _stops.remove(stopping.set)
 
 
 class TaskGroup:

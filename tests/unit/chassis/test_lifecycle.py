@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from corolla.chassis.errors import SettingsError, StartupError
-from corolla.chassis.lifecycle import EXIT_STARTUP, TaskGroup, run_service
+from corolla.chassis.lifecycle import EXIT_STARTUP, TaskGroup, ask_to_stop, run_service
 from corolla.chassis.settings import ServiceSettings, load
 
 
@@ -48,6 +48,23 @@ def handlers() -> Iterator[None]:
 
 def test_a_service_runs_until_a_signal_and_is_stopped() -> None:
     service = Recorded()
+    assert run_service(OwnSettings, lambda _: service) == 0
+    assert service.asked == ["start", "stop"]
+
+
+def test_who_was_asked_to_stop_bears_to_be_asked_again_and_a_first_signal() -> None:
+    class Asked(Recorded):
+        async def start(self) -> None:
+            self.asked.append("start")
+            ask_to_stop()
+
+        async def stop(self) -> None:
+            ask_to_stop()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            self.asked.append("stop")
+
+    service = Asked()
     assert run_service(OwnSettings, lambda _: service) == 0
     assert service.asked == ["start", "stop"]
 
