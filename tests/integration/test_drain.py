@@ -152,6 +152,73 @@ async def test_a_peer_without_room_takes_nothing_and_the_answer_is_replayed_wher
         await swarm.until_empty()
 
 
+async def test_a_later_hop_that_has_the_blocks_too_is_no_peer_and_keeps_its_own(tmp_path: Path, model: Path) -> None:
+    """A server has one run of blocks of a session."""
+    options: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 120.0}) as swarm, swarm.connect() as client:
+        undisturbed = (await client.generate(PROMPTS[0], **options)).token_ids
+        await swarm.until_empty()
+        answer = asyncio.create_task(client.generate(PROMPTS[0], **options))
+        leaving, victim = swarm.servers
+        await until_held(victim, 1)
+        whole = await swarm.add_server("0:5")
+        swarm.servers.remove(victim)
+        await die(victim)
+        await until_held(whole, 1)
+        swarm.servers.remove(leaving)
+        # Nobody else could take it: it serves it to its end.
+        await asyncio.wait_for(leaving.stop(), 60)
+        given = await answer
+        assert given.token_ids == undisturbed
+        assert given.usage.recoveries == 1
+        refused = {"outcome": "refused"}
+        assert leaving._registry.get_sample_value("corolla_sessions_handed_over_total", refused)
+        await swarm.until_empty()
+        await victim.stop()
+
+
+async def test_hops_of_a_conversation_that_leave_one_by_one_do_not_end_on_one_server(
+    tmp_path: Path, model: Path
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 120.0}) as swarm, swarm.connect() as client:
+        sessions = [(await client.create_session()).session_id for _ in range(2)]
+        for session_id in sessions:
+            await client.generate(PROMPTS[0], session=session_id, **options)
+        expected = await client.generate(PROMPTS[1], session=sessions[0], **options)
+        await swarm.add_server("0:5")
+        for leaving in [swarm.servers.pop(1), swarm.servers.pop(0)]:
+            await asyncio.wait_for(leaving.stop(), 60)
+        answer = await client.generate(PROMPTS[1], session=sessions[1], **options)
+        assert answer.token_ids == expected.token_ids
+        for session_id in sessions:
+            await client.delete_session(session_id)
+        await swarm.until_empty()
+
+
+async def test_a_hop_that_leaves_helps_to_replace_another_one(tmp_path: Path, model: Path) -> None:
+    """It takes no session to compute beside those that it has, so it computes theirs again."""
+    options: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
+    server = {"grace_s": 120.0, "kept_outputs_mib": 0}
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
+        undisturbed = (await client.generate(PROMPTS[0], **options)).token_ids
+        await swarm.until_empty()
+        answer = asyncio.create_task(client.generate(PROMPTS[0], **options))
+        leaving, victim = swarm.servers
+        await until_held(victim, 1)
+        await swarm.add_server("2:5")
+        swarm.servers[:2] = []
+        ending = asyncio.create_task(leaving.stop())
+        await asyncio.sleep(0.2)
+        await die(victim)
+        given = await asyncio.wait_for(answer, 60)
+        assert given.token_ids == undisturbed
+        assert given.usage.recoveries == 1
+        await ending
+        await swarm.until_empty()
+        await victim.stop()
+
+
 @pytest.mark.parametrize("dies_next", ["0:2", "2:5"])
 async def test_a_server_that_took_sessions_over_can_die(tmp_path: Path, model: Path, dies_next: str) -> None:
     """Either its own span is rebuilt, or that after it, of whose input it has kept only what it computed itself."""

@@ -12,7 +12,10 @@ import torch
 from corolla.block_server.iteration import Admitted
 from corolla.block_server.runner import BatchOutput
 from corolla.block_server.service import BlockServer
-from corolla.chassis.errors import NoChain, NonFiniteOutput, RequestKillsServers
+from corolla.chassis.errors import HopUnavailable, NoChain, NonFiniteOutput, RequestKillsServers
+from corolla.client.chain.session import ChainSession
+from corolla.sdk.async_client import AsyncClient
+from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
@@ -191,6 +194,169 @@ async def test_other_weights_are_no_replacement(tmp_path: Path, model: Path) -> 
             await client.generate(PROMPT, **OPTIONS)
         assert await sample(swarm.servers[2].metrics_port, "corolla_hop_tokens_total") == 0
         await end(swarm, [victim])
+
+
+async def test_a_hop_that_reaches_nobody_is_replaced_and_nobody_taken_for_dead(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, [*SPANS, SPANS[1]]) as swarm, swarm.connect() as client:
+        expected, num_prompt_tokens = await undisturbed(swarm)
+        cut_off = swarm.servers[0]
+        cut(cut_off, num_prompt_tokens + 10)
+        answering = asyncio.create_task(client.generate(PROMPT, **OPTIONS))
+
+        async def has_come() -> bool:
+            return cut_off._sessions is not None and len(cut_off._sessions) > 0
+
+        await until(has_come)
+        await swarm.add_server(SPANS[0])
+        assert (await answering).token_ids == expected
+        await swarm.until_empty()
+
+
+async def test_two_hops_that_are_cut_off_from_each_other_for_a_while_are_no_dead_ones(
+    tmp_path: Path, model: Path
+) -> None:
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected, num_prompt_tokens = await undisturbed(swarm)
+        cut(swarm.servers[0], num_prompt_tokens + 10, num_losses=4)
+        answer = await client.generate(PROMPT, **OPTIONS)
+        assert answer.token_ids == expected
+        await swarm.until_empty()
+
+
+def cut(server: BlockServer, position: int, num_losses: int = 1000) -> None:
+    """What the server sends on from that position is lost, so many times."""
+    relay = server._relay
+    assert relay is not None
+    forward, num_left = relay.forward, [num_losses]
+
+    def forward_or_lose(address: str, step: pb.Step, payload: Any) -> None:
+        if num_left[0] and any(row.position >= position for row in step.rows):
+            num_left[0] -= 1
+            relay._fault(step, address)
+            return
+        forward(address, step, payload)
+
+    relay.forward = forward_or_lose  # type: ignore[method-assign]
+
+
+async def test_nobody_waits_longer_for_a_replacement_than_was_said(tmp_path: Path, model: Path) -> None:
+    """Also where the lost server is asked again and again meanwhile."""
+    async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=5.0) as swarm, swarm.connect() as client:
+        _, num_prompt_tokens = await undisturbed(swarm)
+        victim = swarm.servers[1]
+        deaths = doom(victim, beyond(num_prompt_tokens + 10))
+        with pytest.raises((HopUnavailable, NoChain)):
+            await client.generate(PROMPT, **OPTIONS)
+        # With as much again after the last attempt it would be eight or nine.
+        assert 5 <= time.monotonic() - deaths[0] < 7
+        await end(swarm, [victim])
+
+
+async def test_a_conversation_whose_stream_broke_between_two_steps_goes_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while its caller does not read. When the next step is taken, the stream is there again."""
+    decode, reached, go_on = ChainSession.decode, asyncio.Event(), asyncio.Event()
+
+    async def decode_later(self: ChainSession, *step: Any) -> list[int]:
+        reached.set()
+        await go_on.wait()
+        return await decode(self, *step)
+
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected, _ = await undisturbed(swarm)
+        session = (await client.create_session()).session_id
+        monkeypatch.setattr(ChainSession, "decode", decode_later)
+        answering = asyncio.create_task(client.generate(PROMPT, session=session, **OPTIONS))
+        await reached.wait()
+        plane, server = swarm.clients[0]._plane, swarm.servers[1]
+        assert plane is not None
+        broken = plane._streams[server.address].task
+        assert broken is not None
+        broken.cancel()
+        await asyncio.wait([broken])
+
+        async def is_forsaken() -> bool:
+            return all(held.is_idle for held in server._sessions or ())
+
+        await until(is_forsaken)
+        await plane.connect(server.address)
+        go_on.set()
+        assert (await answering).token_ids == expected
+        await client.delete_session(session)
+        await swarm.until_empty()
+
+
+async def test_a_turn_that_cannot_go_on_reserves_nothing_any_more(tmp_path: Path, model: Path) -> None:
+    """The hops that are left keep its conversation's tokens, and no place for an answer that nobody makes."""
+    async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=0.5) as swarm, swarm.connect() as client:
+        session = await first_turn(client)
+        victim = swarm.servers[1]
+        doom(victim, lambda admitted: True)
+        with pytest.raises((HopUnavailable, NoChain)):
+            await client.generate(PROMPT, session=session, **OPTIONS)
+        sessions = swarm.servers[0]._sessions
+        assert sessions is not None
+
+        async def are_idle() -> bool:
+            return all(held.is_idle for held in sessions)
+
+        await until(are_idle)
+        await client.delete_session(session)
+        await end(swarm, [victim])
+
+
+async def test_a_conversation_goes_on_though_a_hop_has_no_second_place_for_it(tmp_path: Path, model: Path) -> None:
+    """One that lost its cache gets the past through one that has kept no outputs, and computes in its only place."""
+    settings = {"prefix_cache": False, "kept_outputs_mib": 0}
+    async with Swarm(tmp_path, model, SPANS, server=settings) as swarm, swarm.connect() as client:
+        expected = await last_turn(client, await first_turn(client))
+        session = await first_turn(client)
+        first, last = (server._sessions for server in swarm.servers)
+        assert first is not None
+        assert last is not None
+        assert last.expire(time.monotonic() + 1e6) == 1
+        num_taken = first.pool.num_available - 2
+        first.pool.promise(num_taken)
+        assert await last_turn(client, session) == expected
+        first.pool.promise(-num_taken)
+        await swarm.until_empty()
+
+
+async def test_a_conversation_goes_on_though_kept_outputs_are_gone_at_the_last_moment(
+    tmp_path: Path, model: Path
+) -> None:
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected = await last_turn(client, await first_turn(client))
+        session = await first_turn(client)
+        first, last = swarm.servers
+        assert first._engine is not None
+        assert last._sessions is not None
+        assert last._sessions.expire(time.monotonic() + 1e6) == 1
+        outputs = first._engine._outputs
+        read = outputs.read
+
+        def read_nothing(session_id: bytes, start: int, end: int) -> bytes:
+            outputs.forget(session_id)
+            return read(session_id, start, end)
+
+        outputs.read = read_nothing  # type: ignore[method-assign]
+        assert await last_turn(client, session) == expected
+        await swarm.until_empty()
+
+
+async def first_turn(client: AsyncClient) -> str:
+    """A conversation's id."""
+    session = (await client.create_session()).session_id
+    await client.generate(PROMPT, session=session, **OPTIONS)
+    return session
+
+
+async def last_turn(client: AsyncClient, session: str) -> tuple[int, ...]:
+    """A short one; the conversation is over."""
+    answer = await client.generate("then", session=session, max_tokens=8, ignore_eos=True)
+    await client.delete_session(session)
+    return answer.token_ids
 
 
 @pytest.mark.parametrize("num_sick", [1, 2])

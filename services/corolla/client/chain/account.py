@@ -49,6 +49,8 @@ class RecoveryAccount:
     _num_non_finite: int = 0
     # Blocks of servers that died since the request last got further.
     _deaths: list[Span] = field(default_factory=list)
+    # Hops that could not reach the next one since then.
+    _reporters: set[str] = field(default_factory=set)
     _position: int = -1
     _num_replay_deaths: int = 0
 
@@ -82,13 +84,27 @@ class RecoveryAccount:
         Raises:
             RequestKillsServers: it was not the first one for the same step.
         """
-        if position != self._position:
-            self._position = position
-            self._deaths.clear()
+        self._take_stock(position)
         self._deaths.append(blocks)
         num_same = sum(1 for each in self._deaths if each.start < blocks.end and blocks.start < each.end)
         if num_same >= MAX_DEATHS:
             raise _kills()
+
+    def cut_off(self, reporter: str, position: int) -> bool:
+        """A hop could not reach another one, which lives. Whether it said so before of the step at `position`.
+
+        Then the other one was replaced in vain, or could not be replaced: it may be the reporter that is cut off.
+        """
+        self._take_stock(position)
+        has_said_so = reporter in self._reporters
+        self._reporters.add(reporter)
+        return has_said_so
+
+    def _take_stock(self, position: int) -> None:
+        if position != self._position:
+            self._position = position
+            self._deaths.clear()
+            self._reporters.clear()
 
     def non_finite(self, failure: NonFiniteOutput) -> None:
         """A hop's output was no number. Raises `failure` at the second time: then it is not the hop's fault."""

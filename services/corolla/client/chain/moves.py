@@ -1,6 +1,7 @@
 """Sessions that hops handed to others. Their clients follow between two steps, or when a step is refused for it."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 from typing import Final
 
@@ -10,6 +11,8 @@ from corolla.v1 import common_pb2
 
 _NUM_REMEMBERED: Final = 4096
 _PATIENCE_S: Final = 5.0
+# A process that died is noticed by all who have streams to it, but not in a certain order.
+_MOMENT_S: Final = 0.25
 
 
 class Moves:
@@ -46,6 +49,14 @@ class Moves:
         self._gone.add(address)
         self._wake()
 
+    async def is_gone(self, address: str) -> bool:
+        """Whether the stream to a server is broken, or breaks in this moment."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MOMENT_S):
+                while address not in self._gone:
+                    await self._news.wait()
+        return address in self._gone
+
     async def settled(self, address: str, identities: Iterable[SessionIdentity]) -> None:
         """Waits, not for ever, until the hop has said what became of all these sessions."""
         waiting = {(identity.session_id, address) for identity in identities}
@@ -65,13 +76,19 @@ class Moves:
     def followed(self, chain: common_pb2.Chain, identities: Iterable[SessionIdentity]) -> common_pb2.Chain:
         """The chain with those hops in place that have the sessions now.
 
-        Sessions that travel together are handed over one by one; where they came apart, the others are replayed.
+        Sessions that travel together are handed over one by one; where they came apart, the others are replayed. A
+        server has one run of blocks of a session, so one that is in the chain already is not followed to.
 
         Args:
             identities: as they are open on the chain.
         """
         identities = tuple(identities)
-        hops = [next((found for each in identities if (found := self._hop(hop, each))), hop) for hop in chain.hops]
+        taken = {hop.server_id for hop in chain.hops}
+        hops: list[common_pb2.Hop] = []
+        for hop in chain.hops:
+            found = next((found for each in identities if (found := self._hop(hop, each))), hop)
+            hops.append(hop if found.server_id in taken else found)
+            taken.add(found.server_id)
         return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
 
     def holders(self, chain: common_pb2.Chain, identity: SessionIdentity) -> list[common_pb2.Hop]:

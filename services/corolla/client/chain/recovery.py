@@ -39,20 +39,28 @@ class _Findings:
 
     Attributes:
         lost: the servers that it does without.
+        began_s: when it began.
+        incomplete_since_s: since when no chain has had the sessions open on every hop.
         forgetful: ids of the servers that no longer have the outputs that they said they keep.
         may_scratch: until a hop had no room for a scratch session.
         patience_s: how long to wait for a server that can replace a lost one.
     """
 
     lost: LostServers
+    began_s: float
+    incomplete_since_s: float = field(init=False)
     forgetful: set[str] = field(default_factory=set)
     may_scratch: bool = True
     patience_s: float = 0.0
     methods: set[str] = field(default_factory=set)
     num_recomputed_tokens: int = 0
 
-    def recovered(self, cause: str, seconds: float) -> Recovered:
-        return Recovered(cause, "+".join(sorted(self.methods)) or "reopen", seconds, self.num_recomputed_tokens)
+    def __post_init__(self) -> None:
+        self.incomplete_since_s = self.began_s
+
+    def recovered(self, cause: str, now_s: float) -> Recovered:
+        methods = "+".join(sorted(self.methods)) or "reopen"
+        return Recovered(cause, methods, now_s - self.began_s, self.num_recomputed_tokens)
 
 
 class Recovery:
@@ -100,9 +108,22 @@ class Recovery:
         """
         if not isinstance(failure, _MENDABLE):
             raise failure
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
-        findings = _Findings(LostServers(self._patience_s))
+        findings = _Findings(LostServers(self._patience_s), self._now_s())
+        await self._mend(places, members, failure, account, findings, failure.reason.lower(), stale)
+
+    async def _mend(
+        self,
+        places: Places,
+        members: Sequence[Member],
+        failure: CorollaError,
+        account: RecoveryAccount,
+        findings: _Findings,
+        cause: str,
+        stale: frozenset[int] = frozenset(),
+        *,
+        in_replay: bool = False,
+    ) -> None:
+        """Goes on from a failure, of a step or, `in_replay`, of what was to be replayed."""
         latest: CorollaError | None = failure
         while latest is not None:
             if latest is not failure:
@@ -111,9 +132,14 @@ class Recovery:
             account.begin(latest)
             # A server whose numbers are bad will not be replaced by one that is still to come.
             findings.patience_s = (
-                0.0 if isinstance(latest, NonFiniteOutput) else account.patience_s(self._patience_s, clock())
+                0.0
+                if isinstance(latest, NonFiniteOutput)
+                else account.patience_s(findings.incomplete_since_s + self._patience_s - self._now_s(), self._now_s())
             )
-            self._blame(latest, places, members, findings, account, in_replay=latest is not failure)
+            if isinstance(latest, HopUnavailable) and latest.reporter and not await self._moves.is_gone(latest.address):
+                self._blame_wire(latest, places, members, findings, account)
+            else:
+                self._blame(latest, places, members, findings, account, in_replay=in_replay or latest is not failure)
             if isinstance(latest, HopLeaving) and latest.address:
                 await self._moves.settled(latest.address, places.identities)
             try:
@@ -122,23 +148,27 @@ class Recovery:
                 if isinstance(latest, NonFiniteOutput):
                     raise latest from None  # nobody else could have tried
                 raise
-        recovered = findings.recovered(failure.reason.lower(), clock() - started_s)
+        recovered = findings.recovered(cause, self._now_s())
         log.warning("session recovered", extra={"cause": recovered.cause, "method": recovered.method})
         account.recovered(recovered)
         self._observe(recovered)
 
     async def fill(self, places: Places, member: Member, states: Sequence[HopState], account: RecoveryAccount) -> None:
-        """Gives the hops what they lack of a session that was just opened.
+        """Gives the hops what they lack of a session that was just opened; they may be others afterwards.
 
         Raises:
-            CorollaError: as of a step; `recover` can go on from there.
+            CorollaError: as of `recover`.
         """
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
-        findings = _Findings(LostServers(0.0))
-        await self._fill(places, 0, member, states, findings)
+        findings = _Findings(LostServers(self._patience_s), self._now_s())
+        try:
+            await self._fill(places, 0, member, states, findings)
+        except CorollaError as failure:
+            # What a hop had a moment ago may have made way for others since.
+            findings.incomplete_since_s = self._now_s()
+            await self._mend(places, [member], failure, account, findings, "idle", in_replay=True)
+            return
         if findings.methods:
-            recovered = findings.recovered("idle", clock() - started_s)
+            recovered = findings.recovered("idle", self._now_s())
             account.recovered(recovered)
             self._observe(recovered)
 
@@ -172,6 +202,22 @@ class Recovery:
         elif not isinstance(failure, HopLeaving | HopSessionLost | PositionGap | OutputsNotKept):
             raise failure
 
+    def _blame_wire(
+        self,
+        failure: HopUnavailable,
+        places: Places,
+        members: Sequence[Member],
+        findings: _Findings,
+        account: RecoveryAccount,
+    ) -> None:
+        """A hop does not reach another one, though both live. The other one is replaced; if in vain, it itself."""
+        is_in_vain = account.cut_off(failure.reporter, max(member.position for member in members))
+        address = failure.reporter if is_in_vain else failure.address
+        for hop in places.chain.hops:
+            if hop.address == address:
+                findings.lost.add(hop.server_id, self._now_s())
+                self._routes.avoid(hop.server_id)
+
     async def _attempt(
         self, places: Places, members: Sequence[Member], findings: _Findings, stale: frozenset[int]
     ) -> CorollaError | None:
@@ -199,7 +245,9 @@ class Recovery:
         kept = {hop.server_id for hop in chain.hops}
         self._reservations.give_back(places.identities, [hop for hop in before.hops if hop.server_id not in kept])
         places.open_on(chain, reservation.max_step_tokens)
-        return await self._fill_all(places, members, reservation, findings, stale)
+        failure = await self._fill_all(places, members, reservation, findings, stale)
+        findings.incomplete_since_s = self._now_s()
+        return failure
 
     def _follow(self, places: Places) -> None:
         """Hops that handed the sessions over make way for those that have them now, as if they always had."""

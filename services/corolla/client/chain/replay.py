@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 import torch
 
-from corolla.chassis.errors import CorollaError
+from corolla.chassis.errors import CorollaError, HopLeaving, OutOfPages
 from corolla.client.chain.awaited import RowFuture, arrived, give_up
 from corolla.client.chain.history import StepShapes
 from corolla.client.chain.identity import SessionIdentity
@@ -146,6 +146,9 @@ class Replayer:
             yield identity.session_id
         except NotOpened as refused:
             failure = refused.failures[0][1]
+            if isinstance(failure, HopLeaving):
+                # It goes on with what it holds, until that is elsewhere; there is no room for anything beside it.
+                raise OutOfPages("a hop that leaves takes no further session") from None
             raise failure if isinstance(failure, CorollaError) else refused from None
         finally:
             self._reservations.give_back([identity], hops)

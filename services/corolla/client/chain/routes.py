@@ -65,6 +65,8 @@ class Routes:
 
     def leaves(self, server_id: str) -> None:
         """Leaves a server out for good: this incarnation drains, and is to blame for nothing."""
+        # Those that are gone no planner knows any more; every request would carry their names.
+        self._leaving &= {each.server.server_id for each in self._placement.servers}
         self._leaving.add(server_id)
 
     def refused(self, server_id: str, failure: BaseException) -> None:

@@ -107,10 +107,8 @@ class ChainSession:
             self._history.append(token_ids[: self.num_cached_tokens], is_prompt=True)
             return
         self._history.append(token_ids[:position], is_prompt=True)
-        try:
-            await self._recovery.fill(self._places, self, states, self._account)
-        except CorollaError as failure:
-            await self._mend(failure)
+        await self._recovery.fill(self._places, self, states, self._account)
+        self._gang = self._gang_of(self._places)
 
     async def prefill(self, token_ids: Sequence[int], reader: Reader) -> list[int]:
         """Processes a prompt in chunks; several are under way at once, so that hops work at the same time.

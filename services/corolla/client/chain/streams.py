@@ -289,6 +289,8 @@ def _error_of(fault: pb.Fault, sender: str) -> CorollaError:
     error = from_reason(fault.reason, fault.message, metadata)
     if isinstance(error, NonFiniteOutput | HopLeaving):
         error.address = sender
+    elif isinstance(error, HopUnavailable) and error.address != sender:
+        error.reporter = sender
     return error
 
 

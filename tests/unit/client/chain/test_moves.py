@@ -49,6 +49,17 @@ def test_what_was_said_of_another_epoch_other_blocks_or_by_another_hop_does_not_
         assert moves.followed(CHAIN, [ONE]) == CHAIN
 
 
+def test_a_server_that_is_in_the_chain_already_is_not_followed_to() -> None:
+    """It has one run of blocks of a session, and could open no second one."""
+    moves = Moves()
+    moves.told(moved(hop=a_hop("a", 2, 5)), "b:1")
+    assert moves.followed(CHAIN, [ONE]) == CHAIN
+    both = Moves()
+    both.told(moved(hop=a_hop("c", 0, 2)), "a:1")
+    both.told(moved(), "b:1")
+    assert servers(both.followed(CHAIN, [ONE])) == ["c", "b"]
+
+
 async def test_a_refused_step_waits_for_what_the_hop_says_after_it() -> None:
     moves = Moves()
     moves.told(moved(hop=None), "b:1")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from corolla.client.chain.placement import PlacementWatch
+from corolla.client.chain.routes import Routes
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 
@@ -47,3 +48,13 @@ def test_a_complete_placement_needs_no_memory(clock: dict[str, float]) -> None:
     watch._take(placement("a1", "b1", "c1", complete=True))
     watch._take(placement("a1", "b1", complete=True))
     assert names(watch) == ["a1", "b1"]
+
+
+async def test_who_left_and_is_gone_is_remembered_no_longer() -> None:
+    watch = PlacementWatch(control=None)  # type: ignore[arg-type]
+    routes = Routes(None, watch, "f", 5)  # type: ignore[arg-type]
+    for number in range(100):
+        watch._take(placement(f"a{number}", f"b{number}", complete=True))
+        routes.leaves(f"a{number}")
+        routes.leaves(f"b{number}")
+    assert routes._avoided() == {"a99", "b99"}

@@ -48,6 +48,14 @@ def test_servers_that_die_in_a_replay_are_chance_for_a_while() -> None:
         account.died_in_replay()
 
 
+def test_a_hop_that_reaches_nobody_is_found_out_at_the_second_time() -> None:
+    account = RecoveryAccount(16)
+    assert not account.cut_off("a:1", position=7)
+    assert not account.cut_off("b:1", position=7)
+    assert account.cut_off("a:1", position=7)
+    assert not account.cut_off("a:1", position=8), "the request got further"
+
+
 def test_attempts_are_counted_over_all_recoveries() -> None:
     account = RecoveryAccount(2)
     failure = HopUnavailable("lost")
