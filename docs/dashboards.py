@@ -133,7 +133,7 @@ SPANS: Final = (
 
 RECOVERY: Final = (
     Panel("Recoveries", "Answers that lost a hop and went on, by cause and method.", "short", (
-        (rate("corolla_session_recoveries_total", "cause, method"), "{{cause}} {{method}}"),
+        (f"{rate('corolla_session_recoveries_total', 'cause, method')} > 0", "{{cause}} {{method}}"),
     )),
     Panel("Stall", "From the loss of a hop until its answer went on.", "s",
           quantiles("corolla_session_recovery_seconds", 0.5, 0.9, 0.99)),
@@ -156,7 +156,7 @@ RECOVERY: Final = (
         (gauge("corolla_kept_output_bytes", "instance"), "{{instance}}"),
     )),
     Panel("Errors by reason", "What was given up, by its name in the error tree.", "short", (
-        (rate("corolla_errors_total", "reason"), "{{reason}}"),
+        (f"{rate('corolla_errors_total', 'reason')} > 0", "{{reason}}"),
     )),
     Panel("Sessions lost by hops", "Leases that ran out, idle sessions and kept outputs that gave way.", "short", (
         (rate("corolla_hop_sessions_expired_total"), "expired"),
@@ -168,6 +168,11 @@ RECOVERY: Final = (
     )),
     Panel("Redis scripts", "Duration of the routers' scripts, 99 in 100 are shorter.", "s", (
         (f"histogram_quantile(0.99, {rate('corolla_redis_script_seconds_bucket', 'script, le')})", "{{script}}"),
+    )),
+    Panel("Kubernetes", "1 while a router knows the states of its block servers' pods, and its calls of the Kubernetes "
+          "API. At 0 it goes by heartbeats alone.", "short", (
+        (gauge("corolla_pod_watch_up", "instance", "min"), "{{instance}} watches"),
+        (rate("corolla_kubernetes_calls_total", "call, outcome"), "{{call}} {{outcome}}, per second"),
     )),
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.chassis.metrics import RpcMetrics
 from corolla.client.metrics import ClientMetrics
 from corolla.router.metrics import RouterMetrics
+from corolla.router.roster import Roster
 from tests.architecture.sources import ROOT
 from tests.charts.rendering import CHART, named, of_kind, render
 
@@ -131,6 +132,57 @@ def test_objectives_and_runbook_are_put_into_the_rules() -> None:
     assert rules["HighInterToken"]["expr"].count('le="0.1"') == 2
     assert rules["HighTTFT"]["annotations"]["runbook_url"] == "https://wiki/runbook#highttft"
     assert "{{ $value | humanizePercentage }}" in rules["HighTTFT"]["annotations"]["summary"]
+
+
+def test_a_release_judges_its_own_namespace(tmp_path: Path) -> None:
+    given = {"timeToFirstTokenSeconds": "0.5", "interTokenSeconds": "0.1", "runbookUrl": "https://wiki/corolla_runbook"}
+    (rule,) = of_kind(render({"monitoring": {"prometheusRule": given}}), "PrometheusRule")
+    for each in (each for group in rule["spec"]["groups"] for each in group["rules"]):
+        metrics = re.findall(r"corolla_\w+.{0,15}", each["expr"])
+        assert metrics
+        assert all(re.fullmatch(r'corolla_\w+\{namespace="ns".*', metric) for metric in metrics), each["alert"]
+        assert each["annotations"]["runbook_url"].startswith("https://wiki/corolla_runbook#")
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
+    if promtool := shutil.which("promtool"):
+        subprocess.run([promtool, "check", "rules", tmp_path / "rules.yaml"], check=True)
+
+
+# What every answer counts, or the routers' own days: whoever looks has seen it before.
+NEVER_RARE: Final = {
+    "corolla_hop_batch_rows", "corolla_hop_faults_total", "corolla_hop_step_seconds_bucket", "corolla_hop_tokens_total",
+    "corolla_kubernetes_calls_total", "corolla_redis_script_seconds_bucket", "corolla_request_success_total",
+    "corolla_rpcs_total",
+}  # fmt: skip
+
+
+def test_what_is_rare_begins_at_zero() -> None:
+    """`rate` and `increase` see a series grow, not begin: the first recovery would not count."""
+    servers, clients, routers = (CollectorRegistry() for _ in range(3))
+    BlockServerMetrics(servers)
+    RpcMetrics(servers)
+    ClientMetrics(clients)
+    RouterMetrics(routers).observe(Roster("m", 1, 2), num_sessions=0)
+    present = {
+        sample.name for each in (servers, clients, routers) for family in each.collect() for sample in family.samples
+    }
+    grown = {metric for _, query in queries() for metric in re.findall(r"(?:rate|increase)\((corolla_\w+)", query)}
+    assert grown - present <= NEVER_RARE
+
+
+def test_every_reason_that_an_alert_looks_for_is_an_errors() -> None:
+    asked = {
+        reason
+        for rule in ALERTS
+        for reasons in re.findall(r'reason=~"([^"]+)"', rule["expr"])
+        for reason in reasons.split("|")
+    }
+    registry = CollectorRegistry()
+    RpcMetrics(registry)
+    there = {
+        each.labels["reason"] for family in registry.collect() for each in family.samples if each.labels.get("reason")
+    }
+    assert asked
+    assert asked <= there
 
 
 def test_the_dashboards_reach_the_cluster_as_they_are() -> None:

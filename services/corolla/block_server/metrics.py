@@ -1,12 +1,15 @@
 """What a block server exports."""
 
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from corolla.block_server.outputs import OutputStore
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS
+
+DIRECTIONS: Final = ("in", "out")
+OUTCOMES: Final = ("moved", "refused", "failed", "no_peer")
 
 
 class BlockServerMetrics:
@@ -72,12 +75,16 @@ class BlockServerMetrics:
             ["direction"],
             registry=registry,
         )
+        for direction in DIRECTIONS:
+            self.handover_bytes.labels(direction)
         self.handed_over = Counter(
             "corolla_sessions_handed_over",
             "Attempts to hand a session over, by outcome: moved, refused (by every peer), failed, no_peer.",
             ["outcome"],
             registry=registry,
         )
+        for outcome in OUTCOMES:
+            self.handed_over.labels(outcome)
         self.drain_seconds = Gauge(
             "corolla_drain_seconds", "How long the drain of this server took, in seconds.", registry=registry
         )

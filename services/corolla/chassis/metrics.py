@@ -14,7 +14,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from corolla.chassis.errors import StartupError
+from corolla.chassis.errors import StartupError, reasons_of_calls
 
 TIME_TO_FIRST_TOKEN_BUCKETS: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -55,6 +55,9 @@ class RpcMetrics:
         self._errors = Counter(
             "corolla_errors", "Errors by their label in the error tree.", ["reason"], registry=registry
         )
+        # Alerts see a series grow, not begin: the first error of its kind must not be the series' first sample.
+        for reason in reasons_of_calls():
+            self._errors.labels(reason)
 
     def done(self, method: str, code: str, seconds: float) -> None:
         self._calls.labels(method, code).inc()

@@ -1,5 +1,6 @@
 """What a client service exports. Base names and buckets are vLLM's, so that known dashboards carry over."""
 
+from itertools import product
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,7 +12,7 @@ from corolla.chassis.metrics import (
     TIME_TO_FIRST_TOKEN_BUCKETS,
     TOKEN_COUNT_BUCKETS,
 )
-from corolla.client.chain.account import Recovered
+from corolla.client.chain.account import CAUSES, METHODS, Recovered
 from corolla.client.chain.quarantine import QuarantineCause
 
 
@@ -73,6 +74,8 @@ class ClientMetrics:
             ["cause", "method"],
             registry=registry,
         )
+        for cause, method in product(CAUSES, METHODS):
+            self.recoveries.labels(cause, method)
         self.recovery_seconds = Histogram(
             "corolla_session_recovery_seconds",
             "From a lost hop until its session could go on, in seconds.",
@@ -87,8 +90,8 @@ class ClientMetrics:
             ["cause"],
             registry=registry,
         )
-        for cause in get_args(QuarantineCause):
-            self.quarantines.labels(cause)
+        for each in get_args(QuarantineCause):
+            self.quarantines.labels(each)
         self.quarantined = Gauge(
             "corolla_quarantined_servers",
             "Block servers that this client service leaves out now since they failed lately.",

@@ -9,6 +9,7 @@ from corolla.router.roster import Roster
 from corolla.v1 import router_pb2 as pb
 
 SCRIPT_BUCKETS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+MOVE_REASONS: Final = ("covers", "faster")
 _STATES: Final = {
     pb.SERVER_STATE_JOINING: "joining",
     pb.SERVER_STATE_READY: "ready",
@@ -85,7 +86,7 @@ class RouterMetrics:
         self._kubernetes_calls.labels(call, outcome).inc()
 
     def move_ordered(self, model: str, *, covers: bool) -> None:
-        self._moves.labels(model, "covers" if covers else "faster").inc()
+        self._moves.labels(model, MOVE_REASONS[0] if covers else MOVE_REASONS[1]).inc()
 
     def observe(self, roster: Roster, num_sessions: int) -> None:
         """Shows one model's placement and session count. A span that lost its last replica stays, at zero."""
@@ -104,6 +105,8 @@ class RouterMetrics:
         self._single_copy_blocks.labels(model).set(roster.num_single_copy_blocks())
         self._slowest_block.labels(model).set(roster.slowest_block_tokens_per_second())
         self._sessions.labels(model).set(num_sessions)
+        for reason in MOVE_REASONS:
+            self._moves.labels(model, reason)
 
     def forget(self, model: str) -> None:
         """Drops the gauges of a model that the store no longer knows."""

@@ -5,8 +5,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from corolla.chassis.errors import CorollaError, HopLeaving, NonFiniteOutput, RequestKillsServers
+from corolla.chassis.errors import (
+    CorollaError,
+    HopLeaving,
+    HopSessionLost,
+    HopUnavailable,
+    NonFiniteOutput,
+    PositionGap,
+    RequestKillsServers,
+)
 from corolla.wire.span import Span
+
+MENDABLE: Final = (HopUnavailable, HopLeaving, HopSessionLost, PositionGap, NonFiniteOutput)
+"""Failures that other servers, or the same ones once more, may make good."""
+
+CAUSES: Final = ("idle", *(each.reason.lower() for each in MENDABLE))
+"""Labels of what happened: hops had forgotten an idle session, or a step failed."""
+
+METHODS: Final = ("outputs", "outputs+tokens", "reopen", "tokens")
+"""Labels of how hops are filled, if they have to be."""
 
 MAX_DEATHS: Final = 2
 """Servers that may die of the same step before it is no longer tried."""
@@ -20,8 +37,8 @@ class Recovered:
     """One recovery.
 
     Attributes:
-        cause: label of what happened.
-        method: label of how the hops were filled.
+        cause: one of CAUSES.
+        method: one of METHODS.
         seconds: from the failure until the session could go on.
         num_recomputed_tokens: tokens that hops processed again, counted for each hop.
     """

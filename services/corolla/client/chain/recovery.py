@@ -18,7 +18,7 @@ from corolla.chassis.errors import (
     OutputsNotKept,
     PositionGap,
 )
-from corolla.client.chain.account import Recovered, RecoveryAccount
+from corolla.client.chain.account import MENDABLE, Recovered, RecoveryAccount
 from corolla.client.chain.lost import LostServers
 from corolla.client.chain.moves import Moves
 from corolla.client.chain.recovery_plan import CLIENT, HopState, plan_lanes
@@ -30,7 +30,6 @@ from corolla.planning.candidates import span_of
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S: Final = 0.2
-_MENDABLE: Final = (HopUnavailable, HopLeaving, HopSessionLost, PositionGap, NonFiniteOutput)
 
 
 @dataclass(slots=True)
@@ -106,7 +105,7 @@ class Recovery:
             CorollaError: the failure itself where other servers would not help; else why it did not work. `places` can
                 be closed all the same.
         """
-        if not isinstance(failure, _MENDABLE):
+        if not isinstance(failure, MENDABLE):
             raise failure
         findings = _Findings(LostServers(self._patience_s), self._now_s())
         await self._mend(places, members, failure, account, findings, failure.reason.lower(), stale)
