@@ -31,7 +31,7 @@ class KubernetesServer:
         self._lock = threading.Lock()
         self._watchers: list[queue.Queue[Described | None]] = []
         self._version = 100
-        # Of one store, routers of one namespace have one leader.
+        # Of one store, routers that watch the same pods have one leader.
         self.namespace = f"ns-{secrets.token_hex(4)}"
         self.pods: dict[str, Described] = {}
         self.events: list[Described] = []

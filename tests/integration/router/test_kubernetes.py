@@ -226,6 +226,23 @@ async def test_of_several_routers_one_writes_and_another_takes_over(
         assert sorted([await num_patches(each) for each in others]) == [0, 1]
 
 
+async def test_releases_that_share_a_namespace_and_a_store_each_have_a_leader(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    kubernetes.put(described_pod("a"))
+    routers = [await start_router(**inside, pod_selector=f"release={name}") for name in ("one", "other")]
+    for each in routers:
+        await watched(each)
+    async with serving(server_in(routers[0], model, "a")):
+        await asyncio.sleep(1)
+
+    # This API shows each of them the same pods, so both have something to tell.
+    async def both_have_told() -> bool:
+        return kubernetes.reasons() == ["SpanUncovered"] * 2
+
+    await until(both_have_told)
+
+
 async def test_a_span_that_is_uncovered_and_restored_is_told_about_the_routers_pod(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:

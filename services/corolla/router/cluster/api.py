@@ -54,7 +54,7 @@ class KubernetesApi:
     """
 
     def __init__(self, kubeconfig: str, selector: str, metrics: RouterMetrics) -> None:
-        self._selector = selector
+        self.selector = selector
         self._metrics = metrics
         with _translated():
             # Takes a second and 40 MB, so only who needs it pays.
@@ -79,7 +79,7 @@ class KubernetesApi:
         """All pods, and the version to watch them from."""
         with self._called("list"):
             listed = json.loads(
-                self._core.list_namespaced_pod(self.namespace, label_selector=self._selector, **_RAW).data
+                self._core.list_namespaced_pod(self.namespace, label_selector=self.selector, **_RAW).data
             )
             pods = map(read_pod, listed["items"])
             return [each for each in pods if each is not None], str(listed["metadata"]["resourceVersion"])
@@ -93,7 +93,7 @@ class KubernetesApi:
             stream = self._watch.stream(
                 self._core.list_namespaced_pod,
                 self.namespace,
-                label_selector=self._selector,
+                label_selector=self.selector,
                 resource_version=version,
                 timeout_seconds=for_s,
                 _request_timeout=(_CONNECT_S, for_s + _ANSWER_S),

@@ -54,7 +54,9 @@ class Scribe:
     async def look(self, rosters: Sequence[Roster], pods: PodTable, clock: Callable[[], float]) -> None:
         """Writes what is due. Raises StoreUnavailable when nobody can tell who leads."""
         # First: what is told to the ledgers below counts as said.
-        leads = await self._registry.lead(f"pods:{self._api.namespace}", self._router_id, self._lead_ms)
+        leads = await self._registry.lead(
+            f"pods:{self._api.namespace}:{self._api.selector}", self._router_id, self._lead_ms
+        )
         now_s = clock()
         # Others may share the store: their releases' models are theirs to tell of.
         self._models |= {
