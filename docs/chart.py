@@ -35,7 +35,9 @@ SET_BY_THE_CHART: Final = {
             "quantization", "revision", "router",
         }
     ),
-    "router": frozenset({"metrics_port", "pod_name", "pod_selector", "pod_uid", "port", "redis_url"}),
+    "router": frozenset(
+        {"metrics_port", "pod_name", "pod_selector", "pod_uid", "port", "redis_password", "redis_url"}
+    ),
     "client": frozenset(
         {"api_keys_file", "dtype", "metrics_port", "model", "offline", "port", "quantization", "revision", "router"}
     ),

@@ -1,12 +1,24 @@
 """What is rendered: valid for every Kubernetes served, hardened, and allowed to do no more than it needs."""
 
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any, Final
 
 import kubernetes_validate
 import pytest
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
 
+from corolla.chassis.errors import StoreUnavailable
+from corolla.local.redis_server import find_redis_server
+from corolla.router.metrics import RouterMetrics
+from corolla.router.store import Store
 from tests.charts.rendering import (
     CHART,
     CI_VALUES,
@@ -21,6 +33,7 @@ from tests.charts.rendering import (
     pod_specs,
     render,
 )  # fmt: skip
+from tests.integration.waiting import until
 
 FOREIGN_KINDS: Final = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
 ci_values = pytest.mark.parametrize("file", CI_VALUES, ids=lambda file: file.stem)
@@ -289,6 +302,7 @@ def test_callers_and_scrapers_can_be_named() -> None:
     assert ("test", 50051) in admitted(objects, "client", "ingress")
     for component in ("block-server", "client", "router"):
         assert ("any", METRICS) not in admitted(objects, component, "ingress")
+    assert ("test", METRICS) in admitted(objects, "client", "ingress")
 
 
 def test_redis_from_elsewhere_leaves_no_redis_here() -> None:
@@ -296,6 +310,67 @@ def test_redis_from_elsewhere_leaves_no_redis_here() -> None:
     assert of_kind(objects, "StatefulSet") == []
     env = {each["name"]: each for each in pod_specs(objects)["rel-corolla-router"]["containers"][0]["env"]}
     assert env["COROLLA_REDIS_URL"]["valueFrom"]["secretKeyRef"] == {"name": "redis-address", "key": "url"}
+    assert "COROLLA_REDIS_PASSWORD" not in env
+
+
+PASSWORD: Final = "a/b@c:d#e%2F \"f\\g'h$i`"
+
+
+def test_redis_takes_any_password_knows_its_room_and_ends_when_told(tmp_path: Path) -> None:
+    (container,) = pod_specs(render())["rel-corolla-redis"]["containers"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (script,) = container["args"]
+    script = script.replace("--dir /data", f"--dir {tmp_path} --port {port}")
+    path = f"{find_redis_server().parent}:{os.environ['PATH']}"
+    environment = {"PATH": path, "REDIS_PASSWORD": PASSWORD, "MEMORY_BYTES": str(512 << 20)}
+    process = subprocess.Popen([*container["command"], script], env=environment, process_group=0)
+    try:
+        assert asyncio.run(room_of_redis(port)) == 384 << 20
+        # As the kubelet does, to the container's first process alone.
+        process.terminate()
+        assert process.wait(10) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+async def room_of_redis(port: int) -> int:
+    """The bytes that it may fill, once the router's own store is let in."""
+    store = Store(f"redis://127.0.0.1:{port}/0", 1.0, RouterMetrics(CollectorRegistry()), password=PASSWORD)
+
+    async def lets_us_in() -> bool:
+        with contextlib.suppress(StoreUnavailable):
+            await store.check()
+            return True
+        return False
+
+    await until(lets_us_in)
+    await store.close()
+    client = Redis(port=port, password=PASSWORD)
+    said = await client.config_get("maxmemory")
+    await client.aclose()
+    return int(said["maxmemory"] or 0)
+
+
+def test_the_router_is_told_redis_password_as_it_is() -> None:
+    env = {each["name"]: each for each in pod_specs(render())["rel-corolla-router"]["containers"][0]["env"]}
+    assert env["COROLLA_REDIS_URL"]["value"] == "redis://rel-corolla-redis:6379/0"
+    assert env["COROLLA_REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"] == {
+        "name": "rel-corolla-redis",
+        "key": "password",
+    }
+
+
+def test_a_pool_is_scaled_by_its_own_pods() -> None:
+    pools = {"gpu": {"autoscaling": {"enabled": True}}, "gpu-large": {}}
+    (scaled,) = of_kind(render({"blockServer": {"pools": pools}}), "ScaledObject")
+    for trigger in scaled["spec"]["triggers"]:
+        (asked,) = re.findall(r'pod=~"([^"]*)"', trigger["metadata"]["query"])
+        assert re.fullmatch(asked, "rel-corolla-block-server-gpu-7d9f8c6b54-x2x4z")
+        # Kubernetes cuts the beginning of long names.
+        assert re.fullmatch(asked, "rel-corolla-block-server-gpu-7d9f8cx2x4z")
+        assert not re.fullmatch(asked, "rel-corolla-block-server-gpu-large-7d9f8c6b54-x2x4z")
 
 
 def test_prometheus_finds_every_service_that_has_metrics() -> None:

@@ -1,6 +1,10 @@
 """Each value does something, each setting can be set, and what is mistyped is refused."""
 
+import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -8,7 +12,7 @@ import yaml
 
 from corolla.chassis.settings import PREFIX
 from docs.chart import CHART, SET_BY_THE_CHART, SETTINGS, Value, camel_case, read_values
-from tests.charts.rendering import Object, Refused, named, pod_specs, render
+from tests.charts.rendering import Object, Refused, helm, named, of_kind, pod_specs, render
 
 ROOT_VALUE: Final = read_values((CHART / "values.yaml").read_text(encoding="utf-8"))
 VALUES: Final = {each.path: each for each in ROOT_VALUE.leaves()}
@@ -93,7 +97,23 @@ def test_a_value_changes_what_is_rendered(path: str) -> None:
             base = merged(base, needed)
     changed = merged(base, nested(path, another(VALUES[path], merged(ROOT_VALUE.default, base))))
     assert changed != base
-    assert without_checksums(render(changed)) != without_checksums(render(base))
+    before, after = render(base), render(changed)
+    assert without_checksums(after) != without_checksums(before)
+    assert left_behind(before, after) == []
+
+
+def left_behind(before: list[Object], after: list[Object]) -> list[str]:
+    """Deployments whose settings are others while their pods stay as they are: settings are read at the start."""
+    (old, new), (old_pods, new_pods) = (
+        [{each["metadata"]["name"]: each for each in of_kind(objects, kind)} for objects in (before, after)]
+        for kind in ("ConfigMap", "Deployment")
+    )
+    return [
+        name
+        for name in old_pods.keys() & new_pods.keys()
+        if old[name]["data"] != new[name]["data"]
+        and old_pods[name]["spec"]["template"] == new_pods[name]["spec"]["template"]
+    ]
 
 
 def test_every_value_has_a_sentence() -> None:
@@ -193,3 +213,42 @@ def test_an_upgrade_that_uncovers_a_span_is_refused_unless_forced() -> None:
             render(lonely, upgrades=True)
         render(merged(lonely, {"blockServer": {"allowSingleReplicaUpgrade": True}}), upgrades=True)
     render({"blockServer": {"pools": {"large": {"replicas": 1}, "small": {"replicas": 1}}}}, upgrades=True)
+
+
+def test_a_pool_can_take_back_what_all_pools_have() -> None:
+    toleration = {"key": "gpu", "operator": "Exists"}
+    defaults = {"gpu": {"count": 1}, "tolerations": [toleration], "settings": {"leanBlocks": True, "graceS": 9}}
+    plain = {"gpu": {"count": 0}, "tolerations": [], "replicas": 0, "settings": {"leanBlocks": False, "graceS": 0}}
+    objects = render({"blockServer": {"defaults": defaults, "pools": {"plain": plain}}})
+    deployment = named(objects, "Deployment", "rel-corolla-block-server-plain")["spec"]
+    assert deployment["replicas"] == 0
+    assert "tolerations" not in deployment["template"]["spec"]
+    assert "nvidia.com/gpu" not in deployment["template"]["spec"]["containers"][0]["resources"]["limits"]
+    data = named(objects, "ConfigMap", "rel-corolla-block-server-plain")["data"]
+    asked = {name: data[f"COROLLA_{name}"] for name in ("DEVICE", "LEAN_BLOCKS", "GRACE_S")}
+    assert asked == {"DEVICE": "cpu", "LEAN_BLOCKS": "false", "GRACE_S": "0"}
+
+
+def test_the_notes_name_what_to_do_next(tmp_path: Path) -> None:
+    # helm shows them only to those who have a cluster, so they are rendered as an object.
+    chart = shutil.copytree(CHART, tmp_path / "corolla")
+    notes = (chart / "templates" / "NOTES.txt").read_text(encoding="utf-8")
+    as_object = (
+        f'{{{{ define "notes" }}}}{notes}{{{{ end }}}}\nkind: Notes\ntext: {{{{ include "notes" . | toJson }}}}\n'
+    )
+    (chart / "templates" / "notes.yaml").write_text(as_object, encoding="utf-8")
+
+    def shown(values: Object) -> str:
+        command = [helm(), "template", "rel", str(chart), "--namespace", "ns", "--show-only", "templates/notes.yaml"]
+        done = subprocess.run(
+            [*command, "--values", "-"], input=json.dumps(values), capture_output=True, text=True, check=True
+        )
+        return str(yaml.safe_load(done.stdout)["text"])
+
+    plain, with_keys = shown({}), shown({"client": {"apiKeys": {"existingSecret": "keys"}}})
+    for each in (plain, with_keys):
+        assert "kubectl --namespace ns get pods" in each
+        assert "helm test rel --namespace ns" in each
+        assert "port-forward service/rel-corolla-client 50051:50051" in each
+    assert "--api-key" not in plain
+    assert "--server 127.0.0.1:50051 --api-key KEY" in with_keys

@@ -2,7 +2,7 @@
      Running calls get what the pod's grace leaves, but for a moment, unless the settings say otherwise. */}}
 {{- define "corolla.settings" -}}
 {{- $grace := sub .terminationGracePeriodSeconds (default 0 .preStopSeconds) | add -5 | max 0 | min 600 }}
-{{- range $name, $value := merge (deepCopy .settings) (dict "graceS" $grace) }}
+{{- range $name, $value := mergeOverwrite (dict "graceS" $grace) (deepCopy .settings) }}
 COROLLA_{{ snakecase $name | upper }}: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
 {{- end }}
 {{- end }}

@@ -33,7 +33,12 @@ class RouterProcess:
         self.settings = settings
         metrics_registry = new_registry()
         self._metrics = RouterMetrics(metrics_registry)
-        self._store = Store(settings.redis_url.get_secret_value(), settings.redis_timeout_ms / 1000, self._metrics)
+        self._store = Store(
+            settings.redis_url.get_secret_value(),
+            settings.redis_timeout_ms / 1000,
+            self._metrics,
+            password=settings.redis_password.get_secret_value(),
+        )
         self._registry = Registry(self._store, settings.lease_ms)
         self._sessions = SessionRecords(self._store)
         self._watches = PlacementWatches(

@@ -15,6 +15,9 @@ class RouterSettings(ServiceSettings):
         SecretStr("redis://127.0.0.1:6379/0"),
         description="Address of Redis 6.2 or later: redis://, rediss:// or unix://, with user and password if needed.",
     )
+    redis_password: SecretStr = Field(
+        SecretStr(""), description="Password of Redis where the address names none; nothing in it has to be escaped."
+    )
     redis_timeout_ms: int = Field(
         250,
         ge=10,

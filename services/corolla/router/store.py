@@ -46,12 +46,16 @@ class Store:
     run all the same, so each of them bears being run again. After two such calls a breaker refuses further ones at
     once, save one in half a second: requests do not queue up behind a Redis that is frozen.
 
+    Args:
+        password: where `url` names none.
+
     Raises:
         StartupError: `url` is no Redis address.
     """
 
-    def __init__(self, url: str, timeout_s: float, metrics: RouterMetrics) -> None:
+    def __init__(self, url: str, timeout_s: float, metrics: RouterMetrics, *, password: str = "") -> None:
         self._metrics = metrics
+        self._password = password
         self._timeout_s = timeout_s
         self._is_up = True
         self._breaker = Breaker(_MAX_SILENCES, _REST_S)
@@ -68,6 +72,8 @@ class Store:
     def _connect(self, url: str, timeout_s: float | None, retry: Retry) -> Redis:
         pool: BlockingConnectionPool = BlockingConnectionPool.from_url(
             url,
+            # One in the address wins.
+            password=self._password or None,
             max_connections=MOST_CONNECTIONS,
             timeout=self._timeout_s,
             socket_timeout=timeout_s,
