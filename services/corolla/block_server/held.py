@@ -34,6 +34,10 @@ class OpenRequest:
     prompts: BlockPrompts | None = None
     text: ExpectedText | None = None
 
+    def agrees_with(self, other: "OpenRequest") -> bool:
+        """Whether what was computed under one request can go on under the other."""
+        return self.blocks == other.blocks and (self.prompts is None) == (other.prompts is None)
+
 
 @dataclass(slots=True)
 class HopSession(Generic[AnyCache]):

@@ -111,7 +111,7 @@ class SessionTable(Generic[AnyCache]):
         if held is None:
             held = HopSession(request, cache, 0.0)
             self._sessions[request.session_id] = held
-        elif not request.resume or held.is_arriving or not _agree(held.request, request):
+        elif not request.resume or held.is_arriving or not held.request.agrees_with(request):
             cache.clear()
             self.on_forget(request.session_id)
         elif cache.num_tokens > request.max_tokens:
@@ -131,8 +131,7 @@ class SessionTable(Generic[AnyCache]):
 
         Raises:
             HopLeaving: this server drains, too.
-            StaleEpoch: its client opened it here in the meantime, or knows of a later epoch; or this server has other
-                blocks of it, and a server's sessions have one run of blocks each.
+            StaleEpoch: its client opened it here meanwhile, or knows of a later epoch; or other blocks of it are here.
             HopSessionLost: it belongs to another tenant.
             OutOfPages: the worst case does not fit, or its prompts.
         """
@@ -225,15 +224,13 @@ class SessionTable(Generic[AnyCache]):
         held, taker = self._sessions.get(source_id), self._sessions.get(session_id)
         if held is None or held.request.client_id != client_id or held.request.blocks != blocks:
             raise HopSessionLost("the session to fork from is not held here")
-        if taker is not None and not _agree(held.request, taker.request):
+        if taker is not None and not held.request.agrees_with(taker.request):
             raise HopSessionLost("a session with trained prompts and one without do not share tokens")
         return held.cache.fork()
 
     def truncate(self, session_id: bytes, epoch: int, position: int, *, idle: bool) -> None:
-        """Forgets tokens and gives back pages; an idle session may be evicted. A stale request changes nothing.
-
-        A turn may end in a later epoch than that in which it was opened here: in the midst of a recovery.
-        """
+        """Forgets tokens and gives back pages; an idle session may be evicted. A stale request changes nothing."""
+        # A turn may end in a later epoch than that in which it was opened here: in the midst of a recovery.
         held = self._sessions.get(session_id)
         if held is None or held.request.epoch > epoch:
             return
@@ -301,8 +298,3 @@ class SessionTable(Generic[AnyCache]):
         del self._sessions[held.request.session_id]
         held.cache.clear()
         self.on_forget(held.request.session_id)
-
-
-def _agree(one: OpenRequest, other: OpenRequest) -> bool:
-    """Whether what was computed under one request can go on under the other."""
-    return one.blocks == other.blocks and (one.prompts is None) == (other.prompts is None)

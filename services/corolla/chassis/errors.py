@@ -201,19 +201,15 @@ class NoChain(CorollaError):
 
 
 class HopUnavailable(CorollaError):
-    """A transport fault between the services. `address` is the hop to blame, if known; it never reaches the caller.
-
-    `reporter` is the address of the hop that could not reach it; empty where it was our own stream that broke.
-    """
+    """A transport fault between the services. `address` is the hop to blame, if known; it never reaches the caller."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "HOP_UNAVAILABLE"
     retry_after_default_s = 1.0
-    reporter = ""
 
     def __init__(self, message: str, address: str = "") -> None:
         super().__init__(message)
-        self.address = address
+        self.address, self.reporter = address, ""  # reporter: who could not reach it; empty where our stream broke
 
 
 class HopLeaving(CorollaError):

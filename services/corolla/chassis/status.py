@@ -84,7 +84,7 @@ def from_reason(
     elif isinstance(error, errors.ResourceNotFound):
         error.resource_name = ""
     elif isinstance(error, errors.HopUnavailable):
-        error.address = address
+        error.address, error.reporter = address, ""
     return error
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 from corolla.chassis.errors import (
@@ -19,6 +19,7 @@ from corolla.chassis.errors import (
     PositionGap,
 )
 from corolla.client.chain.account import MENDABLE, Recovered, RecoveryAccount
+from corolla.client.chain.findings import Findings
 from corolla.client.chain.lost import LostServers
 from corolla.client.chain.moves import Moves
 from corolla.client.chain.recovery_plan import CLIENT, HopState, plan_lanes
@@ -30,36 +31,6 @@ from corolla.planning.candidates import span_of
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S: Final = 0.2
-
-
-@dataclass(slots=True)
-class _Findings:
-    """What one recovery has learned from attempt to attempt.
-
-    Attributes:
-        lost: the servers that it does without.
-        began_s: when it began.
-        incomplete_since_s: since when no chain has had the sessions open on every hop.
-        forgetful: ids of the servers that no longer have the outputs that they said they keep.
-        may_scratch: until a hop had no room for a scratch session.
-        patience_s: how long to wait for a server that can replace a lost one.
-    """
-
-    lost: LostServers
-    began_s: float
-    incomplete_since_s: float = field(init=False)
-    forgetful: set[str] = field(default_factory=set)
-    may_scratch: bool = True
-    patience_s: float = 0.0
-    methods: set[str] = field(default_factory=set)
-    num_recomputed_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self.incomplete_since_s = self.began_s
-
-    def recovered(self, cause: str, now_s: float) -> Recovered:
-        methods = "+".join(sorted(self.methods)) or "reopen"
-        return Recovered(cause, methods, now_s - self.began_s, self.num_recomputed_tokens)
 
 
 class Recovery:
@@ -107,7 +78,7 @@ class Recovery:
         """
         if not isinstance(failure, MENDABLE):
             raise failure
-        findings = _Findings(LostServers(self._patience_s), self._now_s())
+        findings = Findings(LostServers(self._patience_s), self._now_s())
         await self._mend(places, members, failure, account, findings, failure.reason.lower(), stale)
 
     async def _mend(
@@ -116,7 +87,7 @@ class Recovery:
         members: Sequence[Member],
         failure: CorollaError,
         account: RecoveryAccount,
-        findings: _Findings,
+        findings: Findings,
         cause: str,
         stale: frozenset[int] = frozenset(),
         *,
@@ -158,7 +129,7 @@ class Recovery:
         Raises:
             CorollaError: as of `recover`.
         """
-        findings = _Findings(LostServers(self._patience_s), self._now_s())
+        findings = Findings(LostServers(self._patience_s), self._now_s())
         try:
             await self._fill(places, 0, member, states, findings)
         except CorollaError as failure:
@@ -176,7 +147,7 @@ class Recovery:
         failure: CorollaError,
         places: Places,
         members: Sequence[Member],
-        findings: _Findings,
+        findings: Findings,
         account: RecoveryAccount,
         *,
         in_replay: bool,
@@ -206,7 +177,7 @@ class Recovery:
         failure: HopUnavailable,
         places: Places,
         members: Sequence[Member],
-        findings: _Findings,
+        findings: Findings,
         account: RecoveryAccount,
     ) -> None:
         """A hop does not reach another one, though both live. The other one is replaced; if in vain, it itself."""
@@ -218,7 +189,7 @@ class Recovery:
                 self._routes.avoid(hop.server_id)
 
     async def _attempt(
-        self, places: Places, members: Sequence[Member], findings: _Findings, stale: frozenset[int]
+        self, places: Places, members: Sequence[Member], findings: Findings, stale: frozenset[int]
     ) -> CorollaError | None:
         """Returns what stood in the way; raises what no further attempt could change."""
         places.reopened()
@@ -255,7 +226,7 @@ class Recovery:
         self._moves.forget(places.identities)
         places.chain = chain
 
-    def _refusal(self, refused: NotOpened, findings: _Findings) -> CorollaError:
+    def _refusal(self, refused: NotOpened, findings: Findings) -> CorollaError:
         told: CorollaError | None = None
         for hop, failure in refused.failures:
             if not isinstance(failure, HopUnavailable | HopLeaving | OutOfPages):
@@ -275,7 +246,7 @@ class Recovery:
         places: Places,
         members: Sequence[Member],
         reservation: Reservation,
-        findings: _Findings,
+        findings: Findings,
         stale: frozenset[int],
     ) -> CorollaError | None:
         nothing = [HopState(0)] * len(reservation.opened)
@@ -296,7 +267,7 @@ class Recovery:
         return None
 
     async def _fill(
-        self, places: Places, number: int, member: Member, states: Sequence[HopState], findings: _Findings
+        self, places: Places, number: int, member: Member, states: Sequence[HopState], findings: Findings
     ) -> None:
         hops = places.chain.hops
         states = [
