@@ -77,6 +77,7 @@ class Server:
             scenario.model, span, num_pages=scenario.num_pages, page_tokens=scenario.page_tokens,
             max_step_tokens=scenario.max_step_tokens,
         )  # fmt: skip
+        self.runner.warm_up()
         metrics = BlockServerMetrics(CollectorRegistry())
         self.scheduler: Scheduler[StepWork] = Scheduler(scenario.max_batch_tokens, 1024)
         self.sessions: SessionTable[SessionCache] = SessionTable(self.runner.store.pool, self.runner.new_cache)
@@ -107,6 +108,7 @@ class Server:
         self._drain = Drain(
             description, self.sessions, self.engine, self.peers, self._registration, sender, metrics, channels
         )
+        self._heartbeats: asyncio.Task[None] | None = None
         handler = service_handler(_BLOCKS, servicer, cluster.rpc_metrics, raw_methods=["Exchange"])
         cluster.network.listen(self.address, self.process, [handler])
         self.process.keep_up(self._run())
@@ -118,7 +120,15 @@ class Server:
             self.engine, self.scheduler, self.sessions, self.outputs, self._metrics,
             page_bytes=lambda: self.runner.store.page_bytes,
         )  # fmt: skip
-        await asyncio.gather(self._registration.keep(), self.engine.run(), housekeeping)
+        self._heartbeats = asyncio.create_task(self._registration.keep())
+        await asyncio.gather(self.engine.run(), housekeeping)
+
+    async def leave(self, grace_s: float) -> None:
+        """What its first signal asks for: everything but the end."""
+        await self._drain.run(grace_s)
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
+        await self._registration.leave()
 
     def _description(self, scenario: Scenario) -> router_pb2.ServerDescription:
         return router_pb2.ServerDescription(

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from tests.simulation.callers import Caller
-from tests.simulation.cluster import Cluster
-from tests.simulation.scenario import Fault
+from tests.simulation.cluster import Cluster, Server
+from tests.simulation.scenario import GRACE_S, Fault
 
 _ROLLBACK_S = 0.5
 
@@ -29,6 +29,11 @@ class Faults:
             case "kill":
                 network.kill(cluster.servers[fault.target].process)
                 self._later(fault.seconds, lambda: cluster.restart_server(fault.target))
+            case "drain":
+                server = cluster.servers[fault.target]
+                if not server.process.is_dead:
+                    server.process.keep_up(self._leave(server))
+                    self._later(fault.seconds, lambda: self._come_back(server))
             case "freeze":
                 process = cluster.servers[fault.target].process
                 network.freeze(process)
@@ -70,6 +75,16 @@ class Faults:
                 self._callers[fault.target].leave()
             case _:
                 raise ValueError(fault.kind)
+
+    async def _leave(self, server: Server) -> None:
+        await server.leave(GRACE_S)
+        self._later(0.0, lambda: self._cluster.network.kill(server.process))
+
+    def _come_back(self, server: Server) -> None:
+        """Its pod's time is over, whether it got that far or not."""
+        if self._cluster.servers[server.number] is server:
+            self._cluster.network.kill(server.process)
+            self._cluster.restart_server(server.number)
 
     def _other(self, fault: Fault) -> str:
         num_servers = len(self._cluster.servers)

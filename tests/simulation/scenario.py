@@ -12,7 +12,10 @@ from tests.simulation.toy_model import ToyModel
 MARGIN_S: Final = 9.0
 """So long after a fault its server may still be of no use: it registers again, or is left out by those it failed."""
 
-_SERVER_FAULTS: Final = ("kill", "kill", "freeze", "freeze", "cut", "cut", "cut peer", "reset", "bad numbers")
+GRACE_S: Final = 6.0
+"""How long a server that leaves serves those whom nobody takes."""
+
+_SERVER_FAULTS: Final = ("kill", "kill", "freeze", "freeze", "cut", "cut", "cut peer", "reset", "bad numbers", "drain")
 _CONTROL_FAULTS: Final = ("router kill", "redis gone", "redis frozen", "redis flush", "redis rollback", "redis full")
 _HARMLESS_FAULTS: Final = ("slow", "repeat")
 _CALLER_FAULTS: Final = ("client kill", "client freeze", "cancel")
@@ -217,6 +220,8 @@ def _fault(dice: random.Random, kind: str, num_servers: int, num_clients: int, n
     match kind:
         case "kill":
             return Fault(kind, at_s, server, seconds=dice.choice((0.5, 2.0, 60.0)))
+        case "drain":
+            return Fault(kind, at_s, server, seconds=dice.choice((GRACE_S + 3.0, 60.0)))
         case "freeze":
             return Fault(kind, at_s, server, seconds=dice.choice((0.4, 1.5, 2.5, 5.0, 10.0)))
         case "cut" | "slow" | "repeat":

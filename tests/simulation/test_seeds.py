@@ -38,6 +38,6 @@ def test_most_seeds_break_something_and_are_survived() -> None:
     scenarios = [draw(seed) for seed in range(NUM_SEEDS)]
     assert sum(scenario.keeps_coverage and bool(scenario.faults) for scenario in scenarios) > NUM_SEEDS // 2
     kinds = {fault.kind for scenario in scenarios for fault in scenario.faults}
-    assert {"kill", "freeze", "cut", "cut peer", "reset", "slow", "repeat", "bad numbers"} <= kinds
+    assert {"kill", "freeze", "cut", "cut peer", "reset", "slow", "repeat", "bad numbers", "drain"} <= kinds
     assert {"router kill", "redis gone", "redis frozen", "redis flush", "redis rollback", "redis full"} <= kinds
     assert {"client kill", "client freeze", "cancel"} <= kinds
