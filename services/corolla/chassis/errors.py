@@ -5,7 +5,7 @@ the label in the status detail (`google.rpc.ErrorInfo.reason`), in the metric `c
 log line. Messages are written for the caller: they never hold prompt text, exception text or a session id.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import grpc
@@ -298,11 +298,3 @@ class SpanRefused(StartupError):
     """The router has no span for this server, or refuses the one that it asked for."""
 
     reason = "SPAN_REFUSED"
-
-
-def reasons_of_calls(root: type[CorollaError] = CorollaError) -> Iterator[str]:
-    """The reasons that calls fail for; a StartupError ends a process instead. Some come more than once."""
-    yield root.reason
-    for child in root.__subclasses__():
-        if child is not StartupError:
-            yield from reasons_of_calls(child)

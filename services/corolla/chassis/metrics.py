@@ -3,6 +3,7 @@
 Each service gets a registry of its own, handed down from its composition root, so that several can live in one process.
 """
 
+from collections.abc import Iterator
 from contextlib import suppress
 from socket import create_connection
 from threading import Thread
@@ -14,7 +15,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from corolla.chassis.errors import StartupError, reasons_of_calls
+from corolla.chassis.errors import CorollaError, StartupError
 
 TIME_TO_FIRST_TOKEN_BUCKETS: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -56,7 +57,7 @@ class RpcMetrics:
             "corolla_errors", "Errors by their label in the error tree.", ["reason"], registry=registry
         )
         # Alerts see a series grow, not begin: the first error of its kind must not be the series' first sample.
-        for reason in reasons_of_calls():
+        for reason in _reasons_of_calls(CorollaError):
             self._errors.labels(reason)
 
     def done(self, method: str, code: str, seconds: float) -> None:
@@ -91,3 +92,11 @@ class MetricsEndpoint:
         ending.join()
         self._server.server_close()
         self._thread.join()
+
+
+def _reasons_of_calls(root: type[CorollaError]) -> Iterator[str]:
+    """The reasons that calls fail for; a StartupError ends a process instead. Some come more than once."""
+    yield root.reason
+    for child in root.__subclasses__():
+        if child is not StartupError:
+            yield from _reasons_of_calls(child)
