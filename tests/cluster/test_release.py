@@ -13,6 +13,7 @@ from tests.cluster.asking import GREEDY, answer_of, load
 from tests.golden import GoldenAnswer
 
 INSIDE: Final = Path(__file__).with_name("inside.py")
+WAITING: Final = ("--wait", "--timeout", "5m")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -101,11 +102,16 @@ def test_the_control_plane_goes_in_the_middle_of_an_answer(whole: None, address:
     assert answer_of(address, golden, kill_all) == (golden.token_ids, 0)
 
 
-def test_an_upgrade_and_its_rollback_fail_no_request(whole: None, address: str) -> None:
-    changed = ("--reuse-values", "--set", "router.settings.leaseMs=7000", "--wait", "--timeout", "5m")
+@pytest.mark.parametrize(
+    "component, value",
+    [("router", "router.settings.leaseMs=7000"), ("block-server", "blockServer.defaults.settings.kvCacheMib=160")],
+)
+def test_an_upgrade_and_its_rollback_fail_no_request(whole: None, address: str, component: str, value: str) -> None:
+    before = release.names(release.pods(component))
     with load(address) as problems:
-        release.helm("upgrade", release.RELEASE, str(release.CHART), *changed)
-        release.helm("rollback", release.RELEASE, "--wait", "--timeout", "5m")
+        release.helm("upgrade", release.RELEASE, str(release.CHART), "--reuse-values", "--set", value, *WAITING)
+        assert not set(before) & set(release.names(release.pods(component)))
+        release.helm("rollback", release.RELEASE, *WAITING)
     assert problems == []
 
 
@@ -120,5 +126,5 @@ def test_a_pool_grows_and_shrinks_without_an_error(whole: None, address: str) ->
 
 
 def test_uninstalling_leaves_nothing(whole: None) -> None:
-    release.helm("uninstall", release.RELEASE, "--wait", "--timeout", "5m")
+    release.helm("uninstall", release.RELEASE, *WAITING)
     release.wait_for(lambda: not release.leftovers(), 120, f"the release left {release.leftovers()}")
