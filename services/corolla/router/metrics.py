@@ -54,7 +54,7 @@ class RouterMetrics:
             "corolla_registered_servers", "Block servers with a lease, by state.", ["model", "state"], registry=registry
         )
         self._sessions = Gauge("corolla_sessions", "Session records in the store.", ["model"], registry=registry)
-        self._store_up = Gauge("corolla_store_up", "1 while Redis answers, else 0.", registry=registry)
+        self._store_up = Gauge("corolla_store_up", "1 while Redis answers and has room, else 0.", registry=registry)
         self._script_seconds = Histogram(
             "corolla_redis_script_seconds", "Duration of a Redis script in seconds, failed ones included.", ["script"],
             buckets=SCRIPT_BUCKETS, registry=registry,

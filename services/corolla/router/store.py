@@ -58,6 +58,9 @@ class Store:
         self._password = password
         self._timeout_s = timeout_s
         self._is_up = True
+        self._is_full = False
+        # Operations that a full Redis has refused: it still answers the others.
+        self._refused: set[str] = set()
         self._breaker = Breaker(_MAX_SILENCES, _REST_S)
         self._scripts: dict[str, AsyncScript] = {}
         try:
@@ -105,28 +108,28 @@ class Store:
             script = self._scripts[name] = self._client.register_script(script_text(name))
         started = time.perf_counter()
         try:
-            async with self._translated():
+            async with self._translated(name):
                 return await script(keys=[key_prefix(model)], args=arguments)
         finally:
             self._metrics.script_done(name, time.perf_counter() - started)
 
     async def remember_model(self, model: str) -> None:
-        async with self._translated():
+        async with self._translated("remember_model"):
             await self._client.sadd(_MODELS_KEY, model)
 
     async def forget_model(self, model: str) -> None:
-        async with self._translated():
+        async with self._translated("forget_model"):
             await self._client.srem(_MODELS_KEY, model)
 
     async def models(self) -> list[str]:
         """All models that have had a block server, sorted."""
-        async with self._translated():
+        async with self._translated("models"):
             names = await self._client.smembers(_MODELS_KEY)
         return sorted(name.decode() for name in names if isinstance(name, bytes))
 
     async def wait_for_change(self, model: str, last_change: str, wait_s: float) -> None:
         """Returns as soon as the model's placement has changed since `last_change`, at the latest after `wait_s`."""
-        async with self._translated(is_wait=True), asyncio.timeout(wait_s + self._timeout_s):
+        async with self._translated("wait_for_change", is_wait=True), asyncio.timeout(wait_s + self._timeout_s):
             await self._waiting.xread({key_prefix(model) + "changes": last_change}, block=max(1, round(wait_s * 1000)))
 
     async def close(self) -> None:
@@ -134,7 +137,7 @@ class Store:
             await client.aclose(close_connection_pool=True)
 
     @asynccontextmanager
-    async def _translated(self, *, is_wait: bool = False) -> AsyncIterator[None]:
+    async def _translated(self, operation: str, *, is_wait: bool = False) -> AsyncIterator[None]:
         clock = asyncio.get_running_loop().time
         if not is_wait and not self._breaker.admits(clock()):
             raise StoreUnavailable("the store does not answer")
@@ -152,7 +155,12 @@ class Store:
             self._breaker.succeeded()
         elif not is_wait:
             self._breaker.failed(clock())
-        self._note(up=failure is None, cause=type(failure).__name__)
+        if isinstance(failure, ResponseError) and "OOM" in str(failure):
+            self._is_full = True
+            self._refused.add(operation)
+        elif failure is None and operation in self._refused:
+            self._is_full = False
+        self._note(up=failure is None and not self._is_full, cause="full" if self._is_full else type(failure).__name__)
         if failure is not None:
             raise StoreUnavailable("the store does not answer") from None
 
@@ -162,5 +170,5 @@ class Store:
             if up:
                 log.info("redis is back")
             else:
-                log.warning("redis does not answer", extra={"cause": cause})
+                log.warning("redis does not answer, or refuses", extra={"cause": cause})
         self._is_up = up

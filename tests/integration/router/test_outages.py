@@ -17,6 +17,7 @@ from corolla.v1 import router_pb2 as pb
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
 from tests.integration.router.test_registration import placement, plan
 from tests.integration.router.test_sessions import Session
+from tests.integration.router.test_watch import metrics
 from tests.integration.waiting import until
 
 LEASE_S = 0.6
@@ -172,7 +173,9 @@ async def test_a_full_store_still_plans_and_refuses_the_rest_with_a_word(
             assert isinstance(error, StoreUnavailable)
             assert error.retry_after_s
         assert (await session.get()).session_id == session.session_id
+        assert "corolla_store_up 0.0" in await metrics(router), "who reads is answered, and that is not enough"
     await server.beat_in_full()
+    assert "corolla_store_up 1.0" in await metrics(router)
     await session.begin("turn")
     assert await names(router, model) == {server.server_id}
 
