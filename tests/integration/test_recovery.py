@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from corolla.block_server.failures import Failures
 from corolla.block_server.iteration import Admitted
 from corolla.block_server.runner import BatchOutput
 from corolla.block_server.service import BlockServer
@@ -382,6 +383,31 @@ async def test_numbers_that_are_none_are_tried_on_one_other_server(tmp_path: Pat
             # Its numbers are no reason to leave a server out: it answers, and may be right about other requests.
             name = "corolla_session_recoveries_total"
             assert await sample(swarm.clients[0].metrics_port, name, cause="non_finite") == num_recovered
+        await swarm.until_empty()
+
+
+async def test_a_server_that_fails_to_compute_is_replaced_and_ends_itself(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected, _ = await undisturbed(swarm)
+        broken = swarm.servers[1]
+        await swarm.add_server("2:5")
+        engine, ends = broken._engine, list[bool]()
+        assert engine is not None
+
+        def fail(admitted: list[Admitted], blocks: Span) -> BatchOutput:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        engine._compute = fail  # type: ignore[method-assign]
+        engine.failures = Failures(lambda: ends.append(True))
+        num_recovered = 0
+        for _ in range(100):
+            answer = await client.generate(PROMPT, **OPTIONS)
+            assert answer.token_ids == expected
+            num_recovered += answer.usage.recoveries
+            if ends:
+                break
+        assert ends == [True]
+        assert num_recovered == 3
         await swarm.until_empty()
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from corolla.block_server.copies import CopyQueue
+from corolla.block_server.failures import Failures
 from corolla.block_server.iteration import Admitted, StepWork, packed
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
@@ -54,6 +55,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
+        self.failures = Failures()
         self._runner = runner
         self._scheduler = scheduler
         self._sessions = sessions
@@ -139,8 +141,11 @@ class Engine:
                 except Exception as failure:
                     log.error("iteration failed", extra={"where": where(failure)})
                     for batch in admitted:
-                        self._fault(batch.work, InternalError("internal error"), [row for row, _, _ in batch.rows])
+                        failed = NonFiniteOutput("a block server could not compute a step")
+                        self._fault(batch.work, failed, [row for row, _, _ in batch.rows])
+                    self.failures.failed()
                     continue
+                self.failures.succeeded()
                 seconds = self.clock() - started_s
                 # First what others wait for.
                 self._deliver(admitted, output)

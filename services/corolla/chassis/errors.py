@@ -40,7 +40,7 @@ class InternalError(CorollaError):
 
 
 class NonFiniteOutput(CorollaError):
-    """A block produced NaN or Inf; no token is made of it. `address` is the hop, if known."""
+    """A block produced NaN or Inf, or nothing at all; no token is made of it. `address` is the hop, if known."""
 
     reason = "NON_FINITE"
     address = ""
