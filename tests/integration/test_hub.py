@@ -179,7 +179,9 @@ def test_a_server_that_gets_no_model_says_so_and_ends(
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "COROLLA_"))}
     given = {
         "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_verysecret", "PYTHONPATH": str(SERVICES),
-        "COROLLA_MODEL": REPOSITORY, "COROLLA_LOG_LEVEL": "DEBUG", **environment,
+        "COROLLA_MODEL": REPOSITORY, "COROLLA_LOG_LEVEL": "DEBUG",
+        # The usual ports may be those of somebody's connection just now.
+        "COROLLA_PORT": "0", "COROLLA_METRICS_PORT": "0", **environment,
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "corolla.block_server"], env={**inherited, **given}, capture_output=True, text=True,

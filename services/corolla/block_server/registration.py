@@ -95,7 +95,8 @@ class Registration:
             with contextlib.suppress(TimeoutError):
                 # Who was not heard tries again soon: routes return as soon as the router does.
                 interval_s = self._interval_s if reachable else min(self._interval_s, _RETRY_INTERVAL_S)
-                await asyncio.wait_for(self._soon.wait(), interval_s)
+                async with asyncio.timeout(interval_s):
+                    await self._soon.wait()
 
     async def ordered_span(self) -> Span:
         """Waits until the router wants this server to hold another span, and returns that."""

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import uvloop
 
@@ -31,6 +31,8 @@ class Service(Protocol):
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
+
+_CANCEL_AGAIN_S: Final = 5.0
 
 # Of the service that this process runs.
 _stops: list[Callable[[], None]] = []
@@ -114,8 +116,13 @@ class TaskGroup:
             log.error("background task failed", extra={"task": task.get_name(), "where": where(failure)})
 
     async def close(self) -> None:
-        """Cancels all tasks and waits for their ends."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancels all tasks and waits for their ends.
+
+        More than once, if need be: before Python 3.12, `asyncio.wait_for` loses a cancellation that comes together with
+        what was waited for, and libraries use it.
+        """
+        tasks = set(self._tasks)
+        while tasks:
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)

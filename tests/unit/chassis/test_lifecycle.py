@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from pydantic import Field
 
+from corolla.chassis import lifecycle
 from corolla.chassis.errors import SettingsError, StartupError
 from corolla.chassis.lifecycle import EXIT_STARTUP, TaskGroup, ask_to_stop, run_service
 from corolla.chassis.settings import ServiceSettings, load
@@ -118,6 +120,22 @@ async def test_a_group_ends_its_tasks_and_notes_those_that_fail(caplog: pytest.L
     await group.close()
     assert waiting.cancelled()
     assert ended == ["waiting"]
+
+
+async def test_a_task_that_loses_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "_CANCEL_AGAIN_S", 0.05)
+    group = TaskGroup()
+
+    async def lose_one() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+
+    task = group.start(lose_one(), "careless")
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        await group.close()
+    assert task.cancelled()
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:

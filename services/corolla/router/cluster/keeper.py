@@ -71,7 +71,8 @@ class ClusterKeeper:
                 with contextlib.suppress(CorollaError):
                     await self._round()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._has_news.wait(), settings.relist_interval_s)
+                    async with asyncio.timeout(settings.relist_interval_s):
+                        await self._has_news.wait()
                 self._has_news.clear()
                 await asyncio.sleep(_SHORTEST_ROUND_S)
         finally:
