@@ -36,7 +36,7 @@ ROWS: dict[str, tuple[Row, int, str]] = {
     "client": (client_service, 6, "kill -9 of a client service; its callers go on at another one"),
     "herd": (herd, 2, "one of two replicas dies with 64 live sessions"),
     "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
-    "cut": (cut, 9, "each wire of a chain cut, in one direction or both"),
+    "cut": (cut, 18, "each wire of the swarm cut, in one direction or both"),
     "soak": (soak, 3, "a fault every 20 seconds"),
     "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
     "cancel": (cancel, 500, "callers that leave"),

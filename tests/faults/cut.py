@@ -1,13 +1,19 @@
-"""Each wire of a chain cut, in one direction or both: the streams go on elsewhere, and late bytes reach none."""
+"""Each wire of the swarm cut, in one direction or both.
+
+Streams whose chain it belongs to go on elsewhere, and late bytes reach none. Of a wire to the router or to Redis
+streams notice nothing, and new answers begin meanwhile.
+"""
 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from urllib.parse import urlsplit
 
-from corolla.local.processes import LOOPBACK
+from corolla.local.processes import LOOPBACK, ManagedProcess
 from tests.faults.figures import Figures, say
 from tests.faults.stand import Stand
 from tests.faults.streams import Answer, Question, listen, until_tokens
@@ -15,49 +21,75 @@ from tests.faults.wires import Wires
 
 MAX_STALL_S = 4.0
 _CUT_S = 5.0
+_AFTERWARDS_S = 1.5
 _MAX_TOKENS = 7000
 # Another address of this machine: where the relays listen.
 _RELAYED_HOST = "127.0.0.2"
 _DIRECTIONS = ("in", "out", "both")
 
 
+@dataclass(frozen=True)
+class _Edge:
+    """A wire, from the process that connects to the one that listens, by their names."""
+
+    source: str
+    target: str
+    is_of_chain: bool
+
+
 async def cut(stand: Stand, rng: random.Random, num_runs: int) -> int:
-    """Of each run: two streams that outlast the cut of one wire of their chain, the first hop's, the next one's..."""
+    """Of each run: two streams that outlast the cut of one wire, the first hop's, the next one's..."""
     figures = Figures()
     async with _relayed(stand) as wires:
         for number in range(num_runs):
             figures.num_runs += 1
-            edge, direction = divmod(number, len(_DIRECTIONS))
-            await _run(stand, rng, figures, wires, edge % (2 * len(stand.spans) - 1), _DIRECTIONS[direction])
+            edge_number, direction = divmod(number, len(_DIRECTIONS))
+            await _run(stand, rng, figures, wires, edge_number, _DIRECTIONS[direction])
     return figures.conclude(MAX_STALL_S)
 
 
 async def _run(
-    stand: Stand, rng: random.Random, figures: Figures, wires: Mapping[str, Wires], edge: int, direction: str
+    stand: Stand, rng: random.Random, figures: Figures, wires: Mapping[str, Wires], edge_number: int, direction: str
 ) -> None:
     answers = [Answer(Question.draw(rng, 4, _MAX_TOKENS)) for _ in range(2)]
     tasks = [asyncio.create_task(listen(stand.client, answer)) for answer in answers]
     await until_tokens(answers[0], rng.randint(2, 60), tasks[0])
-    hops = [await stand.busiest(span) for span in stand.spans]
-    # First the wires from the client service to each hop, then those from hop to hop.
-    if edge < len(hops):
-        source, target = stand.service, hops[edge]
-    else:
-        source, target = hops[edge - len(hops)], hops[edge - len(hops) + 1]
+    edges = _edges(stand.service, [await stand.busiest(span) for span in stand.spans])
+    edge = edges[edge_number % len(edges)]
+    wire = wires[edge.target]
     recoveries_before = await stand.metric("corolla_session_recoveries_total")
     cut_s = time.monotonic()
-    wires[target.name].cut(stand.stack.pid(source.name) or 0, direction)
+    wire.cut(stand.stack.pid(edge.source) or 0, direction)
     await asyncio.sleep(_CUT_S)
+    if not edge.is_of_chain:
+        newcomer = Answer(Question.draw(rng, 4, 16))
+        await listen(stand.client, newcomer)
+        figures.check(newcomer.failure is None, f"a new answer did not begin: {newcomer.failure}")
     num_tokens_cut = [len(answer.token_ids) for answer in answers]
-    wires[target.name].mend()
-    await asyncio.sleep(1.5)
+    figures.check(wire.num_held > 0, "the cut held nothing up")
+    wire.mend()
+    await asyncio.sleep(_AFTERWARDS_S)
     num_tokens = [len(answer.token_ids) for answer in answers]
     for answer, task, before, after in zip(answers, tasks, num_tokens_cut, num_tokens, strict=True):
         figures.check(task.done() or after > before, "a stream stands still after the wire was mended")
         figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-    for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    num_recoveries = await stand.metric("corolla_session_recoveries_total") - recoveries_before
+    if not edge.is_of_chain:
+        figures.check(num_recoveries == 0, f"{num_recoveries:.0f} recoveries, though the chain was whole")
+    # From hop to hop nothing but signs of life comes back.
+    elif edge.source == stand.service.name or direction != "out":
+        figures.check(num_recoveries > 0, "the cut was not noticed")
+    await _compare(stand, figures, answers)
+    stalls = [answer.longest_wait_s(cut_s) for answer in answers]
+    figures.stalls_s += stalls
+    say(f"run {figures.num_runs}: {direction} cut between {edge.source} and {edge.target}; {num_tokens} tokens, "
+        f"longest stall {max(stalls):.2f} s")  # fmt: skip
+
+
+async def _compare(stand: Stand, figures: Figures, answers: Sequence[Answer]) -> None:
+    """With the beginnings of undisturbed answers, which are as long."""
     await stand.until_whole()
     undisturbed = [
         Answer(Question(answer.question.prompt, len(answer.token_ids), answer.question.options)) for answer in answers
@@ -65,33 +97,53 @@ async def _run(
     await asyncio.gather(*(listen(stand.client, answer) for answer in undisturbed))
     for answer, expected in zip(answers, undisturbed, strict=True):
         figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
-    # From hop to hop nothing but signs of life comes back.
-    if edge < len(hops) or direction != "out":
-        num_recoveries = await stand.metric("corolla_session_recoveries_total") - recoveries_before
-        figures.check(num_recoveries > 0, "the cut was not noticed")
-    stalls = [answer.longest_wait_s(cut_s) for answer in answers]
-    figures.stalls_s += stalls
-    say(f"run {figures.num_runs}: {direction} cut between {source.name} and {target.name}; {num_tokens} tokens, "
-        f"longest stall {max(stalls):.2f} s")  # fmt: skip
+
+
+def _edges(service: ManagedProcess, hops: Sequence[ManagedProcess]) -> list[_Edge]:
+    return [
+        *(_Edge(service.name, hop.name, is_of_chain=True) for hop in hops),
+        *(_Edge(hop.name, following.name, is_of_chain=True) for hop, following in pairwise(hops)),
+        *(_Edge(name, "router", is_of_chain=False) for name in (service.name, hops[0].name)),
+        _Edge("router", "redis", is_of_chain=False),
+    ]
 
 
 @asynccontextmanager
 async def _relayed(stand: Stand) -> AsyncIterator[dict[str, Wires]]:
-    """Every server started again under an address where a relay listens. Gives the relays by the servers' names."""
+    """All but Redis started again, each told addresses at which relays listen. Gives these by who is behind them."""
     wires: dict[str, Wires] = {}
+    stack = stand.stack
+    router = next(process for process in stack.processes if process.name == "router")
+    relayed_router = _relayed_address(router.address)
     try:
+        for process in (stand.service, *stand.servers, router):
+            stand.kill(process)
+            await stand.until_gone(process)
+        for process in (router, *stand.servers):
+            wires[process.name] = Wires(_RELAYED_HOST, LOOPBACK, int(process.address.rpartition(":")[2]))
+        wires["redis"] = Wires(_RELAYED_HOST, LOOPBACK, urlsplit(stack.redis_url).port or 0)
+        for each in wires.values():
+            await each.start()
+        stack.launch(router, {"COROLLA_REDIS_URL": stack.redis_url.replace(LOOPBACK, _RELAYED_HOST)})
         for server in stand.servers:
-            stand.kill(server)
-            await stand.until_gone(server)
-            port = int(server.address.rpartition(":")[2])
-            arguments = list(server.arguments)
-            arguments[arguments.index("--advertised-host") + 1] = _RELAYED_HOST
-            wires[server.name] = Wires(_RELAYED_HOST, LOOPBACK, port)
-            await wires[server.name].start()
-            stand.stack.launch(replace(server, arguments=tuple(arguments), address=f"{_RELAYED_HOST}:{port}"))
+            arguments = _with_option(server.arguments, "--advertised-host", _RELAYED_HOST)
+            arguments = _with_option(arguments, "--router", relayed_router)
+            stack.launch(replace(server, arguments=arguments, address=_relayed_address(server.address)))
+        arguments = _with_option(stand.service.arguments, "--router", relayed_router)
+        stack.launch(replace(stand.service, arguments=arguments))
+        await stand.until_serving(stand.service)
         await stand.until_whole()
         yield wires
     finally:
         for each in wires.values():
             each.mend()
             await each.close()
+
+
+def _relayed_address(address: str) -> str:
+    return address.replace(LOOPBACK, _RELAYED_HOST)
+
+
+def _with_option(arguments: Sequence[str], option: str, value: str) -> tuple[str, ...]:
+    place = arguments.index(option) + 1
+    return (*arguments[:place], value, *arguments[place + 1 :])

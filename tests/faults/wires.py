@@ -30,12 +30,16 @@ class Wires:
     Args:
         host: where others are told that the server is.
         target_host: where it is; the port is the same.
+
+    Attributes:
+        num_held: pieces that had to wait, since the last cut.
     """
 
     def __init__(self, host: str, target_host: str, port: int) -> None:
         self._host = host
         self._target_host = target_host
         self._port = port
+        self.num_held = 0
         self._tasks = TaskGroup()
         self._server: asyncio.Server | None = None
         # By the process at the other end; "in" is towards the server.
@@ -50,6 +54,7 @@ class Wires:
         Raises:
             KeyError: the process is not connected.
         """
+        self.num_held = 0
         for each in _DIRECTIONS[direction]:
             self._directions[pid, each].is_whole.clear()
 
@@ -79,6 +84,7 @@ class Wires:
         try:
             with contextlib.suppress(OSError):
                 while data := await reader.read(_CHUNK_BYTES):
+                    self.num_held += not direction.is_whole.is_set()
                     await direction.is_whole.wait()
                     writer.write(data)
                     await writer.drain()

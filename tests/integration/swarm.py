@@ -18,7 +18,7 @@ from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
-from corolla.v1 import blocks_pb2, blocks_pb2_grpc
+from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.integration.waiting import until
 
 _HERE: dict[str, Any] = {"host": "127.0.0.1", "metrics_host": "127.0.0.1", "metrics_port": 0, "grace_s": 0.5}
@@ -121,6 +121,12 @@ class Swarm:
         for number in range(len(self.clients)):
             async with self.connect(number) as client:
                 await until(partial(is_ready, client), timeout_s)
+
+    async def placement(self, model: str = "tiny") -> router_pb2.Placement:
+        """Who holds what, as the router says."""
+        async with open_channel(self.router_address) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            return await stub.GetPlacement(router_pb2.GetPlacementRequest(model=model), timeout=30)
 
     async def statuses(self) -> list[blocks_pb2.BlockServerStatus]:
         """What each block server holds."""

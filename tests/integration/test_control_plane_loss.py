@@ -24,7 +24,6 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.streams import AsyncStream
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
-from tests.integration.test_placement_loss import placement
 from tests.integration.waiting import until
 
 PROMPT = "the thin man"
@@ -143,7 +142,7 @@ async def swarm_with_router_of_its_own(folder: Path, model: Path) -> AsyncIterat
 
 async def is_placed(swarm: Swarm) -> bool:
     try:
-        return len((await placement(swarm)).cheapest_chain.hops) == 2
+        return len((await swarm.placement()).cheapest_chain.hops) == 2
     except Exception:
         return False
 

@@ -152,6 +152,32 @@ async def test_a_peer_without_room_takes_nothing_and_the_answer_is_replayed_wher
         await swarm.until_empty()
 
 
+async def test_sessions_whose_pages_cannot_be_read_are_replayed_and_the_server_leaves(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 1.0}) as swarm, swarm.connect() as client:
+        undisturbed = (await client.generate(PROMPTS[0], **options)).token_ids
+        await swarm.until_empty()
+        answer = asyncio.create_task(client.generate(PROMPTS[0], **options))
+        leaving = swarm.servers.pop()
+        await until_held(leaving, 1)
+        await swarm.add_server("2:5")
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("the device failed")
+
+        monkeypatch.setattr("corolla.block_server.handover.sender.read_tokens", fail)
+        await asyncio.wait_for(leaving.stop(), 60)
+        placed = (await swarm.placement()).servers
+        assert leaving.server_id not in {each.server.server_id for each in placed}
+        given = await answer
+        assert given.token_ids == undisturbed
+        assert given.usage.recoveries == 1
+        assert leaving._registry.get_sample_value("corolla_sessions_handed_over_total", {"outcome": "failed"})
+        await swarm.until_empty()
+
+
 async def test_a_later_hop_that_has_the_blocks_too_is_no_peer_and_keeps_its_own(tmp_path: Path, model: Path) -> None:
     """A server has one run of blocks of a session."""
     options: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}

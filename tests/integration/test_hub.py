@@ -15,12 +15,11 @@ from huggingface_hub import constants
 
 from corolla.block_server.process import BlockServerProcess
 from corolla.block_server.settings import BlockServerSettings
-from corolla.chassis.channels import open_channel
 from corolla.client.edges import edge_tensors
 from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.models import hub_snapshot
 from corolla.models.checkpoint import Checkpoint
-from corolla.v1 import router_pb2, router_pb2_grpc
+from corolla.v1 import router_pb2
 from tests.checkpoints import make_tiny_checkpoint
 from tests.hub_server import REPOSITORY, HubServer
 from tests.integration.swarm import Swarm
@@ -47,12 +46,6 @@ def shards(checkpoint: Checkpoint, start: int, end: int) -> set[str]:
     return {file.name for name, file in checkpoint.weight_index.items() if name.startswith(tuple(names))}
 
 
-async def placement(swarm: Swarm) -> router_pb2.Placement:
-    async with open_channel(swarm.router_address) as channel:
-        stub = router_pb2_grpc.RouterServiceStub(channel)
-        return await stub.GetPlacement(router_pb2.GetPlacementRequest(model=REPOSITORY), timeout=30)
-
-
 async def test_each_part_of_a_chain_fetches_its_own(
     tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +61,7 @@ async def test_each_part_of_a_chain_fetches_its_own(
             folder = cache(f"server-{number}")
             await swarm.add_server("auto", capacity_blocks=4)
             held[f"server-{number}"] = {path.name for path in folder.rglob("*.safetensors")}
-        spans = sorted((each.span.start, each.span.end) for each in (await placement(swarm)).servers)
+        spans = sorted((each.span.start, each.span.end) for each in (await swarm.placement(REPOSITORY)).servers)
         assert spans == [(0, 4), (4, 8)]
         assert sorted(held.values(), key=sorted) == sorted((shards(local, *span) for span in spans), key=sorted)
         folder = cache("client")
@@ -126,7 +119,7 @@ async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
 
         async def spans() -> dict[str, tuple[int, int]]:
             """Who is ready, by address."""
-            servers = (await placement(swarm)).servers
+            servers = (await swarm.placement(REPOSITORY)).servers
             ready = [each for each in servers if each.state == router_pb2.SERVER_STATE_READY]
             return {each.server.address: (each.span.start, each.span.end) for each in ready}
 

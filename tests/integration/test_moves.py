@@ -17,7 +17,6 @@ from corolla.v1 import router_pb2
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
-from tests.integration.test_placement_loss import placement
 from tests.integration.waiting import until
 
 PROMPT = "the thin man"
@@ -101,7 +100,7 @@ async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_pa
         await process.start()
         first = process._server
         assert first is not None
-        held = next(each.span.start for each in (await placement(swarm)).servers if each.server.movable)
+        held = next(each.span.start for each in (await swarm.placement()).servers if each.server.movable)
 
         async def has_come_so_far() -> bool:
             if stage == "leaves":
@@ -113,7 +112,7 @@ async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_pa
         await leaver.stop()
         await until(has_come_so_far)
         await asyncio.wait_for(process.stop(), 30)
-        addresses = {each.server.address for each in (await placement(swarm)).servers}
+        addresses = {each.server.address for each in (await swarm.placement()).servers}
         assert addresses == {swarm.servers[0].address}
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", first.port)) != 0

@@ -18,7 +18,7 @@ from corolla.chassis.errors import NoChain, NonFiniteOutput, RouterUnavailable
 from corolla.router.service import RouterProcess
 from corolla.sdk.streams import AsyncStream
 from corolla.v1 import generation_pb2 as pb
-from corolla.v1 import router_pb2, router_pb2_grpc
+from corolla.v1 import router_pb2
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.refusals import Refusal, refusal
@@ -54,12 +54,6 @@ async def complaints() -> AsyncIterator[list[str]]:
     assert not heard
 
 
-async def placement(swarm: Swarm) -> router_pb2.Placement:
-    async with open_channel(swarm.router_address) as channel:
-        stub = router_pb2_grpc.RouterServiceStub(channel)
-        return await stub.GetPlacement(router_pb2.GetPlacementRequest(model="tiny"))
-
-
 async def crash(server: BlockServer) -> None:
     """Ends its streams at once and without a farewell; the router goes on believing in it."""
     await server._rpc.stop(0)
@@ -87,7 +81,7 @@ async def test_no_complete_chain_names_the_uncovered_blocks_until_they_have_a_se
         await swarm.add_client()
 
         async def servers_are_ready() -> bool:
-            ready = [each for each in (await placement(swarm)).servers if each.state == router_pb2.SERVER_STATE_READY]
+            ready = [each for each in (await swarm.placement()).servers if each.state == router_pb2.SERVER_STATE_READY]
             return len(ready) == len(spans)
 
         await until(servers_are_ready)
@@ -215,7 +209,7 @@ async def test_a_server_that_stops_has_left_the_placement_for_good(tmp_path: Pat
         leaving = swarm.servers.pop()
         await leaving.stop()
         for _ in range(6):
-            listed = {each.server.server_id for each in (await placement(swarm)).servers}
+            listed = {each.server.server_id for each in (await swarm.placement()).servers}
             assert listed == {swarm.servers[0].server_id}
             await asyncio.sleep(0.5)
 
@@ -248,7 +242,7 @@ async def test_a_router_that_is_gone_is_missed_by_sessions_only(tmp_path: Path, 
 
 async def both_are_placed(swarm: Swarm) -> bool:
     try:
-        return len((await placement(swarm)).cheapest_chain.hops) == 2
+        return len((await swarm.placement()).cheapest_chain.hops) == 2
     except grpc.aio.AioRpcError:
         return False
 

@@ -19,6 +19,7 @@ from corolla.block_server.registration import Registration
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import CorollaError, HopSessionLost, SessionBusy
+from corolla.chassis.handlers import where
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
 
@@ -120,7 +121,13 @@ class Drain:
 
             async def hand_over(held: HopSession[SessionCache]) -> None:
                 async with room:
-                    outcome = await self._hand_over(held, servers, link_to)
+                    try:
+                        outcome = await self._hand_over(held, servers, link_to)
+                    except Exception as failure:
+                        # A device may fail at reading these pages; it may still read those of others.
+                        log.error("session not handed over", extra={"where": where(failure)})
+                        self._stays(held)
+                        outcome = "failed"
                 self._metrics.handed_over.labels(outcome).inc()
 
             for held in ended:
@@ -149,8 +156,7 @@ class Drain:
             self._metrics.handover_bytes.labels("out").inc(num_bytes)
             self._moved[request.session_id] = (request, hop)
             return await self._settle(held, link_to)
-        # A step may have been refused for the last part; its client waits for this word.
-        self._tell(held, pb.Moved(session_id=request.session_id, epoch=request.epoch))
+        self._stays(held)
         return outcome
 
     async def _settle(self, held: HopSession[SessionCache], link_to: LinkTo) -> str:
@@ -175,6 +181,10 @@ class Drain:
             return "failed"  # the next turn replays it
         self._engine.between_iterations(lambda: self._sessions.close(request.session_id, request.epoch))
         return "moved"
+
+    def _stays(self, held: HopSession[SessionCache]) -> None:
+        # A step may have been refused for the last part; its client waits for this word.
+        self._tell(held, pb.Moved(session_id=held.request.session_id, epoch=held.request.epoch))
 
     def _tell(self, held: HopSession[SessionCache], moved: pb.Moved) -> None:
         peer = self._peers.get(held.request.client_id)

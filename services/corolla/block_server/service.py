@@ -28,7 +28,7 @@ from corolla.block_server.settings import BlockServerSettings
 from corolla.block_server.speed import measure_decode_step, measure_speed
 from corolla.chassis.channels import MAX_FRAME_BYTES
 from corolla.chassis.errors import StartupError
-from corolla.chassis.handlers import service_handler
+from corolla.chassis.handlers import service_handler, where
 from corolla.chassis.lifecycle import TaskGroup
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
@@ -193,7 +193,11 @@ class BlockServer:
         self._hub.stop()
         await self._rpc.not_ready()
         if self._drain is not None:
-            await self._drain.run(self.settings.grace_s)
+            try:
+                await self._drain.run(self.settings.grace_s)
+            except Exception as failure:
+                # Whatever kept sessions here: the placement must not go on naming a server that ends.
+                log.error("sessions could not be handed over", extra={"where": where(failure)})
         num_moved, num_left = (self._drain.num_moved, self._drain.num_left) if self._drain is not None else (0, 0)
         await self._admin.close(num_left)
         if self._heartbeats is not None:
