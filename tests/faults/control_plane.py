@@ -110,7 +110,7 @@ async def _fill(stand: Stand) -> None:
 
 
 async def _kill(stand: Stand, name: str, *, stays_away: bool) -> None:
-    process = next(process for process in stand.stack.processes if process.name == name)
+    process = stand.process(name)
     pid = stand.stack.pid(name)
 
     async def is_gone() -> bool:

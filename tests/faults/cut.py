@@ -15,14 +15,13 @@ from urllib.parse import urlsplit
 
 from corolla.local.processes import LOOPBACK, ManagedProcess
 from tests.faults.figures import Figures, say
+from tests.faults.long_answers import LongAnswers
 from tests.faults.stand import Stand
-from tests.faults.streams import Answer, Question, listen, until_tokens
+from tests.faults.streams import Answer, Question, listen
 from tests.faults.wires import Wires
 
 MAX_STALL_S = 4.0
 _CUT_S = 5.0
-_AFTERWARDS_S = 1.5
-_MAX_TOKENS = 7000
 # Another address of this machine: where the relays listen.
 _RELAYED_HOST = "127.0.0.2"
 _DIRECTIONS = ("in", "out", "both")
@@ -51,9 +50,7 @@ async def cut(stand: Stand, rng: random.Random, num_runs: int) -> int:
 async def _run(
     stand: Stand, rng: random.Random, figures: Figures, wires: Mapping[str, Wires], edge_number: int, direction: str
 ) -> None:
-    answers = [Answer(Question.draw(rng, 4, _MAX_TOKENS)) for _ in range(2)]
-    tasks = [asyncio.create_task(listen(stand.client, answer)) for answer in answers]
-    await until_tokens(answers[0], rng.randint(2, 60), tasks[0])
+    answers = await LongAnswers.begin(stand, rng)
     edges = _edges(stand.service, [await stand.busiest(span) for span in stand.spans])
     edge = edges[edge_number % len(edges)]
     wire = wires[edge.target]
@@ -65,38 +62,20 @@ async def _run(
         newcomer = Answer(Question.draw(rng, 4, 16))
         await listen(stand.client, newcomer)
         figures.check(newcomer.failure is None, f"a new answer did not begin: {newcomer.failure}")
-    num_tokens_cut = [len(answer.token_ids) for answer in answers]
     figures.check(wire.num_held > 0, "the cut held nothing up")
     wire.mend()
-    await asyncio.sleep(_AFTERWARDS_S)
-    num_tokens = [len(answer.token_ids) for answer in answers]
-    for answer, task, before, after in zip(answers, tasks, num_tokens_cut, num_tokens, strict=True):
-        figures.check(task.done() or after > before, "a stream stands still after the wire was mended")
-        figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    num_tokens = await answers.end(figures)
     num_recoveries = await stand.metric("corolla_session_recoveries_total") - recoveries_before
     if not edge.is_of_chain:
         figures.check(num_recoveries == 0, f"{num_recoveries:.0f} recoveries, though the chain was whole")
     # From hop to hop nothing but signs of life comes back.
     elif edge.source == stand.service.name or direction != "out":
         figures.check(num_recoveries > 0, "the cut was not noticed")
-    await _compare(stand, figures, answers)
-    stalls = [answer.longest_wait_s(cut_s) for answer in answers]
+    await answers.compare(figures)
+    stalls = answers.longest_waits_s(cut_s)
     figures.stalls_s += stalls
     say(f"run {figures.num_runs}: {direction} cut between {edge.source} and {edge.target}; {num_tokens} tokens, "
         f"longest stall {max(stalls):.2f} s")  # fmt: skip
-
-
-async def _compare(stand: Stand, figures: Figures, answers: Sequence[Answer]) -> None:
-    """With the beginnings of undisturbed answers, which are as long."""
-    await stand.until_whole()
-    undisturbed = [
-        Answer(Question(answer.question.prompt, len(answer.token_ids), answer.question.options)) for answer in answers
-    ]
-    await asyncio.gather(*(listen(stand.client, answer) for answer in undisturbed))
-    for answer, expected in zip(answers, undisturbed, strict=True):
-        figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
 
 
 def _edges(service: ManagedProcess, hops: Sequence[ManagedProcess]) -> list[_Edge]:
@@ -113,7 +92,7 @@ async def _relayed(stand: Stand) -> AsyncIterator[dict[str, Wires]]:
     """All but Redis started again, each told addresses at which relays listen. Gives these by who is behind them."""
     wires: dict[str, Wires] = {}
     stack = stand.stack
-    router = next(process for process in stack.processes if process.name == "router")
+    router = stand.process("router")
     relayed_router = _relayed_address(router.address)
     try:
         for process in (stand.service, *stand.servers, router):

@@ -64,7 +64,7 @@ class Stand:
         self.client = client
         self._ends = ends
         self.spans = sorted({server.blocks for server in self.servers}, key=lambda span: int(span.partition(":")[0]))
-        self._service = next(process for process in stack.processes if process.name == "client")
+        self._service = self.process("client")
 
     @property
     def servers(self) -> tuple[ManagedProcess, ...]:
@@ -74,6 +74,9 @@ class Stand:
     def service(self) -> ManagedProcess:
         """The client service."""
         return self._service
+
+    def process(self, name: str) -> ManagedProcess:
+        return next(process for process in self.stack.processes if process.name == name)
 
     async def add_service(self) -> ManagedProcess:
         """One more client service, ready."""

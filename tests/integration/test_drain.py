@@ -14,6 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from corolla.block_server.service import BlockServer
 from corolla.chassis.errors import NoChain
 from corolla.hf import AutoDistributedModelForCausalLM
+from corolla.sdk.async_client import AsyncClient
+from corolla.sdk.results import Generation
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
 from tests.integration.hf.models import draw_prompts
 from tests.integration.metrics import sample
@@ -97,14 +99,11 @@ async def test_without_a_peer_a_server_serves_until_its_time_is_over(tmp_path: P
         Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 120.0}) as swarm,
         swarm.connect() as client,
     ):
-        undisturbed = await client.generate(PROMPTS[0], **OPTIONS)
-        await swarm.until_empty()
-        answer = asyncio.create_task(client.generate(PROMPTS[0], **OPTIONS))
+        answer, undisturbed = await begin(swarm, client, PROMPTS[0], OPTIONS)
         leaving = swarm.servers.pop()
-        await until_held(leaving, 1)
         await asyncio.wait_for(leaving.stop(), 60)
         # It ended by itself, and only then the server did.
-        assert (await answer).token_ids == undisturbed.token_ids
+        assert (await answer).token_ids == undisturbed
         assert (await answer).usage.recoveries == 0
         with pytest.raises(NoChain):
             await client.generate(PROMPTS[0], **OPTIONS)
@@ -114,11 +113,8 @@ async def test_without_a_peer_a_server_serves_until_its_time_is_over(tmp_path: P
 async def test_an_answer_whose_server_finds_no_peer_in_time_is_replayed(tmp_path: Path, model: Path) -> None:
     options: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 1.0}) as swarm, swarm.connect() as client:
-        undisturbed = (await client.generate(PROMPTS[0], **options)).token_ids
-        await swarm.until_empty()
-        answer = asyncio.create_task(client.generate(PROMPTS[0], **options))
+        answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving = swarm.servers.pop()
-        await until_held(leaving, 1)
         # Each holds a part of the span only.
         await swarm.add_server("2:3")
         await swarm.add_server("3:5")
@@ -135,11 +131,8 @@ async def test_a_peer_without_room_takes_nothing_and_the_answer_is_replayed_wher
     options: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
     settings: dict[str, Any] = {"server": {"grace_s": 1.0}, "client": {"recovery_patience_s": 60.0}}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], **settings) as swarm, swarm.connect() as client:
-        undisturbed = (await client.generate(PROMPTS[0], **options)).token_ids
-        await swarm.until_empty()
-        answer = asyncio.create_task(client.generate(PROMPTS[0], **options))
+        answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving = swarm.servers.pop()
-        await until_held(leaving, 1)
         small = await swarm.add_server("2:5", kv_cache_mib=1)
         await leaving.stop()
         assert leaving._registry.get_sample_value("corolla_sessions_handed_over_total", {"outcome": "moved"}) == 0
@@ -157,11 +150,8 @@ async def test_sessions_whose_pages_cannot_be_read_are_replayed_and_the_server_l
 ) -> None:
     options: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 1.0}) as swarm, swarm.connect() as client:
-        undisturbed = (await client.generate(PROMPTS[0], **options)).token_ids
-        await swarm.until_empty()
-        answer = asyncio.create_task(client.generate(PROMPTS[0], **options))
+        answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving = swarm.servers.pop()
-        await until_held(leaving, 1)
         await swarm.add_server("2:5")
 
         def fail(*_: object) -> None:
@@ -182,11 +172,8 @@ async def test_a_later_hop_that_has_the_blocks_too_is_no_peer_and_keeps_its_own(
     """A server has one run of blocks of a session."""
     options: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 120.0}) as swarm, swarm.connect() as client:
-        undisturbed = (await client.generate(PROMPTS[0], **options)).token_ids
-        await swarm.until_empty()
-        answer = asyncio.create_task(client.generate(PROMPTS[0], **options))
+        answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving, victim = swarm.servers
-        await until_held(victim, 1)
         whole = await swarm.add_server("0:5")
         swarm.servers.remove(victim)
         await die(victim)
@@ -227,11 +214,8 @@ async def test_a_hop_that_leaves_helps_to_replace_another_one(tmp_path: Path, mo
     options: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
     server = {"grace_s": 120.0, "kept_outputs_mib": 0}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
-        undisturbed = (await client.generate(PROMPTS[0], **options)).token_ids
-        await swarm.until_empty()
-        answer = asyncio.create_task(client.generate(PROMPTS[0], **options))
+        answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving, victim = swarm.servers
-        await until_held(victim, 1)
         await swarm.add_server("2:5")
         swarm.servers[:2] = []
         ending = asyncio.create_task(leaving.stop())
@@ -250,11 +234,8 @@ async def test_a_server_that_took_sessions_over_can_die(tmp_path: Path, model: P
     """Either its own span is rebuilt, or that after it, of whose input it has kept only what it computed itself."""
     options: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 120.0}) as swarm, swarm.connect() as client:
-        undisturbed = (await client.generate(PROMPTS[1], **options)).token_ids
-        await swarm.until_empty()
-        answer = asyncio.create_task(client.generate(PROMPTS[1], **options))
+        answer, undisturbed = await begin(swarm, client, PROMPTS[1], options)
         leaving = swarm.servers[0]
-        await until_held(leaving, 1)
         taker = await swarm.add_server("0:2")
         spare = await swarm.add_server(dies_next)
         # The spare one of the same span must not be the one that takes it over.
@@ -280,9 +261,7 @@ async def test_behind_a_sliding_window_only_what_is_still_seen_is_handed_over(tm
     options: dict[str, Any] = {**OPTIONS, "temperature": 1.0, "seed": 5}
     server = {"grace_s": 120.0, "page_tokens": 4}
     async with Swarm(tmp_path, folder, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
-        undisturbed = (await client.generate(PROMPTS[1], **options)).token_ids
-        await swarm.until_empty()
-        answer = asyncio.create_task(client.generate(PROMPTS[1], **options))
+        answer, undisturbed = await begin(swarm, client, PROMPTS[1], options)
         for _ in range(2):
             leaving = swarm.servers.pop(0)
             await until_held(leaving, 1)
@@ -395,6 +374,18 @@ async def die(server: BlockServer) -> None:
     if server._heartbeats is not None:
         server._heartbeats.cancel()
     await server._rpc.stop(0)
+
+
+async def begin(
+    swarm: Swarm, client: AsyncClient, prompt: str, options: dict[str, Any]
+) -> tuple[asyncio.Task[Generation], tuple[int, ...]]:
+    """An answer that every server of the swarm has begun to work at, and the tokens that it has undisturbed."""
+    undisturbed = (await client.generate(prompt, **options)).token_ids
+    await swarm.until_empty()
+    answer = asyncio.create_task(client.generate(prompt, **options))
+    for server in swarm.servers:
+        await until_held(server, 1)
+    return answer, undisturbed
 
 
 async def until_held(server: BlockServer, count: int) -> None:

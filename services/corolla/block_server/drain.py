@@ -121,13 +121,7 @@ class Drain:
 
             async def hand_over(held: HopSession[SessionCache]) -> None:
                 async with room:
-                    try:
-                        outcome = await self._hand_over(held, servers, link_to)
-                    except Exception as failure:
-                        # A device may fail at reading these pages; it may still read those of others.
-                        log.error("session not handed over", extra={"where": where(failure)})
-                        self._stays(held)
-                        outcome = "failed"
+                    outcome = await self._hand_over(held, servers, link_to)
                 self._metrics.handed_over.labels(outcome).inc()
 
             for held in ended:
@@ -153,10 +147,16 @@ class Drain:
             except CorollaError as failure:
                 log.info("session not taken", extra={"address": hop.address, "reason": failure.reason})
                 continue
+            except Exception as failure:
+                # A device may fail at reading these pages; it may still read those of others.
+                log.error("session not handed over", extra={"where": where(failure)})
+                outcome = "failed"
+                break
             self._metrics.handover_bytes.labels("out").inc(num_bytes)
             self._moved[request.session_id] = (request, hop)
             return await self._settle(held, link_to)
-        self._stays(held)
+        # A step may have been refused for the last part; its client waits for this word.
+        self._tell(held, pb.Moved(session_id=request.session_id, epoch=request.epoch))
         return outcome
 
     async def _settle(self, held: HopSession[SessionCache], link_to: LinkTo) -> str:
@@ -181,10 +181,6 @@ class Drain:
             return "failed"  # the next turn replays it
         self._engine.between_iterations(lambda: self._sessions.close(request.session_id, request.epoch))
         return "moved"
-
-    def _stays(self, held: HopSession[SessionCache]) -> None:
-        # A step may have been refused for the last part; its client waits for this word.
-        self._tell(held, pb.Moved(session_id=held.request.session_id, epoch=held.request.epoch))
 
     def _tell(self, held: HopSession[SessionCache], moved: pb.Moved) -> None:
         peer = self._peers.get(held.request.client_id)
