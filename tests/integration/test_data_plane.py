@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from corolla.block_server import servicer
 from corolla.block_server.runner import BatchOutput, Runner
+from corolla.block_server.servicer import BlockServicer
 from corolla.chassis.channels import open_channel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -332,6 +333,30 @@ async def test_garbage_in_a_stream_ends_it_and_frees_what_lived_with_it(swarm: S
         await caller.call.write(b"garbage")
         assert await ending(caller.call) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
         await swarm.until_empty()
+
+
+async def test_what_lived_with_a_stream_is_freed_though_its_end_is_cancelled(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that vanishes ends its requests and cancels the handler, and the second may come while that ends."""
+    is_ending = asyncio.Event()
+    write = BlockServicer._write
+
+    async def held_write(*args: Any) -> None:
+        try:
+            await write(*args)
+        except asyncio.CancelledError:
+            is_ending.set()
+            await asyncio.Event().wait()  # until the handler itself is cancelled
+
+    monkeypatch.setattr(BlockServicer, "_write", held_write)
+    async with calling(swarm) as caller:
+        await caller.send(an_open())
+        await caller.answer()
+        await caller.call.done_writing()
+        async with asyncio.timeout(30):
+            await is_ending.wait()
+        assert (await swarm.statuses())[0].num_sessions == 1
 
 
 async def test_a_caller_that_does_not_read_loses_its_stream(swarm: Swarm) -> None:

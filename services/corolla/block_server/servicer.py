@@ -97,9 +97,12 @@ class BlockServicer:
             peer.outbox.close()
             for task in (reader, *helpers):
                 task.cancel()
-            await asyncio.gather(reader, *helpers, return_exceptions=True)
-            if self._peers.remove(peer):
-                self._engine.between_iterations(lambda: self._forget(peer.client_id))
+            try:
+                await asyncio.gather(reader, *helpers, return_exceptions=True)
+            finally:
+                # A caller that vanishes ends the requests and cancels this handler: the second may come while it ends.
+                if self._peers.remove(peer):
+                    self._engine.between_iterations(lambda: self._forget(peer.client_id))
 
     async def GetStatus(self, request: pb.GetBlockServerStatusRequest, context: Context) -> pb.BlockServerStatus:
         """What the server holds now."""
