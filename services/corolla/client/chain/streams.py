@@ -242,7 +242,8 @@ class DataPlane:
                 for address in self._awaited.overdue(overdue_s)
                 if (stream := self._streams.get(address)) is not None and stream.heard_s < overdue_s
             ]
-            await asyncio.gather(*(self._probe(address, stream) for address, stream in silent))
+            # A channel that is closed while its server is asked cancels the call: that must not end the watch.
+            await asyncio.gather(*(self._probe(address, stream) for address, stream in silent), return_exceptions=True)
 
     async def _probe(self, address: str, stream: _Stream) -> None:
         """Cuts a server off that does not say that it lives. Its event loop answers, however busy it computes."""

@@ -1,0 +1,71 @@
+"""The client's end of the streams to block servers, against a server that only says what a test wants."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from corolla.chassis.channels import bind, new_server
+from corolla.chassis.errors import HopUnavailable
+from corolla.client.chain.streams import DataPlane
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import encode, join
+
+PROBE_AFTER_S = 0.1
+
+
+class SilentServer:
+    """Welcomes whoever comes and says nothing more; its streams end when they are told to."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.asked = asyncio.Event()
+        self._ending = asyncio.Event()
+
+    def end_streams(self) -> None:
+        self._ending.set()
+        self._ending = asyncio.Event()
+        self.asked = asyncio.Event()
+
+    async def exchange(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        await context.write(join([encode(pb.Welcome(max_tokens_per_frame=8))]))
+        await self._ending.wait()
+
+    async def status(self, request: bytes, context: Any) -> None:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[SilentServer]:
+    silent = SilentServer()
+    server = new_server()
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Exchange": grpc.stream_stream_rpc_method_handler(silent.exchange),
+        "GetStatus": grpc.unary_unary_rpc_method_handler(silent.status),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("corolla.v1.BlockService", handlers),))
+    silent.address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
+    await server.start()
+    try:
+        yield silent
+    finally:
+        await server.stop(0)
+
+
+async def test_servers_are_watched_though_a_stream_ends_while_its_server_is_asked() -> None:
+    async with silent_server() as server:
+        plane = DataPlane("fingerprint", probe_after_s=PROBE_AFTER_S, probe_timeout_s=60.0)
+        try:
+            for _ in range(2):
+                opening = asyncio.create_task(plane.open(server.address, pb.Open(session_id=bytes(16))))
+                async with asyncio.timeout(30):
+                    await server.asked.wait()
+                    server.end_streams()
+                    with pytest.raises(HopUnavailable, match="lost"):
+                        await opening
+        finally:
+            await plane.close()
