@@ -23,12 +23,15 @@ class AsyncSession:
         self._model = model
         self._id = session_id
         self._is_own = session_id is None
+        # Of all who use it first at the same time, one makes it.
+        self._opening = asyncio.Lock()
 
     async def open(self) -> str:
         """The session's id, 128 random bits in hexadecimal; the session is made now if it was not yet."""
-        if self._id is None:
-            self._id = (await self._client.create_session(self._model)).session_id
-        return self._id
+        async with self._opening:
+            if self._id is None:
+                self._id = (await self._client.create_session(self._model)).session_id
+            return self._id
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         options["session"] = await self.open()
@@ -96,7 +99,10 @@ class AsyncChat:
         await self._settle()
         messages = self._conversation.messages(text)
         merged: ChatOptions = {**self._options, **options}
-        reply = await self._client._chat_turn(messages, merged, await self._session.open())
+        session_id = await self._session.open()
+        # If no answer comes, the service may have kept the turn all the same.
+        self._conversation.begin()
+        reply = await self._client._chat_turn(messages, merged, session_id)
         self._conversation.end(reply.usage)
         return reply
 

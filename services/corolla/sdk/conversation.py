@@ -34,8 +34,9 @@ class Conversation:
         system = [Message("system", self._system)] if self._system and not self._num_turns else []
         return [*system, Message("user", text)]
 
-    def begin(self, turn: Answer) -> None:
-        self._turn = turn
+    def begin(self, turn: Answer | None = None) -> None:
+        """A turn is asked for: as a stream, or at once. Until `end`, it is not settled."""
+        self._turn = turn or Answer()
 
     def end(self, usage: Usage | None = None) -> None:
         """Counts the last turn, once it is settled."""

@@ -94,7 +94,10 @@ class Chat:
         self._settle()
         messages = self._conversation.messages(text)
         merged: ChatOptions = {**self._options, **options}
-        reply = self._client._chat_turn(messages, merged, self.session_id)
+        session_id = self.session_id
+        # If no answer comes, the service may have kept the turn all the same.
+        self._conversation.begin()
+        reply = self._client._chat_turn(messages, merged, session_id)
         self._conversation.end(reply.usage)
         return reply
 

@@ -1,5 +1,6 @@
 """Streams of chunks, for threads and for asyncio. Closing one early cancels the call, which frees its pages."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -58,7 +59,10 @@ class Stream(Answer):
 
 
 class AsyncStream(Answer):
-    """`Stream` for asyncio: `async for chunk in stream`, `async with`, `close()`."""
+    """`Stream` for asyncio: `async for chunk in stream`, `async with`, `close()`.
+
+    Where the wait for a chunk is cancelled, as by a time limit, the stream is closed.
+    """
 
     def __init__(self, call: Any, address: str) -> None:
         super().__init__()
@@ -74,6 +78,13 @@ class AsyncStream(Answer):
             raise StopAsyncIteration
         try:
             message = await self._call.read()
+        except asyncio.CancelledError:
+            self._closed = True
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Somebody else closed the stream, or its client: an end for whoever iterates, whom nobody cancelled.
+            raise StopAsyncIteration from None
         except grpc.RpcError as failure:
             if self._closed:
                 raise StopAsyncIteration from None

@@ -1,11 +1,15 @@
 """The asyncio client against a real gRPC server."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from corolla import AsyncClient, errors
-from tests.generation_server import GenerationServer
+from corolla.sdk.results import Chunk
+from corolla.sdk.streams import AsyncStream
+from corolla.v1 import generation_pb2 as pb
+from tests.generation_server import GenerationServer, Servicer
 
 
 async def test_completions_and_streams(server: GenerationServer) -> None:
@@ -33,6 +37,33 @@ async def test_leaving_a_stream_early_cancels_the_call(server: GenerationServer)
             await anext(stream)
         assert [chunk async for chunk in stream] == []
         await asyncio.wait_for(asyncio.to_thread(server.servicer.cancelled.wait), 30)
+
+
+async def test_a_stream_that_somebody_else_closes_ends_for_its_reader(server: GenerationServer) -> None:
+    async with AsyncClient(server.address) as client:
+        stream = client.stream("endless")
+        await anext(stream)
+        asyncio.get_running_loop().call_later(0.02, stream.close)
+        await asyncio.wait_for(read_all(stream), 30)
+
+
+async def test_a_stream_whose_reader_gave_up_waiting_is_closed(server: GenerationServer) -> None:
+    async with AsyncClient(server.address) as client:
+        stream = client.stream("endless")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(read_all(stream), 0.05)
+        assert await read_all(stream) == []
+
+
+async def read_all(stream: AsyncStream) -> list[Chunk]:
+    return [chunk async for chunk in stream]
+
+
+async def test_a_session_that_is_used_twice_at_first_is_one(server: GenerationServer) -> None:
+    async with AsyncClient(server.address) as client, client.session() as session:
+        first, second = await asyncio.gather(session.open(), session.open())
+        assert first == second
+    assert server.servicer.sessions == {}
 
 
 async def test_errors_come_back_as_their_class(server: GenerationServer) -> None:
@@ -71,3 +102,26 @@ async def test_a_chat_of_three_turns(server: GenerationServer) -> None:
         [message.role for message in each.messages] for each in server.servicer.requests if hasattr(each, "messages")
     ]
     assert roles == [["system", "user"], ["system", "user"], ["user"]]
+
+
+async def test_a_turn_that_the_service_kept_counts_though_its_answer_was_lost(
+    server: GenerationServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncClient(server.address) as client, client.chat(system="be brief") as chat:
+        with monkeypatch.context() as lossy:
+            lossy.setattr(server.servicer, "_end", lose_the_answer_of(server.servicer))
+            with pytest.raises(errors.RouterUnavailable):
+                await chat.send("hello")
+        await chat.send("again")
+    turns = [each for each in server.servicer.requests if hasattr(each, "messages")]
+    assert [[message.role for message in each.messages] for each in turns] == [["system", "user"], ["user"]]
+
+
+def lose_the_answer_of(servicer: Servicer) -> Callable[[pb.Session], None]:
+    end = servicer._end
+
+    def end_and_fail(session: pb.Session) -> None:
+        end(session)
+        raise errors.RouterUnavailable("the answer is lost")
+
+    return end_and_fail
