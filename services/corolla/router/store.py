@@ -14,6 +14,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import StartupError, StoreUnavailable
@@ -26,6 +28,9 @@ _NUM_RETRIES: Final = 1
 _MAX_SILENCES: Final = 2
 _REST_S: Final = 0.5
 _MODELS_KEY: Final = "corolla:models"
+# uvloop raises RuntimeError where asyncio says ConnectionResetError: to who writes on a connection that was just reset.
+_FAILURES: Final = (RedisError, OSError, RuntimeError)
+_WORTH_A_RETRY: Final[Any] = (RedisConnectionError, RedisTimeoutError, RuntimeError)
 
 
 def key_prefix(model: str) -> str:
@@ -64,7 +69,7 @@ class Store:
         self._breaker = Breaker(_MAX_SILENCES, _REST_S)
         self._scripts: dict[str, AsyncScript] = {}
         try:
-            self._client = self._connect(url, timeout_s, Retry(NoBackoff(), _NUM_RETRIES))
+            self._client = self._connect(url, timeout_s, Retry(NoBackoff(), _NUM_RETRIES, _WORTH_A_RETRY))
             # Waiting for a change takes longer than any answer may, and is repeated by its caller.
             self._waiting = self._connect(url, None, Retry(NoBackoff(), 0))
         except (ValueError, TypeError, RedisError):
@@ -98,7 +103,7 @@ class Store:
             await self._client.ping()
         except (AuthenticationError, ResponseError):
             raise StartupError("Redis refuses us; correct user, password and database in COROLLA_REDIS_URL") from None
-        except (RedisError, OSError):
+        except _FAILURES:
             raise StoreUnavailable("the store does not answer") from None
 
     async def run(self, name: str, model: str, *arguments: str | bytes | int) -> Any:
@@ -146,7 +151,7 @@ class Store:
         failure: Exception | None = None
         try:
             yield
-        except (RedisError, OSError) as caught:
+        except _FAILURES as caught:
             failure = caught
         # The client sends through asyncio.wait_for, which before Python 3.12 loses a cancellation that comes just then.
         if task and task.cancelling() > num_cancels:

@@ -9,10 +9,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
-from redis.asyncio import Redis
+import uvloop
+from redis.asyncio import Connection, Redis
 
 from corolla.chassis.errors import LeaseTaken, SessionNotFound, StoreUnavailable
+from corolla.chassis.metrics import new_registry
 from corolla.local.redis_server import EmbeddedRedis
+from corolla.router.metrics import RouterMetrics
+from corolla.router.registry import Registry
+from corolla.router.store import Store
 from corolla.v1 import router_pb2 as pb
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
 from tests.integration.router.test_registration import placement, plan
@@ -219,3 +224,38 @@ async def test_a_lock_that_ran_out_unused_does_not_cost_the_turn(router: Router,
     error = await refusal(session.end("turn-2", epoch=second.epoch, store_id=second.store_id, token_log=[2]))
     assert error.reason == "SESSION_BUSY"
     assert list((await session.get()).token_log) == [1]
+
+
+def test_a_connection_that_is_reset_just_before_it_is_written_to(
+    redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the loop that routers run on, which says so with an error of its own."""
+    num_resets = 0
+
+    async def reset(connection: Connection) -> None:
+        nonlocal num_resets
+        if num_resets:
+            num_resets -= 1
+            assert connection._writer is not None
+            connection._writer.transport.abort()
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(Connection, "check_health", reset)
+
+    async def call() -> None:
+        nonlocal num_resets
+        store = Store(redis_url, 1.0, RouterMetrics(new_registry()))
+        registry = Registry(store, lease_ms=600)
+        roster = await registry.snapshot(model)
+        num_resets = 1
+        await registry.snapshot(model)
+        assert num_resets == 0
+        for waits in (registry.snapshot(model), registry.wait_for_change(roster, 0.1)):
+            num_resets = 100
+            with pytest.raises(StoreUnavailable):
+                await waits
+        num_resets = 0
+        await registry.snapshot(model)
+        await store.close()
+
+    uvloop.run(call())
