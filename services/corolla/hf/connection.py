@@ -116,14 +116,18 @@ class Connection:
         while True:
             identities = tuple(new)
             if earlier is not None:
-                kept = [identity.reopened() for identity in earlier.identities]
+                kept = earlier.reopened()
                 identities = (*kept, *(replace(identity, epoch=kept[0].epoch) for identity in new))
                 options = replace(options, recorded=earlier.chain, chain=earlier.chain)
             try:
                 reservation = await self._planes.reservations.reserve(identities, options)
                 break
-            except CorollaError as failure:
+            except BaseException as failure:
                 if earlier is None:
+                    raise
+                # Its hops keep what was opened on a chain that has sessions already; those that are new go.
+                self._planes.reservations.give_back(identities[len(kept) :], earlier.chain.hops)
+                if not isinstance(failure, CorollaError):
                     raise
                 await earlier.recover(failure, account)
         return RowGroup(

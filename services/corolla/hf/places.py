@@ -88,10 +88,8 @@ class HopPlaces:
             SessionIdentity(secrets.token_bytes(16), 1, self._blocks.tenant)
             for _ in range(len(self._origins) - num_open)
         ]
-        connection = self._blocks.connection
-        self._group = connection.call(connection.open_rows(new, options, self._group))
+        self._blocks.connection.call(self._open(new, options))
         self._capacity = capacity
-        self._num_cached_tokens = max(self._num_cached_tokens, self._group.num_cached_tokens)
 
     def step(self, steps: Sequence[RowStep]) -> list[Tensor]:
         if self._group is None:
@@ -99,5 +97,15 @@ class HopPlaces:
         return self._blocks.connection.call(self._group.step(steps))
 
     def free(self) -> None:
+        self._blocks.connection.post(self._close)
+
+    # --- in the connection's thread ---------------------------------------------------------------------------------
+
+    async def _open(self, new: Sequence[SessionIdentity], options: OpenOptions) -> None:
+        # Noted here: an interrupt may keep whoever waits from what this returns.
+        group = self._group = await self._blocks.connection.open_rows(new, options, self._group)
+        self._num_cached_tokens = max(self._num_cached_tokens, group.num_cached_tokens)
+
+    def _close(self) -> None:
         if self._group is not None:
-            self._blocks.connection.post(self._group.close)
+            self._group.close()

@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from corolla.chassis.errors import HopSessionLost, OutOfPages
 from corolla.hf import AutoDistributedModelForCausalLM, InferenceSession
+from corolla.hf.connection import Connection
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks
@@ -344,6 +345,39 @@ def test_a_session_that_does_not_fit_leaves_nothing(llama: ModelPair) -> None:
     gc.collect()
     llama.stack.until_empty()
     assert llama.stack.statuses()[0].num_free_pages == pages
+
+
+@pytest.mark.parametrize("num_first_rows", ["all", "one"])
+def test_a_session_that_grows_where_only_some_hops_have_room_leaves_nothing(
+    llama: ModelPair, num_first_rows: str
+) -> None:
+    num_columns = 300  # more than a session has room for at first
+    with llama.remote.inference_session() as session:
+        session.prepare(1, num_columns)
+        smaller = llama.stack.statuses()[1]
+        num_rows = smaller.num_pages // (smaller.num_pages - smaller.num_free_pages) + 1
+    llama.stack.until_empty()
+    session = llama.remote.inference_session()
+    session.prepare(num_rows if num_first_rows == "all" else 1, 1)
+    if num_first_rows == "one":
+        session.select_rows([0] * num_rows)
+    with pytest.raises(OutOfPages):
+        session.prepare(num_rows, num_columns)
+    assert session.is_closed
+
+
+def test_an_interrupt_in_the_moment_of_opening_leaves_nothing(
+    llama: ModelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = Connection.call
+
+    def interrupted_call(connection: Connection, work: Any) -> Any:
+        call(connection, work)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Connection, "call", interrupted_call)
+    with pytest.raises(KeyboardInterrupt):
+        llama.remote.inference_session().prepare(1, 1)
 
 
 def test_a_closed_session_is_refused(llama: ModelPair) -> None:

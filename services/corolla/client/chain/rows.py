@@ -86,6 +86,11 @@ class RowGroup:
     def chain(self) -> common_pb2.Chain:
         return self._places.chain
 
+    def reopened(self) -> tuple[SessionIdentity, ...]:
+        """Its sequences as they are to be opened once more. However that ends, `close` frees them."""
+        self._places.reopened()
+        return self._places.identities
+
     async def step(self, rows: Sequence[RowStep]) -> list[torch.Tensor]:
         """Takes new tokens of some sequences through the chain.
 
