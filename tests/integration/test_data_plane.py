@@ -359,6 +359,15 @@ async def test_what_lived_with_a_stream_is_freed_though_its_end_is_cancelled(
         assert (await swarm.statuses())[0].num_sessions == 1
 
 
+async def test_what_came_on_an_old_stream_is_freed_though_the_newer_one_ended_before(swarm: Swarm) -> None:
+    """As when a server that was frozen finds both streams of a client, and the ends of both."""
+    async with calling(swarm) as older:
+        async with calling(swarm):
+            pass
+        await older.send(an_open())
+        await older.answer()
+
+
 async def test_a_caller_that_does_not_read_loses_its_stream(swarm: Swarm) -> None:
     async with calling(swarm) as caller:
         await caller.send(an_open())

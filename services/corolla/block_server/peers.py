@@ -39,11 +39,10 @@ class PeerTable:
             self._peers[peer.client_id] = peer
 
     def remove(self, peer: Peer) -> bool:
-        """Whether this was the client's newest stream, so that the client is gone now."""
-        if self._peers.get(peer.client_id) is not peer:
-            return False
-        del self._peers[peer.client_id]
-        return True
+        """Whether the client has no stream any more: not always is the newest one the last to end."""
+        if self._peers.get(peer.client_id) is peer:
+            del self._peers[peer.client_id]
+        return bool(peer.client_id) and peer.client_id not in self._peers
 
     def get(self, client_id: bytes) -> Peer | None:
         return self._peers.get(client_id)
