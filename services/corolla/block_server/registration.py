@@ -82,6 +82,8 @@ class Registration:
         """Heartbeats for ever. Nothing that the router says or fails to say stops the data plane."""
         reachable = True
         while True:
+            # Before: who hurries while a heartbeat is under way has something to say that this one does not.
+            self._soon.clear()
             try:
                 await self.heartbeat()
                 if not reachable:
@@ -91,7 +93,6 @@ class Registration:
                 if reachable:
                     log.warning("heartbeat failed; streams go on", extra={"reason": error.reason})
                 reachable = False
-            self._soon.clear()
             with contextlib.suppress(TimeoutError):
                 # Who was not heard tries again soon: routes return as soon as the router does.
                 interval_s = self._interval_s if reachable else min(self._interval_s, _RETRY_INTERVAL_S)
