@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from corolla.block_server.process import BlockServerProcess
+from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
+from corolla.chassis.errors import StartupError
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
 from corolla.sdk.async_client import AsyncClient
@@ -116,3 +118,15 @@ async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_pa
         assert addresses == {swarm.servers[0].address}
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", first.port)) != 0
+
+
+@pytest.mark.parametrize("taken", ["port", "metrics_port"])
+async def test_who_finds_a_port_taken_can_come_back_when_it_is_free(taken: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = {"port": one.getsockname()[1], "metrics_port": other.getsockname()[1]}
+        (one if taken == "metrics_port" else other).close()
+        given: dict[str, Any] = {"host": "127.0.0.1", "metrics_host": "127.0.0.1", "model": "none", "router": "none:1"}
+        settings = BlockServerSettings(**given, **ports)
+        with pytest.raises(StartupError):
+            BlockServer(settings)
+    await BlockServer(settings).stop()

@@ -50,6 +50,9 @@ class BlockServer:
 
     Args:
         span: to hold where the settings leave that to the router; None: the router chooses.
+
+    Raises:
+        StartupError: a port is taken; the others are left free.
     """
 
     def __init__(self, settings: BlockServerSettings, span: Span | None = None) -> None:
@@ -58,8 +61,13 @@ class BlockServer:
         self.server_id = secrets.token_hex(16)
         self._registry = new_registry()
         self._metrics = BlockServerMetrics(self._registry)
-        self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection)
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
+        try:
+            # Last of what listens from here on: only a server that was built can let go of it.
+            self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection)
+        except StartupError:
+            self._metrics_endpoint.close()
+            raise
         self._tasks = TaskGroup()
         self._peers = PeerTable()
         self._scheduler: Scheduler[StepWork] = Scheduler(
@@ -93,6 +101,7 @@ class BlockServer:
     async def start(self) -> None:
         """Takes a span, loads it and serves it."""
         settings = self.settings
+        await self._admin.open()
         checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision, hub=self._hub)
         self._checkpoint = checkpoint
         dtype = DTYPES[settings.dtype]
@@ -120,7 +129,6 @@ class BlockServer:
         self._registration = Registration(settings.router, description, self._load)
         self._rpc.announce(_SERVICE)
         await self._rpc.start()
-        await self._admin.open()
         span = await self._registration.register(self._wanted)
         self._heartbeats = self._tasks.start(self._registration.keep(), "heartbeats")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})

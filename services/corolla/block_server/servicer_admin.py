@@ -17,12 +17,16 @@ class AdminDoor:
 
     def __init__(self, host: str, port: int, metrics: RpcMetrics) -> None:
         self._num_sessions_left: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._rpc = RpcServer(host, port, with_reflection=False) if port else None
-        if self._rpc is not None:
-            self._rpc.add(_SERVICE, service_handler(_SERVICE, self, metrics))
+        self._host = host
+        self._port = port
+        self._metrics = metrics
+        self._rpc: RpcServer | None = None
 
     async def open(self) -> None:
-        if self._rpc is not None:
+        """Raises StartupError when the port is taken."""
+        if self._port:
+            self._rpc = RpcServer(self._host, self._port, with_reflection=False)
+            self._rpc.add(_SERVICE, service_handler(_SERVICE, self, self._metrics))
             await self._rpc.start()
             await self._rpc.ready()
 
