@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.integration.router.conftest import Router, StartRouter, refusal
@@ -187,6 +188,27 @@ async def test_unknown_foreign_and_expired_sessions_look_the_same(router: Router
             assert (error.reason, error.message) == ("SESSION_NOT_FOUND", "there is no such session")
     await mine.begin("turn")
     assert (await refusal(foreign.delete())).reason == "SESSION_NOT_FOUND"
+
+
+async def test_a_move_whose_first_answer_is_lost_is_no_error(
+    router: Router, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection to the store asks a second time by itself."""
+    await session.create(**TURN)
+    run = Store.run
+
+    async def run_twice(store: Store, name: str, *arguments: Any) -> Any:
+        if name == "move_session":
+            await run(store, name, *arguments)
+        return await run(store, name, *arguments)
+
+    monkeypatch.setattr(Store, "run", run_twice)
+    hop = common_pb2.Hop(server_id="other", address="b:1", span=CHAIN.hops[0].span)
+    request = pb.MoveSessionRequest(
+        model=session.model, session_id=session.session_id, tenant=session.tenant, server_id="s", hop=hop
+    )
+    await router.stub.MoveSession(request, timeout=30)
+    assert list((await session.get()).chain.hops) == [hop]
 
 
 async def test_delete_gives_the_record_and_not_during_a_turn(session: Session) -> None:
