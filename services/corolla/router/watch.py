@@ -39,7 +39,7 @@ class _Feed:
     async def newer_than(self, seen: pb.Placement | None) -> pb.Placement:
         while self.placement is None or self.placement is seen:
             if self.is_closed:
-                raise ServiceStopping("the router stops; watch another one")
+                raise _stopping()
             await self._published.wait()
         return self.placement
 
@@ -53,10 +53,13 @@ class PlacementWatches:
         self._relist_interval_s = relist_interval_s
         self._load_push_interval_s = load_push_interval_s
         self._feeds: dict[str, _Feed] = {}
+        self._is_closed = False
         self._tasks = TaskGroup()
 
     async def watch(self, model: str) -> AsyncIterator[pb.Placement]:
-        """The placement now, and again at each change; while Redis is away, nothing."""
+        """The placement now, and again at each change; while Redis is away, nothing. Raises ServiceStopping."""
+        if self._is_closed:
+            raise _stopping()
         feed = self._feeds.setdefault(model, _Feed())
         feed.num_watchers += 1
         if feed.task is None:
@@ -73,7 +76,8 @@ class PlacementWatches:
                 del self._feeds[model]
 
     async def close(self) -> None:
-        """Ends all watches with ServiceStopping."""
+        """Ends all watches with ServiceStopping, and begins none any more."""
+        self._is_closed = True
         for feed in self._feeds.values():
             feed.close()
         await self._tasks.close()
@@ -100,3 +104,7 @@ class PlacementWatches:
                 await self._registry.wait_for_change(roster, self._relist_interval_s)
             except CorollaError:
                 await asyncio.sleep(self._relist_interval_s)
+
+
+def _stopping() -> ServiceStopping:
+    return ServiceStopping("the router stops; watch another one")

@@ -91,6 +91,9 @@ async def test_a_stopping_router_ends_its_watches(start_router: StartRouter, red
         started = time.monotonic()
         await router.process._watches.close()
         assert (await reading).reason == "SERVICE_STOPPING"
+        # Who watches it again at once would hold it up.
+        again = router.stub.WatchPlacement(pb.WatchPlacementRequest(model=model), timeout=30)
+        assert (await refusal(again.read())).reason == "SERVICE_STOPPING"
         assert time.monotonic() - started < 60, "it waited for its grace to end"
 
 
