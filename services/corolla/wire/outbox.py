@@ -36,9 +36,10 @@ class Outbox:
         if self._closed:
             return
         frame = encode(control, payload)
-        self._num_waiting_bytes += sum(map(len, frame))
-        if self._num_waiting_bytes > self._max_waiting_bytes:
+        num_bytes = self._num_waiting_bytes + sum(map(len, frame))
+        if num_bytes > self._max_waiting_bytes:
             raise OutboxFull
+        self._num_waiting_bytes = num_bytes
         self._frames.append(frame)
         self._wake.set()
 

@@ -44,6 +44,18 @@ async def test_a_reader_that_does_not_keep_up_is_noticed_and_one_that_does_is_no
         outbox.put(pb.Close(epoch=2), bytes(800))
 
 
+async def test_what_was_refused_takes_no_room_once_the_reader_keeps_up_again() -> None:
+    outbox = Outbox(max_waiting_bytes=1000)
+    messages = outbox.messages()
+    outbox.put(pb.Close(epoch=1), bytes(800))
+    for _ in range(2):
+        with pytest.raises(OutboxFull):
+            outbox.put(pb.Close(epoch=2), bytes(800))
+    assert epochs(await anext(messages)) == [1]
+    outbox.put(pb.Close(epoch=3), bytes(800))
+    assert epochs(await anext(messages)) == [3]
+
+
 async def test_a_message_stays_below_the_limit_of_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MAX_MESSAGE_BYTES", 100)
     outbox = Outbox()
