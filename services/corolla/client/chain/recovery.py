@@ -257,14 +257,19 @@ class Recovery:
             for number, member in enumerate(members)
         ]
         try:
-            await asyncio.gather(*tasks)
-        except CorollaError as failure:
-            return failure
+            # Not `gather`: a failure of one that comes together with a cancellation would take its place.
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return None
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        failures: list[CorollaError] = []
+        for outcome in outcomes:
+            if isinstance(outcome, CorollaError):
+                failures.append(outcome)
+            elif isinstance(outcome, Exception):
+                raise outcome
+        return failures[0] if failures else None
 
     async def _fill(
         self, places: Places, number: int, member: Member, states: Sequence[HopState], findings: Findings
