@@ -17,6 +17,8 @@ from google.protobuf.message import Message
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import SessionBusy
+from corolla.client.chain.opener import ChainOpener
+from corolla.client.chain.streams import DataPlane
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason
 from corolla.v1 import generation_pb2 as pb
@@ -251,6 +253,36 @@ async def is_deleted(client: AsyncClient, session_id: str) -> bool:
         await client.delete_session(session_id)
         return True
     return False
+
+
+async def test_a_deleted_session_is_freed_though_its_caller_left(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record is gone by then, so that nobody could delete it again."""
+    is_connecting, is_left, may_connect = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    connect, forget = DataPlane.connect, ChainOpener.forget
+
+    async def held_connect(plane: DataPlane, address: str) -> Any:
+        is_connecting.set()
+        await may_connect.wait()
+        return await connect(plane, address)
+
+    async def noted_forget(*args: Any) -> None:
+        try:
+            await forget(*args)
+        except asyncio.CancelledError:
+            is_left.set()
+            raise
+
+    async with swarm.connect() as client, asyncio.timeout(30):
+        session_id = (await client.create_session()).session_id
+        await client.generate("the thin man", session=session_id, max_tokens=3)
+        monkeypatch.setattr(DataPlane, "connect", held_connect)
+        monkeypatch.setattr(ChainOpener, "forget", noted_forget)
+        deletion = asyncio.create_task(client.delete_session(session_id))
+        await is_connecting.wait()
+        deletion.cancel()
+        await is_left.wait()
+        may_connect.set()
+    await swarm.until_empty()
 
 
 async def test_a_deadline_is_an_error_and_frees_all_pages(swarm: Swarm) -> None:
