@@ -263,13 +263,14 @@ class Recovery:
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        failures: list[CorollaError] = []
-        for outcome in outcomes:
-            if isinstance(outcome, CorollaError):
-                failures.append(outcome)
-            elif isinstance(outcome, Exception):
-                raise outcome
-        return failures[0] if failures else None
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        for failure in failures:
+            # The others were cancelled for it.
+            if isinstance(failure, CorollaError):
+                return failure
+        for failure in failures:
+            raise failure
+        return None
 
     async def _fill(
         self, places: Places, number: int, member: Member, states: Sequence[HopState], findings: Findings
