@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from corolla.block_server.service import BlockServer
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import NoChain, NonFiniteOutput, RouterUnavailable
+from corolla.client.api import servicer
 from corolla.router.service import RouterProcess
 from corolla.sdk.streams import AsyncStream
 from corolla.v1 import generation_pb2 as pb
@@ -186,10 +187,16 @@ async def test_the_only_chain_broken_is_told_and_nothing_leaks(
         await lost.stop()
 
 
-@pytest.mark.parametrize("time_limit_ms, timeout_s", [(4000, None), (None, 4.5)], ids=["time limit", "deadline"])
+@pytest.mark.parametrize("time_limit_ms, timeout_s", [(4000, None), (None, 7.0)], ids=["time limit", "deadline"])
 async def test_a_recovery_waits_no_longer_than_its_caller(
-    tmp_path: Path, model: Path, time_limit_ms: int | None, timeout_s: float | None
+    tmp_path: Path,
+    model: Path,
+    time_limit_ms: int | None,
+    timeout_s: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The machine may pause in just the moment in which the caller can still be told.
+    monkeypatch.setattr(servicer, "_FAREWELL_S", 3.0)
     async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, open_channel(swarm.address) as channel:
         stopping = pb.StoppingParameters(max_tokens=5000, ignore_eos=True, time_limit_ms=time_limit_ms)
         request = pb.GenerateRequest(text=PROMPT, stopping=stopping)

@@ -117,7 +117,7 @@ async def test_health_says_not_serving_before_the_service_stops(
     """And reflection, switched off here, is not there."""
     folder = tmp_path_factory.mktemp("stopping")
     model = make_tiny_checkpoint("llama", folder / "tiny")
-    off = {"reflection": False, "grace_s": 5.0}
+    off = {"reflection": False, "grace_s": 60.0}
     async with Swarm(folder, model, ["0:2", "2:5"], server=off, client=off) as swarm:
         settings = swarm.router.settings.model_copy(update={"port": 0, **off})
         router = RouterProcess(settings)

@@ -58,6 +58,10 @@ async def watched(router: Router) -> None:
     await until(is_up)
 
 
+async def num_patches(router: Router) -> float:
+    return await sample(router.process.metrics_port, "corolla_kubernetes_calls_total", call="patch")
+
+
 async def states(router: Router, model: str) -> dict[str, tuple[int, bool]]:
     """State and suspicion of each server, by pod."""
     seen = await placement(router, model)
@@ -201,9 +205,6 @@ async def test_of_several_routers_one_writes_and_another_takes_over(
     for each in routers:
         await watched(each)
 
-    async def num_patches(router: Router) -> float:
-        return await sample(router.process.metrics_port, "corolla_kubernetes_calls_total", call="patch")
-
     async with serving(server_in(routers[0], model, "a")):
 
         async def is_tagged() -> bool:
@@ -233,12 +234,16 @@ async def test_releases_that_share_a_namespace_and_a_store_each_have_a_leader(
     routers = [await start_router(**inside, pod_selector=f"release={name}") for name in ("one", "other")]
     for each in routers:
         await watched(each)
-    async with serving(server_in(routers[0], model, "a")):
-        await asyncio.sleep(1)
 
-    # This API shows each of them the same pods, so both have something to tell.
+    # This API shows each of them the same pods, so both have something to tag and to tell.
+    async def both_have_tagged() -> bool:
+        return all([await num_patches(each) for each in routers])
+
+    async with serving(server_in(routers[0], model, "a")):
+        await until(both_have_tagged)
+
     async def both_have_told() -> bool:
-        return kubernetes.reasons() == ["SpanUncovered"] * 2
+        return kubernetes.reasons().count("SpanUncovered") >= 2
 
     await until(both_have_told)
 
@@ -257,7 +262,11 @@ async def test_a_span_that_is_uncovered_and_restored_is_told_about_the_routers_p
     async def told(reason: str) -> bool:
         return reason in kubernetes.reasons()
 
+    async def is_tagged() -> bool:
+        return bool(kubernetes.patches)
+
     async with serving(server_in(routers[0], model, one)):
+        await until(is_tagged)
         await asyncio.sleep(1)
         assert kubernetes.events == []
     await until(lambda: told("SpanUncovered"))
