@@ -283,6 +283,27 @@ async def test_going_back_into_a_shared_page_harms_nobody(swarm: Swarm) -> None:
             assert_close(await computed(session_id, 64, states[64:]), expected)
 
 
+async def test_a_session_that_comes_back_for_other_blocks_begins_with_their_cached_pages(swarm: Swarm) -> None:
+    text = pb.ExpectedText(num_tokens=70, page_hashes=b"c" * 16 + b"d" * 16)
+    states = torch.randn(70, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    some: dict[str, Any] = {"blocks": common_pb2.BlockSpan(start=0, end=3)}
+    one, two = (bytes([number]) * 16 for number in range(2))
+    async with calling(swarm) as caller:
+        await caller.send(an_open(session_id=one, text=text, max_tokens=128, **some))
+        await caller.answer()
+        await caller.send(a_step(70, session_id=one, payload=bytes(to_payload(states)), **some))
+        expected = (await caller.result()).payload
+        await caller.send(an_open(session_id=two), a_step(session_id=two))
+        await caller.answer()
+        await caller.result()
+        await caller.send(an_open(session_id=two, epoch=2, text=text, max_tokens=128, resume=True, **some))
+        assert (await caller.answer()).num_cached_tokens == 64
+        rest = bytes(to_payload(states[64:].contiguous()))
+        await caller.send(a_step(6, position=64, session_id=two, epoch=2, payload=rest, **some))
+        got = (await caller.result()).payload
+        assert_close(*(torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (got, expected)))
+
+
 async def test_positions_are_absolute_and_going_back_truncates(swarm: Swarm) -> None:
     async with calling(swarm) as caller:
         await caller.send(an_open(), a_step(4), a_step(1, position=4, step_id=2), a_step(1, position=2, step_id=3))

@@ -153,6 +153,11 @@ class SessionCache(SessionPages):
         """Bytes of the pages that it holds; shared ones count, too."""
         return sum(table.num_pages for table in self.tables) * self.store.page_bytes
 
+    def clear(self) -> None:
+        """Gives everything back, the room too; what comes next may be of other blocks."""
+        super().clear()
+        self.blocks = None
+
     def prepare(self, position: int, num_tokens: int) -> None:
         """Before a step is computed: its pages are there, and may be written.
 
