@@ -93,6 +93,12 @@ def a_step(num_tokens: int = 3, *, position: int = 0, session_id: bytes = SESSIO
     return step, bytes(to_payload(torch.ones(num_tokens, HIDDEN_SIZE))) if payload is None else payload
 
 
+def scratch_row(session_id: bytes, **changes: Any) -> pb.StepRow:
+    """One token of a session that runs in `SESSION` meanwhile."""
+    fields = {"epoch": 1, "num_tokens": 1, "num_result_tokens": 1, "scratch_session_id": SESSION}
+    return pb.StepRow(session_id=session_id, **{**fields, **changes})
+
+
 async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
     """How the server ended a stream."""
     with suppress(grpc.aio.AioRpcError):
@@ -122,6 +128,14 @@ BAD_STEPS: dict[str, tuple[tuple[pb.Step, bytes], str]] = {
             blocks=common_pb2.BlockSpan(start=0, end=2),
             route=[common_pb2.Hop(address="127.0.0.1:1", span=common_pb2.BlockSpan(start=3, end=5))],
         ),
+        "MALFORMED_MESSAGE",
+    ),
+    "two rows in one scratch session": (
+        a_step(2, rows=[scratch_row(b"x" * 16), scratch_row(b"y" * 16)], scratch_hops=1),
+        "MALFORMED_MESSAGE",
+    ),
+    "a source in a scratch session": (
+        a_step(1, rows=[scratch_row(b"x" * 16, source_session_id=SESSION)], scratch_hops=1),
         "MALFORMED_MESSAGE",
     ),
     "unknown session": (a_step(session_id=b"u" * 16), "HOP_SESSION_LOST"),
@@ -246,6 +260,43 @@ async def test_what_cannot_fit_is_refused_before_the_running_iteration_ends(
         answers = [await caller.answer() for _ in range(3)]
         assert [type(answer) for answer in answers] == [pb.Result, pb.Opened, pb.Opened]
         assert [answer.request_id for answer in answers[1:]] == [3, 5]
+
+
+async def test_steps_of_two_sessions_in_one_scratch_session_run_one_after_the_other(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = b"o" * 16
+    async with calling(swarm) as caller:
+        await caller.send(an_open(), an_open(session_id=other))
+        for _ in range(2):
+            assert isinstance(await caller.answer(), pb.Opened)
+        async with held_iteration(swarm, monkeypatch) as has_begun:
+            await caller.send(a_step(session_id=other))
+            assert await asyncio.to_thread(has_begun.wait, 30)
+            for number, session_id in ((2, b"x" * 16), (3, b"y" * 16)):
+                await caller.send(a_step(1, rows=[scratch_row(session_id)], scratch_hops=1, step_id=number))
+        answers = [await caller.answer() for _ in range(3)]
+        assert [(type(each), each.step_id) for each in answers] == [(pb.Result, number) for number in (1, 2, 3)]
+
+
+async def test_what_was_given_back_and_is_not_there_any_more_is_refused_by_itself(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (status,) = await swarm.statuses()
+    others = (status.num_pages - 1) * status.page_tokens - 64
+    async with calling(swarm) as caller:
+        await caller.send(an_open(), a_step())
+        assert [type(await caller.answer()) for _ in range(2)] == [pb.Opened, pb.Result]
+        await caller.send(pb.Truncate(session_id=SESSION, epoch=1, position=3))
+        await caller.send(an_open(session_id=b"n" * 16), an_open(session_id=b"o" * 16, max_tokens=others))
+        assert [type(await caller.answer()) for _ in range(2)] == [pb.Opened, pb.Opened]
+        async with held_iteration(swarm, monkeypatch) as has_begun:
+            await caller.send(a_step(session_id=b"o" * 16))
+            assert await asyncio.to_thread(has_begun.wait, 30)
+            await caller.send(a_step(60, position=3, step_id=2), a_step(64, session_id=b"n" * 16, step_id=3))
+        answers = {each.step_id: each for each in [await caller.answer() for _ in range(3)]}
+        assert answers[2].reason == "OUT_OF_PAGES"
+        assert isinstance(answers[3], pb.Result)
 
 
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -123,6 +123,16 @@ class FrameChecks:
             raise MalformedMessage("client_id", "not the one of this stream")
         return blocks
 
+    def places(self, step: pb.Step) -> frozenset[bytes]:
+        """The sessions in which the rows of a step run here: their own ones or, where the step says so, others."""
+        is_scratch = bool(step.scratch_hops & 1)
+        if is_scratch and any(row.source_session_id for row in step.rows):
+            raise MalformedMessage("rows", "what runs in a scratch session has no source")
+        places = frozenset(row.scratch_session_id if is_scratch else row.session_id for row in step.rows)
+        if len(places) != len(step.rows):
+            raise MalformedMessage("rows", "no two rows of a step run in one session")
+        return places
+
     def num_tokens(self, step: pb.Step) -> int:
         """How many tokens the rows of a step have together."""
         if not step.rows or len({row.session_id for row in step.rows}) != len(step.rows):

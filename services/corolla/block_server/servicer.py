@@ -223,17 +223,16 @@ class BlockServicer:
     def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
         identity = self._identity
         blocks = self._checks.addressed(step, peer)
-        num_tokens = self._checks.num_tokens(step)
+        num_tokens, places = self._checks.num_tokens(step), self._checks.places(step)
         if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
             raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
         # A step that cannot be read must be refused by itself, not in the middle of a batch with those of others.
         check_payload(frame.payload, step.dtype, num_tokens, step.hidden_size)
         is_urgent = all(map(is_decode, step.rows))
-        session_ids = frozenset(row.session_id for row in step.rows)
         tenant_tokens: Counter[str] = Counter()
         for row in step.rows:
             tenant_tokens[self._sessions.tenant_of(row.session_id)] += row.num_tokens
-        return QueuedStep(session_ids, tenant_tokens, is_urgent, blocks, StepWork(step, frame.payload, peer))
+        return QueuedStep(places, tenant_tokens, is_urgent, blocks, StepWork(step, frame.payload, peer))
 
     def _close(self, frame: Frame, peer: Peer) -> None:
         control: pb.Close = frame.control  # type: ignore[assignment]

@@ -206,7 +206,7 @@ class SessionTable(Generic[AnyCache]):
             raise PositionGap(
                 "the hop has given back tokens that this step would see", cache.nearest_position(position)
             )
-        if self.pool.pages_for(position + num_tokens) > self.pool.pages_for(held.request.max_tokens):
+        if self.pool.pages_for(position + num_tokens) > self.pool.pages_for(held.cache.num_reserved_tokens):
             raise OutOfPages("the step goes beyond the pages reserved for its session")
         if forked is not None:
             forked.truncate(position)
