@@ -299,6 +299,12 @@ async def test_what_was_given_back_and_is_not_there_any_more_is_refused_by_itsel
         assert isinstance(answers[3], pb.Result)
 
 
+async def test_who_speaks_in_the_name_of_another_is_told_itself(swarm: Swarm) -> None:
+    async with calling(swarm), calling(swarm, b"d" * 16) as other:
+        await other.send(a_step())
+        assert (await other.answer()).reason == "MALFORMED_MESSAGE"
+
+
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 

@@ -204,7 +204,10 @@ class BlockServicer:
         try:
             self._engine.submit(self._queued_step(step, frame, peer))
         except CorollaError as error:
-            (self._peers.get(step.client_id) or peer).send(step_fault(step, error, list(step.rows)))
+            # Whoever speaks in another client's name is told itself: the other may have a step of this number.
+            is_own = peer.client_id in (b"", step.client_id)
+            told = self._peers.get(step.client_id) if is_own else None
+            (told or peer).send(step_fault(step, error, list(step.rows)))
 
     def _resend(self, frame: Frame, peer: Peer) -> None:
         step = frame.control.step  # type: ignore[attr-defined]
