@@ -39,6 +39,8 @@ _CHANNEL: Final[list[tuple[str, Any]]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),
+    # A connection of its own for each channel: else a new one to who came back shares the pause of one that failed.
+    ("grpc.use_local_subchannel_pool", 1),
     # A proxy of the environment is for the world outside, not between the services.
     ("grpc.enable_http_proxy", 0),
 ]
