@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
@@ -30,5 +31,6 @@ async def test_a_new_channel_does_not_wait_for_one_that_failed() -> None:
         old.get_state(try_to_connect=True)
         await asyncio.sleep(4)  # by then its pauses are long
         async with serving(port), open_channel(f"127.0.0.1:{port}") as new:
-            answer = await health_pb2_grpc.HealthStub(new).Check(health_pb2.HealthCheckRequest())
+            stub: Any = health_pb2_grpc.HealthStub(new)
+            answer = await stub.Check(health_pb2.HealthCheckRequest())
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
