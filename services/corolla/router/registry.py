@@ -57,6 +57,8 @@ class Registry:
                 roster = roster.without(server)
                 span = _choose(roster, server, wanted)
                 if await self._commit(roster, server, span, lease):
+                    # Again: as long as nobody was there, it may have been forgotten.
+                    await self._store.remember_model(server.model)
                     return span
                 await asyncio.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * (attempt + 1))))
         raise StoreUnavailable("the placement changes too fast to take part in it")
@@ -164,7 +166,10 @@ class Registry:
         return await self._store.models()
 
     async def forget(self, model: str) -> None:
+        """No longer lists a model that the store does not know, unless a server came in this moment."""
         await self._store.forget_model(model)
+        if (await self.snapshot(model)).is_known:
+            await self._store.remember_model(model)
 
 
 def _choose(roster: Roster, server: pb.ServerDescription, wanted: Span | None) -> Span:

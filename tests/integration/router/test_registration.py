@@ -5,7 +5,11 @@ import secrets
 import time
 from typing import Any
 
+import pytest
+
 from corolla.chassis.errors import InvalidRequest
+from corolla.router.registry import Registry
+from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
@@ -176,6 +180,30 @@ async def test_a_model_that_nobody_serves_is_not_found(router: Router, model: st
     error = await refusal(plan(router, model))
     assert (error.reason, error.message) == ("MODEL_NOT_FOUND", "no block server has registered for this model")
     assert await placement(router, model) == pb.Placement(model=model)
+
+
+@pytest.mark.parametrize("comes", ["before it is forgotten", "afterwards"])
+async def test_a_model_that_is_forgotten_while_its_first_server_comes_stays_known(
+    router: Router, model: str, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    """Nobody would look at it any more: not at its gauges, nor its layout, nor the ends of its leases."""
+    server, registry = BlockServer(router, model), router.process._registry
+    forget, commit = Store.forget_model, Registry._commit
+
+    async def come_and_forget(store: Store, name: str) -> None:
+        if name == model and comes == "before it is forgotten":
+            await server.join("0:10")
+        await forget(store, name)
+
+    async def forget_and_commit(*args: Any) -> bool:
+        if comes == "afterwards":
+            await registry.forget(model)
+        return await commit(*args)
+
+    monkeypatch.setattr(Store, "forget_model", come_and_forget)
+    monkeypatch.setattr(Registry, "_commit", forget_and_commit)
+    await (server.join("0:10") if comes == "afterwards" else registry.forget(model))
+    assert model in await registry.models()
 
 
 async def test_what_a_server_says_is_checked(router: Router, model: str) -> None:
