@@ -1,5 +1,6 @@
 """Session records in the store: owner, chain, token log, and the lock of the turn that runs."""
 
+import secrets
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -83,7 +84,8 @@ class SessionRecords:
 
     async def delete(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:
         """Returns the record, so that the caller can free its hops. Raises SessionBusy while a turn runs."""
-        return _record(await self._store.run("delete_session", model, session_id, tenant))
+        call = secrets.token_hex(16)
+        return _record(await self._store.run("delete_session", model, session_id, tenant, call))
 
     async def count(self, model: str) -> int:
         return int(await self._store.run("count_sessions", model))

@@ -2,9 +2,11 @@
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from redis.commands.core import AsyncScript
 
 from corolla.router.store import Store
 from corolla.v1 import common_pb2
@@ -219,6 +221,28 @@ async def test_delete_gives_the_record_and_not_during_a_turn(session: Session) -
     assert (await session.delete()).chain == CHAIN
     assert (await refusal(session.get())).reason == "SESSION_NOT_FOUND"
     assert await session.count() == 0
+
+
+async def test_a_deletion_whose_first_answer_is_lost_still_gives_the_record(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who deletes learns where the session is to be freed; another deletion learns that there is none."""
+    await session.create(**TURN)
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncScript, "__call__", twice(AsyncScript.__call__))
+        assert (await session.delete()).chain == CHAIN
+    assert (await refusal(session.delete())).reason == "SESSION_NOT_FOUND"
+    assert await session.count() == 0
+
+
+def twice(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """As a connection to the store that loses the first answer and asks again."""
+
+    async def call_twice(*args: Any, **arguments: Any) -> Any:
+        await call(*args, **arguments)
+        return await call(*args, **arguments)
+
+    return call_twice
 
 
 async def test_an_id_is_created_once(session: Session) -> None:

@@ -1,8 +1,14 @@
--- ARGV: session id, tenant.
+-- ARGV: session id, tenant, name of this call. The same call again gets the same answer: the first may be lost, and no
+-- other call tells where the session is to be freed.
 local record = owned(ARGV[1], ARGV[2])
-if not record then return {'missing'} end
+if not record then
+  local deleted = redis.call('HMGET', deleted_key(ARGV[3]), 'record', 'epoch')
+  if not deleted[1] then return {'missing'} end
+  return {'ok', deleted[1], 0, 0, deleted[2] or '0', store_id()}
+end
 if redis.call('EXISTS', turn_key(ARGV[1])) == 1 then return {'busy'} end
 local reply = found(ARGV[1], record)
-redis.call('DEL', session_key(ARGV[1]))
+redis.call('RENAME', session_key(ARGV[1]), deleted_key(ARGV[3]))
+redis.call('PEXPIRE', deleted_key(ARGV[3]), REPEATED_WITHIN_MS)
 redis.call('ZREM', SESSIONS, ARGV[1])
 return reply

@@ -15,6 +15,7 @@ local PAUSE = PREFIX .. 'pause'            -- string with a TTL: moves that only
 local PATIENCE = PREFIX .. 'patience'      -- hash with a TTL: how long they waited last, and among which servers
 local FORGOTTEN_AFTER_MS = 86400000        -- a model that nobody has served for so long is forgotten
 local MOST_SESSION_TTL_MS = 2592000000
+local REPEATED_WITHIN_MS = 30000           -- a call whose answer was lost
 
 -- String with a TTL: somebody reported that the server failed.
 local function suspect_key(server_id) return PREFIX .. 'suspect:' .. server_id end
@@ -24,6 +25,8 @@ local function withheld_key(server_id) return PREFIX .. 'withheld:' .. server_id
 local function lead_key(task) return PREFIX .. 'lead:' .. task end
 -- Hash with a TTL: tenant, record, chain, epoch, and the id of the turn that ended last.
 local function session_key(session_id) return PREFIX .. 'session:' .. session_id end
+-- The hash of a session that was deleted by a call of this name.
+local function deleted_key(call) return PREFIX .. 'deleted:' .. call end
 -- String with a TTL: the id of the turn that holds the session.
 local function turn_key(session_id) return PREFIX .. 'turn:' .. session_id end
 
