@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import SessionBusy
-from corolla.client.chain.opener import ChainOpener
+from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.streams import DataPlane
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason
@@ -255,33 +255,37 @@ async def is_deleted(client: AsyncClient, session_id: str) -> bool:
     return False
 
 
-async def test_a_deleted_session_is_freed_though_its_caller_left(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits_for", [ControlPlane.delete_session, DataPlane.connect], ids=["router", "hops"])
+async def test_a_deleted_session_is_freed_though_its_caller_left(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, waits_for: Callable[..., Awaitable[Any]]
+) -> None:
     """Its record is gone by then, so that nobody could delete it again."""
-    is_connecting, is_left, may_connect = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    connect, forget = DataPlane.connect, ChainOpener.forget
+    is_waiting, is_left = asyncio.Event(), asyncio.Event()
+    owner = ControlPlane if waits_for is ControlPlane.delete_session else DataPlane
 
-    async def held_connect(plane: DataPlane, address: str) -> Any:
-        is_connecting.set()
-        await may_connect.wait()
-        return await connect(plane, address)
+    async def held(*args: Any) -> Any:
+        answer = await waits_for(*args)
+        is_waiting.set()
+        await is_left.wait()
+        return answer
 
-    async def noted_forget(*args: Any) -> None:
-        try:
-            await forget(*args)
-        except asyncio.CancelledError:
-            is_left.set()
-            raise
+    async def num_left() -> float:
+        ended = {"method": "GenerationService/DeleteSession", "code": "CANCELLED"}
+        return await sample(swarm.clients[0].metrics_port, "corolla_rpcs_total", **ended)
 
+    async def has_left() -> bool:
+        return await num_left() > before
+
+    before = await num_left()
     async with swarm.connect() as client, asyncio.timeout(30):
         session_id = (await client.create_session()).session_id
         await client.generate("the thin man", session=session_id, max_tokens=3)
-        monkeypatch.setattr(DataPlane, "connect", held_connect)
-        monkeypatch.setattr(ChainOpener, "forget", noted_forget)
+        monkeypatch.setattr(owner, waits_for.__name__, held)
         deletion = asyncio.create_task(client.delete_session(session_id))
-        await is_connecting.wait()
+        await is_waiting.wait()
         deletion.cancel()
-        await is_left.wait()
-        may_connect.set()
+        await until(has_left)
+        is_left.set()
     await swarm.until_empty()
 
 

@@ -218,11 +218,14 @@ class GenerationServicer:
         return replies.session(await self._transcripts.get(request.session_id, self._tenants.of(context)))
 
     async def DeleteSession(self, request: pb.DeleteSessionRequest, context: Context) -> pb.DeleteSessionResponse:
-        tenant = self._tenants.of(context)
-        record = await self._transcripts.delete(request.session_id, tenant)
+        # Goes on though the caller leaves: what the router answers, and only once, tells where its pages are.
+        await asyncio.shield(asyncio.ensure_future(self._delete(request.session_id, self._tenants.of(context))))
+        return pb.DeleteSessionResponse()
+
+    async def _delete(self, session_id: str, tenant: str) -> None:
+        record = await self._transcripts.delete(session_id, tenant)
         identity = SessionIdentity.of_turn(record.session_id, record.epoch, tenant).at_end_of_turn()
         await self._opener.forget(identity, record.chain)
-        return pb.DeleteSessionResponse()
 
     # --- the model ------------------------------------------------------------------------------------------------
 
