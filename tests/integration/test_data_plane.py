@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 from google.protobuf.message import Message
 
-from corolla.block_server import servicer
+from corolla.block_server import engine, servicer
 from corolla.block_server.runner import BatchOutput, Runner
 from corolla.block_server.servicer import BlockServicer
 from corolla.chassis.channels import open_channel
@@ -297,6 +297,27 @@ async def test_what_was_given_back_and_is_not_there_any_more_is_refused_by_itsel
         answers = {each.step_id: each for each in [await caller.answer() for _ in range(3)]}
         assert answers[2].reason == "OUT_OF_PAGES"
         assert isinstance(answers[3], pb.Result)
+
+
+async def test_an_output_that_cannot_be_read_fails_its_own_steps_only(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a device that is full has no room to put the rows of a result together."""
+
+    def fail(parts: list[torch.Tensor]) -> memoryview:
+        raise RuntimeError("out of memory")
+
+    async with calling(swarm) as caller:
+        await caller.send(an_open())
+        await caller.answer()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_joined", fail)
+            await caller.send(a_step())
+            assert (await caller.answer()).reason == "NON_FINITE"
+        await caller.send(a_step(step_id=2))
+        assert (await caller.result()).control == pb.Result(
+            step_id=2, rows=a_step()[0].rows, dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=HIDDEN_SIZE
+        )
 
 
 async def test_who_speaks_in_the_name_of_another_is_told_itself(swarm: Swarm) -> None:

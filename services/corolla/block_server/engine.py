@@ -138,6 +138,9 @@ class Engine:
                     failpoints.passed("before_forward")
                     output = await loop.run_in_executor(self._compute_thread, self._compute, admitted, blocks)
                     failpoints.passed("after_forward")
+                    seconds = self.clock() - started_s
+                    # First what others wait for. It may still be brought here from a device, and that may fail.
+                    self._deliver(admitted, output)
                 except Exception as failure:
                     log.error("iteration failed", extra={"where": where(failure)})
                     for batch in admitted:
@@ -146,9 +149,6 @@ class Engine:
                     self.failures.failed()
                     continue
                 self.failures.succeeded()
-                seconds = self.clock() - started_s
-                # First what others wait for.
-                self._deliver(admitted, output)
                 self._observe(steps, admitted, seconds)
 
     def close(self) -> None:
