@@ -13,6 +13,7 @@ import torch
 from google.protobuf.message import Message
 
 from corolla.block_server import engine, servicer
+from corolla.block_server.peers import Peer, PeerTable
 from corolla.block_server.runner import BatchOutput, Runner
 from corolla.block_server.servicer import BlockServicer
 from corolla.chassis.channels import open_channel
@@ -23,6 +24,7 @@ from corolla.wire.tensors import MAX_PROMPT_BYTES, to_payload
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
 from tests.integration.refusals import refusal_of
 from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -68,6 +70,14 @@ class Caller:
 
 @asynccontextmanager
 async def calling(swarm: Swarm, client_id: bytes = b"c" * 16) -> AsyncIterator[Caller]:
+    """A stream with which all ends."""
+    async with streaming(swarm, client_id) as caller:
+        yield caller
+    await swarm.until_empty()
+
+
+@asynccontextmanager
+async def streaming(swarm: Swarm, client_id: bytes = b"c" * 16) -> AsyncIterator[Caller]:
     (status,) = await swarm.statuses()
     async with open_channel(swarm.servers[0].address) as channel:
         untyped: Any = channel
@@ -77,7 +87,6 @@ async def calling(swarm: Swarm, client_id: bytes = b"c" * 16) -> AsyncIterator[C
         assert (welcome.span, welcome.dtype) == (ALL, pb.TENSOR_TYPE_FLOAT32)
         yield caller
         caller.call.cancel()
-    await swarm.until_empty()
 
 
 def an_open(**changes: Any) -> pb.Open:
@@ -465,6 +474,50 @@ async def test_what_came_on_an_old_stream_is_freed_though_the_newer_one_ended_be
             pass
         await older.send(an_open())
         await older.answer()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_what_was_opened_on_an_old_stream_is_freed_with_it_though_the_client_has_a_newer_one(
+    swarm: Swarm, is_late: bool
+) -> None:
+    """Its end is seen late where packets were lost; so is, then, what was sent on it before the client gave it up."""
+    async with calling(swarm) as newer, streaming(swarm) as older:
+        if is_late:
+            newer, older = older, newer
+            await newer.send(pb.Close(session_id=SESSION, epoch=1))
+        await newer.send(an_open(session_id=b"n" * 16))
+        await newer.answer()
+        await older.send(an_open())
+        await older.answer()
+        older.call.cancel()
+
+        async def is_freed() -> bool:
+            return (await swarm.statuses())[0].num_sessions == 1
+
+        await until(is_freed)
+        await newer.send(a_step(session_id=b"n" * 16))
+        await newer.result()
+
+
+async def test_a_stream_that_comes_late_and_ends_takes_no_answers_away_from_the_other(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client gives a connection up that does not come about; the server may see it when it has the next one."""
+    has_ended, remove = asyncio.Event(), PeerTable.remove
+
+    def noted_remove(peers: PeerTable, peer: Peer) -> None:
+        remove(peers, peer)
+        has_ended.set()
+
+    monkeypatch.setattr(PeerTable, "remove", noted_remove)
+    async with calling(swarm) as caller, asyncio.timeout(30):
+        await caller.send(an_open())
+        await caller.answer()
+        async with streaming(swarm):
+            pass
+        await has_ended.wait()
+        await caller.send(a_step())
+        await caller.result()
 
 
 async def test_a_caller_that_does_not_read_loses_its_stream(swarm: Swarm) -> None:

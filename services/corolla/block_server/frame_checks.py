@@ -47,7 +47,8 @@ class FrameChecks:
         if len(control.session_id) != ID_BYTES or not peer.client_id:
             raise MalformedMessage("session_id", f"must have {ID_BYTES} bytes, on a client's stream")
         request = self._session("open", control, payload, peer.client_id)
-        return replace(request, resume=control.resume, text=self._text(control, request.blocks))
+        text = self._text(control, request.blocks)
+        return replace(request, resume=control.resume, text=text, stream=peer.number)
 
     def handover(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
         """As what a session is offered that another block server holds."""

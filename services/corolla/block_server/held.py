@@ -19,6 +19,9 @@ class OpenRequest:
     """What a client service asks of this hop. See `Open` in blocks.proto.
 
     Keys and values of a session with `prompts` are its own: no other text has them, however it begins.
+
+    Attributes:
+        stream: number of that on which it was asked; 0 where another server hands the session over.
     """
 
     session_id: bytes
@@ -33,6 +36,7 @@ class OpenRequest:
     keep_outputs: bool = False
     prompts: BlockPrompts | None = None
     text: ExpectedText | None = None
+    stream: int = 0
 
     def agrees_with(self, other: "OpenRequest") -> bool:
         """Whether what was computed under one request can go on under the other."""

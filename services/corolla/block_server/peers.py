@@ -1,6 +1,8 @@
 """The streams that callers hold to this server."""
 
 import asyncio
+import itertools
+from typing import Final
 
 from google.protobuf.message import Message
 
@@ -9,12 +11,15 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 from corolla.wire.outbox import Outbox, OutboxFull
 
+_numbers: Final = itertools.count(1)
+
 
 class Peer:
     """One stream: a client service's, or an upstream hop's (then without a client id)."""
 
     def __init__(self, client_id: bytes) -> None:
         self.client_id = client_id
+        self.number = next(_numbers)
         self.outbox = Outbox()
         self.has_piled_up = asyncio.Event()
         """Set when it did not read for so long that its stream must end."""
@@ -29,23 +34,28 @@ class Peer:
 
 
 class PeerTable:
-    """Client services by id; the newest stream of a client wins."""
+    """Client services by id; of a client's streams the one that came last wins.
+
+    A client has one at a time, but a server may see their beginnings and ends late, and in any order.
+    """
 
     def __init__(self) -> None:
-        self._peers: dict[bytes, Peer] = {}
+        self._streams: dict[bytes, list[Peer]] = {}
 
     def add(self, peer: Peer) -> None:
         if peer.client_id:
-            self._peers[peer.client_id] = peer
+            self._streams.setdefault(peer.client_id, []).append(peer)
 
-    def remove(self, peer: Peer) -> bool:
-        """Whether the client has no stream any more: not always is the newest one the last to end."""
-        if self._peers.get(peer.client_id) is peer:
-            del self._peers[peer.client_id]
-        return bool(peer.client_id) and peer.client_id not in self._peers
+    def remove(self, peer: Peer) -> None:
+        streams = self._streams.get(peer.client_id, [])
+        if peer in streams:
+            streams.remove(peer)
+            if not streams:
+                del self._streams[peer.client_id]
 
     def get(self, client_id: bytes) -> Peer | None:
-        return self._peers.get(client_id)
+        streams = self._streams.get(client_id)
+        return streams[-1] if streams else None
 
 
 def step_fault(step: pb.Step, error: CorollaError, rows: list[pb.StepRow] | None = None) -> pb.Fault:

@@ -101,8 +101,9 @@ class BlockServicer:
                 await asyncio.gather(reader, *helpers, return_exceptions=True)
             finally:
                 # A caller that vanishes ends the requests and cancels this handler: the second may come while it ends.
-                if self._peers.remove(peer):
-                    self._engine.between_iterations(lambda: self._forget(peer.client_id))
+                self._peers.remove(peer)
+                if peer.client_id:
+                    self._engine.between_iterations(lambda: self._forget(peer))
 
     async def GetStatus(self, request: pb.GetBlockServerStatusRequest, context: Context) -> pb.BlockServerStatus:
         """What the server holds now."""
@@ -268,7 +269,7 @@ class BlockServicer:
             raise MalformedMessage("handover", "only servers hand sessions over")
         self._intake.part(frame.control, frame.payload, peer)  # type: ignore[arg-type]
 
-    def _forget(self, client_id: bytes) -> None:
-        """The client's stream ended; if it has not come back by now, what lived only with it is freed."""
-        if self._peers.get(client_id) is None:
-            self._sessions.forsake(client_id)
+    def _forget(self, peer: Peer) -> None:
+        """A client's stream ended, and with it what was opened on it; with the last one, all that is its."""
+        is_gone = self._peers.get(peer.client_id) is None
+        self._sessions.forsake(peer.client_id, None if is_gone else peer.number)

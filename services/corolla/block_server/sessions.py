@@ -251,14 +251,14 @@ class SessionTable(Generic[AnyCache]):
         if held is not None and held.request.epoch <= epoch:
             self._free(held)
 
-    def forsake(self, client_id: bytes) -> int:
-        """The client's stream ended: frees the sessions that live only with it, and returns how many.
+    def forsake(self, client_id: bytes, stream: int | None = None) -> int:
+        """The client's streams ended, or just this: frees the sessions that live only with it, and returns how many.
 
         The others stay for whoever opens them next, with the pages of their tokens, and make room where there is none:
         the client has gone on without this hop, or is gone itself. Which of them nobody will come back for, only the
         router knows.
         """
-        gone = [held for held in self if held.request.client_id == client_id]
+        gone = [held for held in self if held.request.client_id == client_id and stream in (None, held.request.stream)]
         for held in gone:
             if held.request.transient:
                 self._free(held)
