@@ -177,6 +177,7 @@ class Protocol(RuleBasedStateMachine):
         if held is not None and held.epoch <= epoch:
             del held.inputs[position:]
             held.is_idle = idle
+            held.max_tokens = len(held.inputs)  # the other pages are given back
 
     @rule(session_id=SESSIONS, epoch=EPOCHS, client=st.integers(0, 1))
     def close(self, session_id: bytes, epoch: int, client: int) -> None:
