@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from corolla.block_server.registration import Registration
 from corolla.block_server.service import BlockServer
 from corolla.chassis.errors import NoChain
 from corolla.hf import AutoDistributedModelForCausalLM
@@ -91,6 +92,26 @@ async def test_idle_conversations_are_found_where_they_were_handed_to(tmp_path: 
         assert transcript.num_turns == 2
         for session_id in sessions:
             await client.delete_session(session_id)
+        await swarm.until_empty()
+
+
+async def test_a_conversation_that_is_deleted_while_it_is_handed_over_stays_nowhere(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who deletes it frees it where its record says that it is."""
+    move = Registration.move_session
+    async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
+        session_id = (await client.create_session()).session_id
+        await client.generate(PROMPTS[0], max_tokens=8, session=session_id)
+        await swarm.add_server("2:5")
+
+        async def delete_and_move(*args: Any) -> None:
+            if num_sessions(swarm.servers[0]):
+                await client.delete_session(session_id)
+            await move(*args)
+
+        monkeypatch.setattr(Registration, "move_session", delete_and_move)
+        await asyncio.wait_for(swarm.servers.pop(1).stop(), 60)
         await swarm.until_empty()
 
 

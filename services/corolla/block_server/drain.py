@@ -18,7 +18,7 @@ from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.channels import Channels, open_channel
-from corolla.chassis.errors import CorollaError, HopSessionLost, SessionBusy
+from corolla.chassis.errors import CorollaError, HopSessionLost, SessionBusy, SessionNotFound
 from corolla.chassis.handlers import where
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
@@ -168,7 +168,8 @@ class Drain:
             return "moved"
         # Its turn may have ended since the last part was sent.
         num_tokens = held.cache.num_tokens
-        (await link_to(hop.address)).tell(
+        link = await link_to(hop.address)
+        link.tell(
             pb.Truncate(session_id=request.session_id, epoch=request.epoch, position=num_tokens, idle=True)
         )
         try:
@@ -176,6 +177,10 @@ class Drain:
         except SessionBusy:
             # A turn has begun, or is about to end: it opens the session here, and moves with it.
             held.is_leaving = False
+            return "failed"
+        except SessionNotFound:
+            # It was deleted just now, or ended: nobody will ever look for it there.
+            link.tell(pb.Close(session_id=request.session_id, epoch=request.epoch))
             return "failed"
         except CorollaError:
             return "failed"  # the next turn replays it
