@@ -1,10 +1,13 @@
 """Calls whose texts begin alike: block servers compute the beginning once, and nobody's tokens change."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from corolla.chassis.errors import HopLeaving
+from corolla.client.chain.rows import RowGroup, RowStep
 from corolla.hf import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
@@ -99,3 +102,30 @@ def test_nobody_shares_unasked_or_with_other_tenants(pair: ModelPair) -> None:
     with embedded.inference_session(max_length=200) as session:
         embedded.generate(inputs_embeds=embedded.get_input_embeddings()(PROMPT), **NEW)
         assert session.num_reused_positions == 0
+
+
+def test_what_goes_on_otherwise_than_it_began_is_never_found_as_what_it_began_with(
+    pair: ModelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor after a recovery, which opens the sequence once more."""
+    model, other = sharing(pair, "dan"), torch.cat([PROMPT[:, :40], draw_prompts(1, 60, seed=1)], dim=1)
+    attempt, num_attempts = RowGroup._try, 0
+
+    async def try_in_vain_once(group: RowGroup, rows: Sequence[RowStep]) -> list[torch.Tensor]:
+        nonlocal num_attempts
+        num_attempts += 1
+        if num_attempts == 2:
+            raise HopLeaving("a hop of the chain handed sessions over")
+        return await attempt(group, rows)
+
+    with model.inference_session(max_length=200) as session:
+        model.generate(PROMPT, **NEW)
+        session.position = 40
+        with monkeypatch.context() as patch:
+            patch.setattr(RowGroup, "_try", try_in_vain_once)
+            output = model.generate(other[:, 40:], **NEW)
+        assert num_attempts > 2
+        assert torch.equal(output, pair.unsplit.generate(other, **NEW)[:, 40:])
+    output, _ = generate(model, PROMPT)
+    assert torch.equal(output, pair.unsplit.generate(PROMPT, **NEW))
+    pair.stack.until_empty()

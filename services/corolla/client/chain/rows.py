@@ -108,6 +108,7 @@ class RowGroup:
         if not self._has_stepped:
             rows = [self._behind_cached(row) for row in rows]
             self._has_stepped = True
+        self._cut_texts(rows)
         pasts = [self._past(row) for row in rows]
         account = RecoveryAccount(self._max_recoveries)
         if self._plane.moves.concern(self.chain, self._places.opened):
@@ -140,6 +141,19 @@ class RowGroup:
             return row
         self._histories[row.row].append(row.hidden[:num_cached])
         return replace(row, position=num_cached, hidden=row.hidden[num_cached:])
+
+    def _cut_texts(self, rows: Sequence[RowStep]) -> None:
+        """Hops that open the sequences once more are to be told no more of their texts than these still have."""
+        said = self._places.options.texts
+        if said is None:
+            return
+        texts = list(said)
+        for row in rows:
+            if row.source is not None or row.position < self._histories[row.row].position:
+                text = said[row.row if row.source is None else row.source]
+                texts[row.row] = text if row.position >= len(text) else text[: row.position]
+        if any(text is not before for text, before in zip(texts, said, strict=True)):
+            self._places.options = replace(self._places.options, texts=texts)
 
     def _past(self, row: RowStep) -> StateHistory:
         own = self._histories[row.row]
