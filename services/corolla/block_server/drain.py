@@ -169,9 +169,7 @@ class Drain:
         # Its turn may have ended since the last part was sent.
         num_tokens = held.cache.num_tokens
         link = await link_to(hop.address)
-        link.tell(
-            pb.Truncate(session_id=request.session_id, epoch=request.epoch, position=num_tokens, idle=True)
-        )
+        link.tell(pb.Truncate(session_id=request.session_id, epoch=request.epoch, position=num_tokens, idle=True))
         try:
             await self._registration.move_session(request.session_id, request.tenant, hop)
         except SessionBusy:
