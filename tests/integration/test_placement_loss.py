@@ -17,6 +17,7 @@ from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import NoChain, NonFiniteOutput, RouterUnavailable
 from corolla.client.api import servicer
 from corolla.router.service import RouterProcess
+from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.streams import AsyncStream
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
@@ -242,9 +243,19 @@ async def test_a_router_that_is_gone_is_missed_by_sessions_only(tmp_path: Path, 
         # Leases ran out meanwhile; the servers come back by themselves.
         await until(lambda: both_are_placed(swarm))
         await swarm.until_ready()
+        # The client service pauses between its attempts to reach the router.
+        await until(lambda: makes_sessions(client))
         async with client.chat() as chat:
             await chat.send(PROMPT, max_tokens=4)
             assert (await chat.send(PROMPT, max_tokens=4)).usage.cached_tokens > 0
+
+
+async def makes_sessions(client: AsyncClient) -> bool:
+    try:
+        await client.delete_session((await client.create_session()).session_id)
+    except RouterUnavailable:
+        return False
+    return True
 
 
 async def both_are_placed(swarm: Swarm) -> bool:

@@ -10,6 +10,7 @@ from corolla.chassis.errors import (
     HopUnavailable,
     InternalError,
     NoChain,
+    NonFiniteOutput,
     OutOfPages,
     QueueFull,
     RouterUnavailable,
@@ -160,6 +161,10 @@ class Invariants:
         if not scenario.keeps_coverage and not isinstance(error, InternalError):
             return True
         if scenario.is_tight and isinstance(error, OutOfPages | QueueFull | HopUnavailable | NoChain):
+            return True
+        # A request is tried once more where numbers are bad; whether it meets another such server, chance decides.
+        num_bad = sum(fault.kind == "bad numbers" for fault in scenario.faults)
+        if num_bad > 1 and isinstance(error, NonFiniteOutput):
             return True
         control = (RouterUnavailable, StoreUnavailable, SessionBusy, SessionNotFound)
         return answer.is_chat and scenario.has(*_CONTROL) and isinstance(error, control)

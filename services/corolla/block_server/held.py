@@ -60,6 +60,15 @@ class HopSession(Generic[AnyCache]):
     is_leaving: bool = False
     """It is being handed over to another server, or was, and takes no steps."""
 
+    def makes_way_for(self, request: OpenRequest) -> bool:
+        """Whether its client may open it once more in the same epoch.
+
+        A client takes an open back, before any step, when another hop of its chain refuses; then it tries again. As
+        good as taken back is what it opened on a stream that has broken since, or on a server that left.
+        """
+        is_over = self.is_idle or self.is_copy or 0 < self.request.stream < request.stream
+        return is_over and (self.request.epoch, self.request.client_id) == (request.epoch, request.client_id)
+
     @property
     def is_arriving(self) -> bool:
         return bool(self.transfer_id)

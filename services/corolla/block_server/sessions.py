@@ -100,9 +100,7 @@ class SessionTable(Generic[AnyCache]):
         if held is not None:
             if held.request.tenant != request.tenant:
                 raise HopSessionLost("the session is not held here")
-            # A client takes an open back, before any step, when another hop of its chain refuses; then it tries again.
-            is_taken_back = held.is_idle and held.request.client_id == request.client_id
-            if held.request.epoch > request.epoch or (held.request.epoch == request.epoch and not is_taken_back):
+            if held.request.epoch >= request.epoch and not held.makes_way_for(request):
                 raise StaleEpoch("the session was opened with this epoch or a later one")
         if request.prompts is not None:
             self._check_prompts(request.prompts, except_of=request.session_id)

@@ -103,7 +103,7 @@ class Hop(RuleBasedStateMachine):
         except StaleEpoch:
             assert held is not None
             assert held.request.epoch >= request.epoch
-            taken_back = held.is_idle and held.request.client_id == request.client_id
+            taken_back = (held.is_idle or held.is_copy) and held.request.client_id == request.client_id
             assert held.request.epoch > request.epoch or not taken_back
         except OutOfPages:
             assert self.table.pool.pages_for(request.max_tokens) > room
@@ -286,6 +286,26 @@ def test_an_open_that_was_taken_back_may_be_repeated_by_its_client_only() -> Non
     with pytest.raises(StaleEpoch):
         table.open(a_request(client_id=CLIENTS[1]), 0.0)
     assert not table.open(a_request(), 0.0).is_idle
+
+
+def test_what_was_opened_on_a_stream_that_broke_may_be_opened_again_on_the_next() -> None:
+    table = a_table()
+    table.open(a_request(stream=1), 0.0)
+    for again in (a_request(stream=1), a_request(client_id=CLIENTS[1], stream=2)):
+        with pytest.raises(StaleEpoch):
+            table.open(again, 0.0)
+    assert table.open(a_request(stream=2), 0.0).request.stream == 2
+
+
+def test_what_a_server_that_left_handed_over_may_be_opened_again_by_its_client() -> None:
+    table = a_table()
+    held = table.receive(a_request(), b"t" * 16, 0.0)
+    table.arrived(held, is_idle=False)
+    with pytest.raises(StaleEpoch):
+        table.open(a_request(client_id=CLIENTS[1], stream=2), 0.0)
+    assert not table.open(a_request(stream=1), 0.0).is_copy
+    with pytest.raises(StaleEpoch):
+        table.open(a_request(stream=1), 0.0)
 
 
 def test_steps_keep_the_lease() -> None:
