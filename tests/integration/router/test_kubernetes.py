@@ -58,6 +58,15 @@ async def watched(router: Router) -> None:
     await until(is_up)
 
 
+async def tagged(kubernetes: KubernetesServer) -> None:
+    """Returns when a router has tagged a pod."""
+
+    async def is_tagged() -> bool:
+        return bool(kubernetes.patches)
+
+    await until(is_tagged)
+
+
 async def num_patches(router: Router) -> float:
     return await sample(router.process.metrics_port, "corolla_kubernetes_calls_total", call="patch")
 
@@ -206,11 +215,7 @@ async def test_of_several_routers_one_writes_and_another_takes_over(
         await watched(each)
 
     async with serving(server_in(routers[0], model, "a")):
-
-        async def is_tagged() -> bool:
-            return bool(kubernetes.patches)
-
-        await until(is_tagged)
+        await tagged(kubernetes)
         await asyncio.sleep(2)
         made = [await num_patches(each) for each in routers]
         assert sorted(made) == [0, 0, 1]
@@ -262,11 +267,8 @@ async def test_a_span_that_is_uncovered_and_restored_is_told_about_the_routers_p
     async def told(reason: str) -> bool:
         return reason in kubernetes.reasons()
 
-    async def is_tagged() -> bool:
-        return bool(kubernetes.patches)
-
     async with serving(server_in(routers[0], model, one)):
-        await until(is_tagged)
+        await tagged(kubernetes)
         await asyncio.sleep(1)
         assert kubernetes.events == []
     await until(lambda: told("SpanUncovered"))

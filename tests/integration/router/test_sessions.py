@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from redis.commands.core import AsyncScript
 
-from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.integration.router.conftest import Router, StartRouter, refusal
@@ -197,14 +196,7 @@ async def test_a_move_whose_first_answer_is_lost_is_no_error(
 ) -> None:
     """The connection to the store asks a second time by itself."""
     await session.create(**TURN)
-    run = Store.run
-
-    async def run_twice(store: Store, name: str, *arguments: Any) -> Any:
-        if name == "move_session":
-            await run(store, name, *arguments)
-        return await run(store, name, *arguments)
-
-    monkeypatch.setattr(Store, "run", run_twice)
+    monkeypatch.setattr(AsyncScript, "__call__", twice(AsyncScript.__call__))
     hop = common_pb2.Hop(server_id="other", address="b:1", span=CHAIN.hops[0].span)
     request = pb.MoveSessionRequest(
         model=session.model, session_id=session.session_id, tenant=session.tenant, server_id="s", hop=hop

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
-from corolla.chassis.lifecycle import TaskGroup
 from corolla.client.chain.account import Recovered, RecoveryAccount
 from corolla.client.chain.gangs import Gang
 from corolla.client.chain.identity import SessionIdentity
@@ -47,7 +46,6 @@ class ChainOpener:
         self._limits = limits
         # A chain's gang lives as long as a session has it.
         self._gangs: WeakValueDictionary[bytes, Gang] = WeakValueDictionary()
-        self._tasks = TaskGroup()
 
     @asynccontextmanager
     async def open(
@@ -88,20 +86,16 @@ class ChainOpener:
             session.leave_gang()
 
     async def forget(self, identity: SessionIdentity, chain: common_pb2.Chain) -> None:
-        """Frees a session that is open nowhere in this process, as after its deletion. Goes on though nobody waits."""
-        await asyncio.shield(self._tasks.start(self._forget(identity, chain), "end of a session"))
-
-    async def close(self) -> None:
-        await self._tasks.close()
-        for gang in list(self._gangs.values()):
-            await gang.close()
-
-    async def _forget(self, identity: SessionIdentity, chain: common_pb2.Chain) -> None:
+        """Frees a session that is open nowhere in this process, as after its deletion."""
         addresses = [hop.address for hop in chain.hops]
         # Where a connection fails, the session's lease will end.
         await asyncio.gather(*map(self._plane.connect, addresses), return_exceptions=True)
         for address in addresses:
             self._plane.tell(address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
+
+    async def close(self) -> None:
+        for gang in list(self._gangs.values()):
+            await gang.close()
 
     def _gang_of(self, places: Places) -> Gang:
         key = places.chain.SerializeToString(deterministic=True)

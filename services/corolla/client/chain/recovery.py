@@ -268,8 +268,8 @@ class Recovery:
             # The others were cancelled for it.
             if isinstance(failure, CorollaError):
                 return failure
-        for failure in failures:
-            raise failure
+        if failures:
+            raise failures[0]
         return None
 
     async def _fill(
