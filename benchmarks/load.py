@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
-    checkpoint = Checkpoint.open(options.model)
+    checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     environment = {
         "COROLLA_MAX_RUNNING_REQUESTS": str(options.running),

@@ -63,5 +63,5 @@ class LocalBlocks:
             chunk = token_ids[start : start + _CHUNK_TOKENS]
             first = position + start
             embedded = self._edges.embed(chunk, torch.arange(first, first + len(chunk)))
-            outputs.append(self._runner.run([RowWork(cache, first, len(chunk))], embedded, self._span))
+            outputs.append(self._runner.forward([RowWork(cache, first, len(chunk))], embedded, self._span))
         return torch.cat(outputs)

@@ -38,7 +38,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _of_spans(model: str, blocks: str) -> Iterator[Figure]:
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Checkpoint.from_pretrained(model)
     checkpoint.fetch()
     environment = {"COROLLA_KV_CACHE_MIB": str(_CACHE_MIB)}
     with Chain(checkpoint.folder, blocks=blocks, environment=environment) as chain:

@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
-    checkpoint = Checkpoint.open(options.model)
+    checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     vocab_size, num_tokens = checkpoint.vocab_size, options.prefix_tokens
     times_s: tuple[list[float], list[float]] = ([], [])

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
-    checkpoint = Checkpoint.open(options.model)
+    checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     library: Any = AutoTokenizer
     token_ids = library.from_pretrained(checkpoint.folder).encode(_PASSAGE.read_text(encoding="utf-8"))

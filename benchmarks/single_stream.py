@@ -3,7 +3,7 @@
     python -m benchmarks.single_stream --rounds 15
 
 Answers of a few tokens take turns, in changing order, so that a noisy machine is equally unkind to all. Every side
-runs with one thread and with two, and counts with what suits it best. Speed is tokens after the first over the time
+runs with one thread and with two, and counts with the faster of the two. Speed is tokens after the first over the time
 after the first. llama.cpp takes part where a Python has it: LLAMA_CPP_PYTHON=/path/to/python.
 """
 
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
-    checkpoint = Checkpoint.open(options.model)
+    checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     prompt = random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed=0)
     gaps_s: list[float] = []

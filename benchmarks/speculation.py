@@ -1,10 +1,10 @@
-"""Guessing ahead against plain decoding, over links that are as slow as one says.
+"""Speculation against plain decoding, over links that are as slow as one says.
 
     python -m benchmarks.speculation --delays 0 2 10 --rounds 2
 
-Plain and guessed answers to one prompt are made one after the other, in changing order, and their ratio is formed
+Plain and drafted answers to one prompt are made one after the other, in changing order, and their ratio is formed
 within the pair, so that a noisy machine is equally unkind to both. Printed are medians, with the smallest and largest.
-Every guessed answer must be the plain one, token for token.
+Every drafted answer must be the plain one, token for token.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from corolla.chassis.errors import HopUnavailable, NoChain
 from corolla.models.checkpoint import Checkpoint
 from corolla.sdk.results import Generation
 
-NUM_GUESSES = 10
+NUM_DRAFT_TOKENS = 10
 _MAX_ATTEMPTS = 4
 
 _CODE = """def mean(values):
@@ -71,7 +71,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A guessed answer beside the plain one."""
+    """A drafted answer beside the plain one."""
 
     ratio: float
     plain_tokens_per_s: float
@@ -87,9 +87,9 @@ def compare(client: Client, case: dict[str, Any], seed: int, num_tokens: int, mo
     answers = {}
     for each in ("off", mode) if plain_first else (mode, "off"):
         answers[each] = _generate(client, prompt, {**options, "speculation": each})
-    plain, guessed = answers["off"], answers[mode]
-    assert guessed.token_ids == plain.token_ids, "guessing must not change the answer"
-    usage = guessed.usage
+    plain, drafted = answers["off"], answers[mode]
+    assert drafted.token_ids == plain.token_ids, "speculation must not change the answer"
+    usage = drafted.usage
     # The first token comes from the prompt's own pass.
     num_passes = usage.completion_tokens - 1 - usage.accepted_tokens
     return Pair(
@@ -135,7 +135,7 @@ def measure(chain: DistantChain, options: argparse.Namespace) -> Iterator[dict[s
         chain.set_delay(delay_ms)
         for name, (client, mode, cases) in sets.items():
             # Whole drafts and the token after each, so that none is cut short at the end.
-            num_tokens = options.tokens if mode == "prompt_lookup" else 1 + 4 * (NUM_GUESSES + 1)
+            num_tokens = options.tokens if mode == "prompt_lookup" else 1 + 4 * (NUM_DRAFT_TOKENS + 1)
             pairs = {case: [] for case in cases}  # type: dict[str, list[Pair]]
             for number in range(options.rounds):
                 for case, given in cases.items():
@@ -188,10 +188,10 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=None, help="folder for the processes' logs; kept")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each row instead of a table")
     options = parser.parse_args()
-    checkpoint = Checkpoint.open(options.model)
+    checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     folder = checkpoint.folder
-    fixed = {"COROLLA_ADAPTIVE_DRAFTS": "false", "COROLLA_MAX_DRAFT_TOKENS": str(NUM_GUESSES)}
+    fixed = {"COROLLA_ADAPTIVE_DRAFTS": "false", "COROLLA_MAX_DRAFT_TOKENS": str(NUM_DRAFT_TOKENS)}
     clients: dict[str, dict[str, str]] = {"lookup": {}}
     with tempfile.TemporaryDirectory() as logs, perturbed(folder, options.noise) as noisy:
         if options.draft_models:

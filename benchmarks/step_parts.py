@@ -1,4 +1,4 @@
-"""What a decode step of a span consists of: the family's own code beside lean blocks, operator by operator.
+"""What a decode step of a span consists of: the family's own code beside fused blocks, operator by operator.
 
     python -m benchmarks.step_parts --blocks 15
 
@@ -44,15 +44,15 @@ _MICROSECONDS: Final = 1e6
 class _Side:
     """A runner, and a session in it whose next token is computed again and again."""
 
-    def __init__(self, checkpoint: Checkpoint, span: Span, num_cached_tokens: int, *, is_lean: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, span: Span, num_cached_tokens: int, *, is_fused: bool) -> None:
         model = load_span(checkpoint, span, dtype=torch.float32)
-        self._runner = Runner(model, is_lean=is_lean)
+        self._runner = Runner(model, is_fused=is_fused)
         self._span = span
         self._position = num_cached_tokens
         self._cache: SessionCache = self._runner.new_cache()
         self._cache.reserve(num_cached_tokens + 1)
         hidden = torch.randn(num_cached_tokens, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
-        self._runner.run([RowWork(self._cache, 0, num_cached_tokens)], hidden, span)
+        self._runner.forward([RowWork(self._cache, 0, num_cached_tokens)], hidden, span)
         self._token = hidden[:1].clone()
 
     def parts_us(self, num_steps: int) -> dict[str, float]:
@@ -72,7 +72,7 @@ class _Side:
         return {**parts, _BETWEEN: max(0.0, step_us - sum(parts.values())), _STEP: step_us}
 
     def _step(self) -> None:
-        self._runner.run([RowWork(self._cache, self._position, 1)], self._token, self._span)
+        self._runner.forward([RowWork(self._cache, self._position, 1)], self._token, self._span)
 
 
 def _part_of(operator: str) -> str:
@@ -91,9 +91,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     torch.set_num_threads(1)
-    checkpoint = Checkpoint.open(str(demo_checkpoint()))
+    checkpoint = Checkpoint.from_pretrained(str(demo_checkpoint()))
     make = partial(_Side, checkpoint, Span(0, options.blocks), options.cached_tokens)
-    sides = {"the family's own": make(is_lean=False), "lean": make(is_lean=True)}
+    sides = {"the family's own": make(is_fused=False), "fused": make(is_fused=True)}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
 
     def step_us(name: str) -> float:
@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         for name in sides:
             # The first round warmed up.
             yield figure(f"{part}, {name}", "us", [parts.get(part, 0.0) for parts in found[name][1:]])
-    yield ratio("a step, lean against the family's own", steps_us["lean"], steps_us["the family's own"])
+    yield ratio("a step, fused against the family's own", steps_us["fused"], steps_us["the family's own"])
 
 
 if __name__ == "__main__":

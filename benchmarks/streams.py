@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
-    checkpoint = Checkpoint.open(options.model)
+    checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     local = LocalModel(checkpoint.folder)
     prompts = [

@@ -10,7 +10,7 @@ Each line comes from one of the other benchmarks, whose own command says more.
 import argparse
 from collections.abc import Iterator
 
-from benchmarks import gangs, hops, memory, prefill, prefix, single_stream, streams
+from benchmarks import hops, memory, microbatches, prefill, prefix, single_stream, streams
 from benchmarks.command import AddOptions, Measure, run
 from benchmarks.figures import Figure
 
@@ -20,7 +20,7 @@ _PARTS: tuple[tuple[AddOptions, Measure, str, str], ...] = (
     (prefill.add_options, prefill.measure, "--hops 2 --lengths 512", "--hops 2 --lengths 512 --rounds 3"),
     (prefix.add_options, prefix.measure, "", "--rounds 3"),
     (hops.add_options, hops.measure, "", "--rounds 3"),
-    (gangs.add_options, gangs.measure, "", "--rounds 2"),
+    (microbatches.add_options, microbatches.measure, "", "--rounds 2"),
     (memory.add_options, memory.measure, "", "--sessions 200"),
 )
 

@@ -71,6 +71,7 @@ OVERVIEW: Final = (
           quantiles("corolla_e2e_request_latency_seconds", 0.5, 0.95, 0.99)),
     Panel("Tokens per second", "Tokens of prompts and of answers.", "short", (
         (rate("corolla_prompt_tokens_total"), "prompts"),
+        (rate("corolla_cached_prompt_tokens_total"), "prompts, already in caches"),
         (rate("corolla_generation_tokens_total"), "answers"),
     )),
     Panel("Queue", "Answers being generated, and those that wait for their turn.", "short", (
@@ -97,7 +98,7 @@ SPANS: Final = (
     Panel("Slowest block", "What its ready servers can decode together: the limit of all answers.", "short", (
         (gauge("corolla_slowest_block_tokens_per_second", "model", "max"), "{{model}}"),
     )),
-    Panel("Moves", "Block servers that were told to hold other blocks, in an hour.", "short", (
+    Panel("Moves", "Block servers that were ordered to hold other blocks, in an hour.", "short", (
         (f"sum by (model, reason) (increase(corolla_moves_ordered_total{{{HERE}}}[1h]))", "{{model}} {{reason}}"),
     )),
     Panel("Page usage", "Share of the KV pages that sessions use or have reserved.", "percentunit", (
@@ -119,9 +120,9 @@ SPANS: Final = (
     Panel("Waiting steps", "Steps queued for a block server's next iterations.", "short", (
         (gauge("corolla_num_steps_waiting", "instance"), "{{instance}}"),
     )),
-    Panel("Prefix hits", "Share of the tokens looked for in the prefix caches that were there.", "percentunit", (
-        (f"{rate('corolla_prefix_cache_hits_total', 'job')} / {rate('corolla_prefix_cache_queries_total', 'job')}",
-         "{{job}}"),
+    Panel("Prefix hits", "Share of the tokens looked for in the block servers' prefix caches that were there.",
+          "percentunit", (
+        (f"{rate('corolla_prefix_cache_hits_total')} / {rate('corolla_prefix_cache_queries_total')}", "found"),
     )),
     Panel("Refused rows", "Rows that block servers refused or failed, by reason.", "short", (
         (rate("corolla_hop_faults_total", "reason"), "{{reason}}"),
@@ -137,7 +138,7 @@ RECOVERY: Final = (
     )),
     Panel("Stall", "From the loss of a hop until its answer went on.", "s",
           quantiles("corolla_session_recovery_seconds", 0.5, 0.9, 0.99)),
-    Panel("Recomputed tokens", "Tokens processed again, or sent again from kept outputs.", "short", (
+    Panel("Recomputed tokens", "Tokens processed again, or sent again from boundary activations.", "short", (
         (rate("corolla_recomputed_tokens_total"), "recomputed"),
         (rate("corolla_hop_resent_tokens_total"), "sent again"),
     )),
@@ -152,16 +153,16 @@ RECOVERY: Final = (
         (gauge("corolla_quarantined_servers", "instance"), "{{instance}} leaves out"),
         (rate("corolla_quarantines_total", "cause"), "new by {{cause}}, per second"),
     )),
-    Panel("Kept outputs", "Memory for outputs that rebuild a lost next hop.", "bytes", (
-        (gauge("corolla_kept_output_bytes", "instance"), "{{instance}}"),
+    Panel("Boundary activations", "Memory for outputs that rebuild a lost next hop.", "bytes", (
+        (gauge("corolla_boundary_activation_bytes", "instance"), "{{instance}}"),
     )),
     Panel("Errors by reason", "What was given up, by its name in the error tree.", "short", (
         (f"{rate('corolla_errors_total', 'reason')} > 0", "{{reason}}"),
     )),
-    Panel("Sessions lost by hops", "Leases that ran out, idle sessions and kept outputs that gave way.", "short", (
+    Panel("Sessions lost by hops", "Leases that ran out, idle sessions and boundary activations evicted.", "short", (
         (rate("corolla_hop_sessions_expired_total"), "expired"),
         (rate("corolla_hop_sessions_evicted_total"), "evicted"),
-        (rate("corolla_kept_outputs_evicted_total"), "outputs evicted"),
+        (rate("corolla_boundary_activations_evicted_total"), "outputs evicted"),
     )),
     Panel("Redis", "1 while a router reaches Redis.", "short", (
         (gauge("corolla_store_up", "instance", "min"), "{{instance}}"),

@@ -31,7 +31,27 @@ outlast_pauses()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """What a failed test logged is shown with its facts, as services show it."""
+    """Shows the log lines of a failed test in the services' own format."""
     logging_plugin = session.config.pluginmanager.get_plugin("logging-plugin")
     if logging_plugin is not None:
         logging_plugin.report_handler.setFormatter(TextFormatter())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where all seeds of the simulation held, they must have taken nearly all transitions of a session on a hop."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    parts = [each for each in reporter.stats.get("passed", []) if "test_seeds_hold" in each.nodeid]
+    if not parts:
+        return
+    from tests.simulation import transitions
+
+    rest = transitions.of_parts(parts)
+    if rest is None:
+        return
+    reporter.write_line(f"\ntransitions of a session on a hop that no seed took: {'; '.join(rest) or 'none'}")
+    if len(rest) > transitions.MOST_NOT_TAKEN:
+        reporter.write_line("these are too many", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

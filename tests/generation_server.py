@@ -19,13 +19,19 @@ API_KEY = "key-of-the-tests"
 
 
 class Servicer:
-    """Remembers what it was asked; sessions count their turns. The prompt "endless" is answered without an end."""
+    """Remembers what it was asked; sessions count their turns. The prompt "endless" is answered without an end.
+
+    Attributes:
+        failure: what each request fails of, before anything is done.
+        loses_answers: whether turns of chats are kept, and then fail.
+    """
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.sessions: dict[str, pb.Session] = {}
         self.cancelled = threading.Event()
         self.failure: errors.CorollaError | None = None
+        self.loses_answers = False
         self._numbers = itertools.count(1)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
@@ -57,6 +63,8 @@ class Servicer:
         session = self._begin(request.session_id)
         cached = session.num_tokens
         self._end(session)
+        if self.loses_answers:
+            raise errors.RouterUnavailable("the answer is lost")
         return pb.ChatResponse(
             model="echo",
             message=pb.ChatMessage(role="assistant", content=request.messages[-1].content),

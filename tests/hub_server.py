@@ -1,4 +1,4 @@
-"""A hub on this machine: it speaks what the hub's client asks, serves one real checkpoint, and can be at fault."""
+"""A hub on this machine: it serves one real checkpoint to the hub's client, and fails on demand."""
 
 import hashlib
 import json
@@ -79,7 +79,7 @@ class HubServer:
         return [name for name in self.sent() if name.endswith(".safetensors")]
 
     def facts(self) -> dict[str, Any]:
-        """What the hub's API says of the repository."""
+        """The facts of the repository that the hub's API returns."""
         siblings = []
         for path in sorted(self.folder.iterdir()):
             content = path.read_bytes()

@@ -8,17 +8,15 @@ What frozen peers do to a stack is shown by `tests/faults/freeze.py` and by the 
 import sys
 from typing import Final
 
-from corolla.chassis import channels
+from corolla.chassis.channels import tolerate_silence
 from corolla.cli.app import main
 
 _PATIENCE_MS: Final = 60_000
-_LIMITS: Final = frozenset({"grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms", "grpc.min_reconnect_backoff_ms"})
 
 
 def outlast_pauses() -> None:
     """Holds for all connections that this process opens or takes from now on, at this end of them."""
-    for options in (channels._CHANNEL, channels._PEERS, channels._CALLERS):
-        options[:] = [(name, _PATIENCE_MS if name in _LIMITS else value) for name, value in options]
+    tolerate_silence(_PATIENCE_MS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The project's own modules, parsed: what the rules of this folder look at."""
+"""The project's own modules, parsed for the rules of this folder."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Who may import whom, as the contracts of pyproject.toml say, and what is really loaded at run time."""
+"""Which room may import which, by the contracts of pyproject.toml, and which modules are loaded at run time."""
 
 import subprocess
 import sys

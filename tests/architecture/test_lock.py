@@ -99,7 +99,7 @@ def test_the_lock_is_the_closure_of_the_project() -> None:
 
 
 @pytest.mark.parametrize("image", IMAGE_LOCKS)
-def test_an_image_installs_what_its_extras_need_and_what_is_locked(image: str) -> None:
+def test_an_image_installs_the_locked_packages_of_its_extras(image: str) -> None:
     everything, _ = read_lock()
     pins, unhashed = read_lock(LOCK.parent / f"{image}.txt")
     assert unhashed == set()
@@ -121,7 +121,7 @@ def test_every_requirement_admits_its_pin() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(pins_here()))
-def test_what_is_installed_is_what_is_locked(name: str) -> None:
+def test_installed_packages_are_those_of_the_lock(name: str) -> None:
     assert pins_here()[name].specifier.contains(metadata.version(name), prereleases=True), "run: make setup"
 
 

@@ -1,4 +1,4 @@
-"""What the pages for operators name does exist: metrics, settings, errors, and a section for each alert."""
+"""The pages for operators name metrics, settings and errors that exist, and have a section for each alert."""
 
 import re
 from pathlib import Path

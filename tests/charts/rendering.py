@@ -1,5 +1,6 @@
-"""The chart as helm renders it."""
+"""The chart as helm renders it: once for the same values and cluster in a session of tests."""
 
+import copy
 import functools
 import json
 import shutil
@@ -41,15 +42,28 @@ def render(
     apis: Sequence[str] = ALL_APIS,
     upgrades: bool = False,
 ) -> list[Object]:
-    """The objects of release `rel` in namespace `ns`. Raises Refused."""
-    command = [helm(), "template", "rel", str(CHART), "--namespace", "ns", "--kube-version", kubernetes]
+    """The objects of release `rel` in namespace `ns`, of which the caller may change its copy. Raises Refused."""
+    return copy.deepcopy(_rendered(json.dumps(values or {}), tuple(files), kubernetes, tuple(apis), upgrades))
+
+
+@functools.cache
+def _rendered(
+    values: str, files: tuple[Path, ...], kubernetes: str, apis: tuple[str, ...], upgrades: bool
+) -> list[Object]:
+    arguments = ["--kube-version", kubernetes]
     for file in files:
-        command += ["--values", str(file)]
+        arguments += ["--values", str(file)]
     for api in apis:
-        command += ["--api-versions", api]
+        arguments += ["--api-versions", api]
     if upgrades:
-        command.append("--is-upgrade")
-    done = subprocess.run([*command, "--values", "-"], input=json.dumps(values or {}), capture_output=True, text=True)
+        arguments.append("--is-upgrade")
+    return template(arguments, values)
+
+
+def template(arguments: Sequence[str], values: str = "{}", environment: dict[str, str] | None = None) -> list[Object]:
+    """Renders the chart with `helm template`. Raises Refused."""
+    command = [helm(), "template", "rel", str(CHART), "--namespace", "ns", *arguments, "--values", "-"]
+    done = subprocess.run(command, input=values, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise Refused(done.stderr)
     return [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]

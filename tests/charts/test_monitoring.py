@@ -13,7 +13,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.chassis.metrics import RpcMetrics
+from corolla.chassis.metrics import RpcMetrics, TaskMetrics
 from corolla.client.metrics import ClientMetrics
 from corolla.router.metrics import RouterMetrics
 from corolla.router.roster import Roster
@@ -44,7 +44,7 @@ def queries() -> Iterator[tuple[str, str]]:
 def exported() -> dict[str, set[str]]:
     """The labels of every series that the services export, by its name."""
     found: dict[str, set[str]] = {}
-    for collectors in (BlockServerMetrics, ClientMetrics, RouterMetrics, RpcMetrics):
+    for collectors in (BlockServerMetrics, ClientMetrics, RouterMetrics, RpcMetrics, TaskMetrics):
         registry = CollectorRegistry()
         collectors(registry)
         for names, collector in ((registry._collector_to_names[each], each) for each in registry._collector_to_names):
@@ -60,7 +60,7 @@ ADDED_LABELS: Final = {"namespace", "instance", "job", "le"}
 
 
 @pytest.mark.parametrize("where, query", list(queries()))
-def test_a_query_asks_for_what_is_exported(where: str, query: str) -> None:
+def test_queries_ask_for_exported_metrics(where: str, query: str) -> None:
     metrics = set(re.findall(r"corolla_\w+", query))
     assert metrics
     assert metrics <= set(EXPORTED), where
@@ -71,7 +71,7 @@ def test_a_query_asks_for_what_is_exported(where: str, query: str) -> None:
 
 
 @pytest.mark.parametrize("where, query", list(queries()))
-def test_a_query_shows_what_is_and_not_what_ever_was(where: str, query: str) -> None:
+def test_a_query_shows_the_present_and_not_all_time_totals(where: str, query: str) -> None:
     """A counter or histogram since its start says nothing about now."""
     without_labels = re.sub(r"\{[^}]*\}", "", query)
     bare = re.sub(r"(rate|increase)\([^()]*\)", "", without_labels)
@@ -155,11 +155,12 @@ NEVER_RARE: Final = {
 }  # fmt: skip
 
 
-def test_what_is_rare_begins_at_zero() -> None:
+def test_rare_counters_begin_at_zero() -> None:
     """`rate` and `increase` see a series grow, not begin: the first recovery would not count."""
     servers, clients, routers = (CollectorRegistry() for _ in range(3))
     BlockServerMetrics(servers)
     RpcMetrics(servers)
+    TaskMetrics(servers).restarts.labels("turn_lock")  # by each task as it starts
     ClientMetrics(clients)
     RouterMetrics(routers).observe(Roster("m", 1, 2), num_sessions=0)
     present = {

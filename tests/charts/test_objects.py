@@ -1,4 +1,4 @@
-"""What is rendered: valid for every Kubernetes served, hardened, and allowed to do no more than it needs."""
+"""The chart renders objects that every supported Kubernetes accepts, that are hardened and have the least rights."""
 
 import asyncio
 import contextlib
@@ -36,27 +36,31 @@ from tests.charts.rendering import (
 from tests.integration.waiting import until
 
 FOREIGN_KINDS: Final = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
+NEWEST: Final = ".".join([*kubernetes_validate.latest_version().split(".")[:2], "0"])
 ci_values = pytest.mark.parametrize("file", CI_VALUES, ids=lambda file: file.stem)
 
 
 @ci_values
-@pytest.mark.parametrize("kubernetes", [OLDEST, CURRENT])
-def test_it_renders(file: Path, kubernetes: str) -> None:
+@pytest.mark.parametrize("kubernetes", [pytest.param(OLDEST, marks=pytest.mark.full), CURRENT])
+def test_the_chart_renders(file: Path, kubernetes: str) -> None:
     kinds = {each["kind"] for each in render(files=[file], kubernetes=kubernetes)}
     assert {"Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget", "ServiceMonitor"} <= kinds
 
 
 @ci_values
-def test_helm_finds_nothing_to_complain_about(file: Path) -> None:
+def test_helm_lint_passes(file: Path) -> None:
     command = [helm(), "lint", "--strict", "--values", str(file), str(CHART)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 @ci_values
-@pytest.mark.parametrize("version", ["1.25", "1.31", ".".join(kubernetes_validate.latest_version().split(".")[:2])])
-def test_every_object_is_what_the_api_knows(file: Path, version: str) -> None:
-    for each in render(files=[file], kubernetes=f"{version}.0"):
+@pytest.mark.parametrize(
+    "kubernetes", [*(pytest.param(each, marks=pytest.mark.full) for each in ("1.25.0", "1.31.0", NEWEST)), CURRENT]
+)
+def test_every_object_is_valid_for_the_api(file: Path, kubernetes: str) -> None:
+    version = kubernetes.rpartition(".")[0]
+    for each in render(files=[file], kubernetes=kubernetes):
         if each["kind"] not in FOREIGN_KINDS:
             kubernetes_validate.validate(each, version, strict=True)
 
@@ -105,6 +109,41 @@ def test_every_pod_meets_the_restricted_level(file: Path) -> None:
             assert not any("hostPort" in port for port in container.get("ports", []))
 
 
+def test_the_defaults_start_on_two_processors_and_six_gib() -> None:
+    """All pods at once, with that of `helm test` and init containers, next to the requests of a node's own pods."""
+    cpu, memory = 0.0, 0.0
+    objects = render()
+    replicas = {each["metadata"]["name"]: each["spec"]["replicas"] for each in of_kind(objects, "Deployment")}
+    for name, spec in pod_specs(objects).items():
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            requests = container["resources"]["requests"]
+            cpu += replicas.get(name, 1) * quantity(requests["cpu"])
+            memory += replicas.get(name, 1) * quantity(requests["memory"])
+    # A kind or minikube node of two processors keeps almost one of them for its own pods.
+    assert cpu <= 1.05
+    assert memory <= 6 * 2**30 * 0.95
+
+
+def quantity(text: str) -> float:
+    """Kubernetes' way to write a number: 250m, 1536Mi."""
+    units = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+    number, unit = re.fullmatch(r"([\d.]+)(\D*)", str(text)).groups()  # type: ignore[union-attr]
+    return float(number) * units[unit] if unit else float(number)
+
+
+def test_the_pod_of_helm_test_gets_one_key_and_no_tenants_list() -> None:
+    def env(values: Object) -> dict[str, Object]:
+        (container,) = pod_specs(render(values))["rel-corolla-test-generation"]["containers"]
+        assert "envFrom" not in container
+        return {each["name"]: each for each in container["env"]}
+
+    assert "API_KEY" not in env({})
+    with_keys = env({"client": {"apiKeys": {"existingSecret": "callers", "key": "lines"}}})
+    assert with_keys["API_KEY"]["valueFrom"] == {"secretKeyRef": {"name": "callers", "key": "test", "optional": True}}
+    references = [each["valueFrom"]["secretKeyRef"]["key"] for each in with_keys.values() if "valueFrom" in each]
+    assert references == ["test"]
+
+
 @ci_values
 def test_every_container_has_requests_and_a_memory_limit(file: Path) -> None:
     for name, spec in pod_specs(render(files=[file])).items():
@@ -129,7 +168,7 @@ def test_rolling_block_servers_needs_no_spare_gpu(file: Path) -> None:
 
 
 @ci_values
-def test_pods_of_one_object_are_chosen_by_nothing_else(file: Path) -> None:
+def test_selectors_match_the_pods_of_one_object_only(file: Path) -> None:
     objects = render(files=[file])
     labels = pod_labels(objects)
     for each in of_kind(objects, "Deployment", "StatefulSet"):
@@ -220,7 +259,7 @@ def _component(peer: Object) -> str:
     return str(chosen)
 
 
-def test_every_pod_is_cut_off_but_for_what_is_admitted() -> None:
+def test_every_pod_accepts_and_opens_only_admitted_connections() -> None:
     objects = render()
     for component in COMPONENTS:
         assert any(
@@ -256,7 +295,7 @@ def test_connections_are_admitted_at_both_ends_and_no_others() -> None:
         assert reached <= {METRICS} | (PORTS["client"] if component == "client" else set()), component
 
 
-def test_only_what_loads_the_model_reaches_the_hub_and_only_the_router_the_api_server() -> None:
+def test_only_pods_that_load_the_model_reach_the_hub_and_only_the_router_the_api_server() -> None:
     objects = render()
     beyond = {
         component: {port for called, port in admitted(objects, component, "egress") if called == "any"} - {53}
@@ -274,14 +313,14 @@ def test_a_mirror_is_reached_at_its_port() -> None:
             assert beyond == {port}, endpoint
 
 
-def test_without_the_hub_pods_do_not_ask_it() -> None:
+def test_offline_pods_do_not_ask_the_hub() -> None:
     objects = render({"model": {"offline": True}})
     for name in ("rel-corolla-block-server-main", "rel-corolla-client"):
         data = named(objects, "ConfigMap", name)["data"]
         assert (data["COROLLA_OFFLINE"], data["HF_HUB_OFFLINE"]) == ("true", "1")
 
 
-def test_the_hubs_token_is_a_file_for_those_who_load_the_model() -> None:
+def test_the_hubs_token_is_a_file_in_pods_that_load_the_model() -> None:
     pods = pod_specs(render({"model": {"hub": {"existingSecret": "hub", "tokenKey": "read"}}}))
     holders = {"rel-corolla-block-server-main", "rel-corolla-client"}
     for name, pod in pods.items():
@@ -316,7 +355,7 @@ def test_redis_from_elsewhere_leaves_no_redis_here() -> None:
 PASSWORD: Final = "a/b@c:d#e%2F \"f\\g'h$i`"
 
 
-def test_redis_takes_any_password_knows_its_room_and_ends_when_told(tmp_path: Path) -> None:
+def test_redis_takes_any_password_knows_its_memory_limit_and_ends_on_sigterm(tmp_path: Path) -> None:
     (container,) = pod_specs(render())["rel-corolla-redis"]["containers"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -353,7 +392,7 @@ async def room_of_redis(port: int) -> int:
     return int(said["maxmemory"] or 0)
 
 
-def test_the_router_is_told_redis_password_as_it_is() -> None:
+def test_the_router_gets_the_password_of_redis_unchanged() -> None:
     env = {each["name"]: each for each in pod_specs(render())["rel-corolla-router"]["containers"][0]["env"]}
     assert env["COROLLA_REDIS_URL"]["value"] == "redis://rel-corolla-redis:6379/0"
     assert env["COROLLA_REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"] == {

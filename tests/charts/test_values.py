@@ -1,4 +1,4 @@
-"""Each value does something, each setting can be set, and what is mistyped is refused."""
+"""Each value has an effect, each setting can be set, and the schema refuses mistyped values."""
 
 import json
 import re
@@ -90,7 +90,7 @@ def without_checksums(objects: list[Object]) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(set(VALUES) - ELSEWHERE))
-def test_a_value_changes_what_is_rendered(path: str) -> None:
+def test_every_value_changes_the_rendering(path: str) -> None:
     base = EVERYTHING
     for beginning, needed in NEEDED.items():
         if path.startswith(beginning):
@@ -138,7 +138,7 @@ MISTYPED: Final[dict[str, Object]] = {
 
 
 @pytest.mark.parametrize("values", MISTYPED.values(), ids=MISTYPED)
-def test_what_is_mistyped_is_refused(values: Object) -> None:
+def test_mistyped_values_are_refused(values: Object) -> None:
     with pytest.raises(Refused, match="values don't meet the specifications of the schema"):
         render(values)
 
@@ -189,7 +189,7 @@ def test_every_setting_of_a_service_is_reachable(component: str) -> None:
 
 
 @pytest.mark.parametrize("component", SETTINGS)
-def test_what_the_chart_renders_the_service_reads(component: str) -> None:
+def test_services_read_every_setting_that_the_chart_renders(component: str) -> None:
     objects = render({"model": {"revision": "v1"}})
     data = named(objects, "ConfigMap", OBJECTS[component])["data"]
     given = {name.removeprefix(PREFIX).lower(): value for name, value in data.items() if name.startswith(PREFIX)}
@@ -215,21 +215,21 @@ def test_an_upgrade_that_uncovers_a_span_is_refused_unless_forced() -> None:
     render({"blockServer": {"pools": {"large": {"replicas": 1}, "small": {"replicas": 1}}}}, upgrades=True)
 
 
-def test_a_pool_can_take_back_what_all_pools_have() -> None:
+def test_a_pool_can_override_values_of_all_pools() -> None:
     toleration = {"key": "gpu", "operator": "Exists"}
-    defaults = {"gpu": {"count": 1}, "tolerations": [toleration], "settings": {"leanBlocks": True, "graceS": 9}}
-    plain = {"gpu": {"count": 0}, "tolerations": [], "replicas": 0, "settings": {"leanBlocks": False, "graceS": 0}}
+    defaults = {"gpu": {"count": 1}, "tolerations": [toleration], "settings": {"fusedBlocks": True, "graceS": 9}}
+    plain = {"gpu": {"count": 0}, "tolerations": [], "replicas": 0, "settings": {"fusedBlocks": False, "graceS": 0}}
     objects = render({"blockServer": {"defaults": defaults, "pools": {"plain": plain}}})
     deployment = named(objects, "Deployment", "rel-corolla-block-server-plain")["spec"]
     assert deployment["replicas"] == 0
     assert "tolerations" not in deployment["template"]["spec"]
     assert "nvidia.com/gpu" not in deployment["template"]["spec"]["containers"][0]["resources"]["limits"]
     data = named(objects, "ConfigMap", "rel-corolla-block-server-plain")["data"]
-    asked = {name: data[f"COROLLA_{name}"] for name in ("DEVICE", "LEAN_BLOCKS", "GRACE_S")}
-    assert asked == {"DEVICE": "cpu", "LEAN_BLOCKS": "false", "GRACE_S": "0"}
+    asked = {name: data[f"COROLLA_{name}"] for name in ("DEVICE", "FUSED_BLOCKS", "GRACE_S")}
+    assert asked == {"DEVICE": "cpu", "FUSED_BLOCKS": "false", "GRACE_S": "0"}
 
 
-def test_the_notes_name_what_to_do_next(tmp_path: Path) -> None:
+def test_the_notes_name_the_next_commands(tmp_path: Path) -> None:
     # helm shows them only to those who have a cluster, so they are rendered as an object.
     chart = shutil.copytree(CHART, tmp_path / "corolla")
     notes = (chart / "templates" / "NOTES.txt").read_text(encoding="utf-8")

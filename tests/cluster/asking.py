@@ -29,7 +29,7 @@ def answer_of(address: str, golden: GoldenAnswer, disturb: Callable[[], None] | 
 
 @contextmanager
 def load(address: str) -> Iterator[list[str]]:
-    """Asks one question after the other meanwhile. Gives what went wrong."""
+    """Asks one question after the other meanwhile. Yields the list of failures."""
     golden = GREEDY[0]
     problems: list[str] = []
     is_over = threading.Event()

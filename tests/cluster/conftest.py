@@ -1,4 +1,4 @@
-"""One release for all tests of this folder; what it printed is kept where a test fails."""
+"""One release for all tests of this folder; its logs are kept if a test fails."""
 
 import os
 import subprocess

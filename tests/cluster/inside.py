@@ -1,4 +1,4 @@
-"""Runs in a pod of the cluster, by `python - SERVICE POD POD < inside.py`; prints what it was answered as JSON.
+"""Runs in a pod of the cluster, by `python - SERVICE POD POD < inside.py`; prints the answers as JSON.
 
 SERVICE is the client service's address by its Service's name, the others are those of two of its pods.
 """

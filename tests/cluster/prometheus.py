@@ -1,4 +1,4 @@
-"""A Prometheus beside the cluster, which reads every pod of the release."""
+"""A Prometheus outside of the cluster, which scrapes every pod of the release."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ class Prometheus:
         self._address = address
 
     def series(self, query: str) -> list[dict[str, Any]]:
-        """What a query gives now."""
+        """The present result of a query."""
         return list(self._get("query", query=query)["result"])
 
     def num_targets_up(self) -> int:

@@ -21,7 +21,7 @@ READY_WITHIN_S: Final = 180
 
 
 class CommandFailed(Exception):
-    """What helm or kubectl said."""
+    """The output of helm or kubectl."""
 
 
 def run(*command: str, stdin: str | None = None) -> str:
@@ -155,7 +155,7 @@ def forwarded(target: str, port: int = CLIENT_PORT) -> Iterator[str]:
 
 
 def leftovers() -> list[str]:
-    """What the release still has in the cluster."""
+    """The objects that the release still has in the cluster."""
     kinds = "all,configmaps,secrets,serviceaccounts,roles,rolebindings,networkpolicies,poddisruptionbudgets,pvc"
     selector = f"app.kubernetes.io/instance={RELEASE}"
     return kubectl("get", kinds, "--selector", selector, "--output", "name").split()
@@ -163,7 +163,7 @@ def leftovers() -> list[str]:
 
 @contextmanager
 def pod_inside() -> Iterator[str]:
-    """A pod that does nothing, with the client service's image and what `helm test`'s pod may reach."""
+    """An idle pod with the client service's image and the network access of `helm test`'s pod."""
     client = pods("client")[0]["spec"]
     container = client["containers"][0]
     labels = {

@@ -43,7 +43,7 @@ def prometheus(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def measured(query: str) -> str:
-    """What a query measures, without the threshold that an alert compares it with."""
+    """The query of an alert without its threshold."""
     filled = query.replace("$__rate_interval", "1m").replace("$namespace", ".*")
     return re.split(r"\s(?:>|==|!=)\s", filled)[0]
 
@@ -58,7 +58,7 @@ def test_nothing_is_wrong_with_a_healthy_release(prometheus: Prometheus) -> None
     assert firing == []
 
 
-def test_a_span_without_servers_is_told_and_its_return_as_well(prometheus: Prometheus) -> None:
+def test_an_alert_fires_for_an_uncovered_span_and_resolves(prometheus: Prometheus) -> None:
     deployment = f"deployment/{release.RELEASE}-block-server-back"
     release.kubectl("scale", deployment, "--replicas=0")
     release.wait_for(lambda: prometheus.is_firing("SpanUncovered"), 180, "SpanUncovered does not fire")

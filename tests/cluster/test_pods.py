@@ -1,4 +1,4 @@
-"""What the router learns from the pods of a release, and what it makes them say."""
+"""The router watches the pods of a release and tags them."""
 
 from typing import Any, Final
 
@@ -77,9 +77,7 @@ def test_the_less_a_pod_is_needed_the_less_it_costs_and_the_cheapest_goes(whole:
     wait_for_costs([500, 500], [500, 500])
 
 
-def test_a_pod_that_is_deleted_leaves_the_chains_at_once_and_its_sessions_are_told_of(
-    whole: None, address: str
-) -> None:
+def test_a_deleted_pod_leaves_the_chains_at_once_and_its_handover_gives_an_event(whole: None, address: str) -> None:
     golden = GREEDY[1]
     deleted: list[str] = []
 
@@ -102,7 +100,7 @@ def test_a_pod_that_is_deleted_leaves_the_chains_at_once_and_its_sessions_are_to
     )
 
 
-def test_a_span_that_is_uncovered_and_restored_is_told_once_about_a_router(whole: None) -> None:
+def test_an_uncovered_and_restored_span_gives_one_event_each_on_a_router(whole: None) -> None:
     before = {reason: len(release.events(reason)) for reason in ("SpanUncovered", "SpanRestored")}
     release.kubectl("scale", BACK, "--replicas=0")
     release.wait_for(lambda: len(release.events("SpanUncovered")) > before["SpanUncovered"], 60, "no SpanUncovered")

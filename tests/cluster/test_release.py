@@ -18,7 +18,7 @@ WAITING: Final = ("--wait", "--timeout", "5m")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
-def test_it_becomes_ready_in_time(installed: float) -> None:
+def test_the_release_becomes_ready_in_time(installed: float) -> None:
     assert installed < release.READY_WITHIN_S
 
 

@@ -10,7 +10,8 @@ import argparse
 import asyncio
 import random
 import sys
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 
 from tests.faults.cancel import cancel
 from tests.faults.client_service import client_service
@@ -25,21 +26,24 @@ from tests.faults.library import library
 from tests.faults.places import places
 from tests.faults.soak import soak
 from tests.faults.stand import TINY_SPANS, Stand, standing
+from tests.faults.tasks import tasks
 
 Row = Callable[[Stand, random.Random, int], Awaitable[int]]
 
+# Those that take longest come first, so that `all` leaves no long one for the end.
 ROWS: dict[str, tuple[Row, int, str]] = {
     "kill": (kill, 100, "kill -9 of each hop at a random token"),
+    "cut": (cut, 18, "each wire of the swarm cut, in one direction or both"),
+    "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
+    "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
+    "cancel": (cancel, 500, "callers that leave"),
+    "tasks": (tasks, 9, "an essential task fails"),
     "places": (places, 10, "a server dies at each named place of its work"),
-    "library": (library, 12, "kill -9 of each hop while `generate` of transformers runs"),
     "drain": (drain, 1, "rolling drain of every server under 16 streams"),
     "client": (client_service, 6, "kill -9 of a client service; its callers go on at another one"),
     "herd": (herd, 2, "one of two replicas dies with 64 live sessions"),
-    "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
-    "cut": (cut, 18, "each wire of the swarm cut, in one direction or both"),
+    "library": (library, 12, "kill -9 of each hop while `generate` of transformers runs"),
     "soak": (soak, 3, "a fault every 20 seconds"),
-    "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
-    "cancel": (cancel, 500, "callers that leave"),
 }
 
 
@@ -51,10 +55,40 @@ async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage
         return await work(stand, random.Random(seed), num_runs)
 
 
+async def run_all(arguments: Sequence[str], num_jobs: int) -> int:
+    """Each row in a process and on a stack of its own, `num_jobs` at a time. Says what a row said when it ends."""
+    # A soak that is short tells nothing that the others do not.
+    waiting = [row for row in reversed(ROWS) if row != "soak"]
+    statuses: list[int] = []
+
+    async def run_rows() -> None:
+        while waiting:
+            row, started_s = waiting.pop(), time.monotonic()
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tests.faults", row, *arguments,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            )  # fmt: skip
+            try:
+                output, _ = await process.communicate()
+            finally:
+                if process.returncode is None:
+                    process.terminate()
+                    await process.wait()
+            statuses.append(process.returncode or 0)
+            say(output.decode(errors="replace") + f"{row} ended with {statuses[-1]}"
+                f" after {time.monotonic() - started_s:.0f} s\n")  # fmt: skip
+
+    async with asyncio.TaskGroup() as jobs:
+        for _ in range(num_jobs):
+            jobs.create_task(run_rows())
+    return int(any(statuses))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="corolla-faults", description=(__doc__ or "").partition("\n\n")[0])
     rows = "; ".join(f"{name}: {what}" for name, (_, _, what) in ROWS.items())
-    parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: one after the other")
+    parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: every one but `soak`")
+    parser.add_argument("--jobs", type=int, default=1, help="of `all`: rows at a time, each on a stack of its own")
     parser.add_argument("--runs", type=int, default=0, help="how often; each row has a default")
     parser.add_argument("--minutes", type=float, default=0, help="of `soak`, instead of `--runs`")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
@@ -62,11 +96,12 @@ def main() -> int:
     parser.add_argument("--spans", default=TINY_SPANS, help="one block server for each; every span twice")
     parser.add_argument("--outage", type=float, help="seconds that Redis or the router stays away: 60, in `all` 15")
     given = parser.parse_args()
-    # A soak that is short tells nothing that the others do not.
-    rows_to_run = [row for row in ROWS if row != "soak"] if given.row == "all" else [given.row]
     outage_s = given.outage or (15.0 if given.row == "all" else 60.0)
-    facts = (given.model, given.spans, given.seed, given.runs or round(3 * given.minutes), outage_s)
-    return max([asyncio.run(run(row, *facts)) for row in rows_to_run])
+    num_runs = given.runs or round(3 * given.minutes)
+    if given.row != "all":
+        return asyncio.run(run(given.row, given.model, given.spans, given.seed, num_runs, outage_s))
+    passed_on = {"runs": num_runs, "seed": given.seed, "model": given.model, "spans": given.spans, "outage": outage_s}
+    return asyncio.run(run_all([f"--{name}={value}" for name, value in passed_on.items()], max(1, given.jobs)))
 
 
 if __name__ == "__main__":

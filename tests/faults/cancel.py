@@ -1,4 +1,4 @@
-"""Callers that leave, by word or without one, or stop reading: whatever they leave behind is gone within a second."""
+"""Callers cancel, vanish or stop reading: the services free everything of theirs within a second."""
 
 import asyncio
 import random
@@ -48,7 +48,7 @@ async def _leave(stand: Stand, rng: random.Random) -> None:
 
 
 async def _read_slowly(stand: Stand, rng: random.Random, figures: Figures) -> None:
-    """Streams of which nobody reads more than the first token: they wait, and fill no memory."""
+    """Streams whose callers read only the first token: they wait, and their memory stays bounded."""
     service = psutil.Process(stand.stack.pid(stand.service.name))
     before_mib = service.memory_info().rss / 2**20
     streams = []

@@ -1,4 +1,4 @@
-"""kill -9 of a client service in mid-answer: its callers go on at another one, with just the missing tokens."""
+"""kill -9 of a client service in the middle of answers: its callers resume elsewhere and get the missing tokens."""
 
 import asyncio
 import random

@@ -54,9 +54,9 @@ async def _run(stand: Stand, rng: random.Random, figures: Figures, undisturbed: 
     await until_tokens(answers[0][0], rng.randint(1, 64), asking[0])
     broken_s = time.monotonic()
     await _FAULTS[what](stand)
-    mended_s = time.monotonic()
+    restored_s = time.monotonic()
     await _until_all_is_served(stand)
-    healing_s = time.monotonic() - mended_s
+    healing_s = time.monotonic() - restored_s
     is_over.set()
     await asyncio.gather(*asking)
     for answer, expected in answers:
@@ -66,7 +66,7 @@ async def _run(stand: Stand, rng: random.Random, figures: Figures, undisturbed: 
     figures.check(healing_s <= MAX_HEALING_S, f"routes were there again only after {healing_s:.2f} s")
     stalls_s = [answer.longest_wait_s(broken_s) for answer, _ in answers]
     figures.stalls_s += stalls_s
-    say(f"run {figures.num_runs}: {what} for {mended_s - broken_s:.1f} s; {len(answers)} streams, longest wait "
+    say(f"run {figures.num_runs}: {what} for {restored_s - broken_s:.1f} s; {len(answers)} streams, longest wait "
         f"{max(stalls_s):.2f} s; routes again after {healing_s:.2f} s")  # fmt: skip
     await stand.until_whole()
     return healing_s

@@ -1,7 +1,7 @@
 """Each wire of the swarm cut, in one direction or both.
 
-Streams whose chain it belongs to go on elsewhere, and late bytes reach none. Of a wire to the router or to Redis
-streams notice nothing, and new answers begin meanwhile.
+Streams over that wire continue on other servers, and late bytes change no token. While a wire to the router or to Redis
+is cut, streams notice nothing, and new answers begin.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from corolla.local.processes import LOOPBACK, ManagedProcess
 from tests.faults.figures import Figures, say
-from tests.faults.long_answers import LongAnswers
+from tests.faults.long_answers import LongAnswers, LongRepertoire
 from tests.faults.stand import Stand
 from tests.faults.streams import Answer, Question, listen
 from tests.faults.wires import Wires
@@ -40,17 +40,24 @@ async def cut(stand: Stand, rng: random.Random, num_runs: int) -> int:
     """Of each run: two streams that outlast the cut of one wire, the first hop's, the next one's..."""
     figures = Figures()
     async with _relayed(stand) as wires:
+        repertoire = LongRepertoire(stand, rng)
         for number in range(num_runs):
             figures.num_runs += 1
             edge_number, direction = divmod(number, len(_DIRECTIONS))
-            await _run(stand, rng, figures, wires, edge_number, _DIRECTIONS[direction])
+            await _run(repertoire, rng, figures, wires, edge_number, _DIRECTIONS[direction])
     return figures.conclude(MAX_STALL_S)
 
 
 async def _run(
-    stand: Stand, rng: random.Random, figures: Figures, wires: Mapping[str, Wires], edge_number: int, direction: str
+    repertoire: LongRepertoire,
+    rng: random.Random,
+    figures: Figures,
+    wires: Mapping[str, Wires],
+    edge_number: int,
+    direction: str,
 ) -> None:
-    answers = await LongAnswers.begin(stand, rng)
+    stand = repertoire.stand
+    answers = await LongAnswers.begin(repertoire, rng)
     edges = _edges(stand.service, [await stand.busiest(span) for span in stand.spans])
     edge = edges[edge_number % len(edges)]
     wire = wires[edge.target]
@@ -63,7 +70,7 @@ async def _run(
         await listen(stand.client, newcomer)
         figures.check(newcomer.failure is None, f"a new answer did not begin: {newcomer.failure}")
     figures.check(wire.num_held > 0, "the cut held nothing up")
-    wire.mend()
+    wire.restore()
     num_tokens = await answers.end(figures)
     num_recoveries = await stand.metric("corolla_session_recoveries_total") - recoveries_before
     if not edge.is_of_chain:
@@ -89,7 +96,7 @@ def _edges(service: ManagedProcess, hops: Sequence[ManagedProcess]) -> list[_Edg
 
 @asynccontextmanager
 async def _relayed(stand: Stand) -> AsyncIterator[dict[str, Wires]]:
-    """All but Redis started again, each told addresses at which relays listen. Gives these by who is behind them."""
+    """All but Redis started again, each with the addresses of relays. Returns the relays by their servers."""
     wires: dict[str, Wires] = {}
     stack = stand.stack
     router = stand.process("router")
@@ -115,7 +122,7 @@ async def _relayed(stand: Stand) -> AsyncIterator[dict[str, Wires]]:
         yield wires
     finally:
         for each in wires.values():
-            each.mend()
+            each.restore()
             await each.close()
 
 

@@ -1,4 +1,4 @@
-"""Rolling drain: every server gets SIGTERM in turn under 16 streams; nobody sees an error, nothing is recomputed."""
+"""Rolling drain: every server gets SIGTERM in turn under 16 streams; no stream fails, and no token is recomputed."""
 
 import asyncio
 import random

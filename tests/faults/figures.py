@@ -1,4 +1,4 @@
-"""What a row of faults measured, and whether it held."""
+"""The measurements of a row of faults, and whether they held."""
 
 import sys
 from collections.abc import Sequence

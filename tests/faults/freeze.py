@@ -1,4 +1,4 @@
-"""SIGSTOP of a hop for ten seconds: the streams go on elsewhere, and what it says when it wakes reaches none."""
+"""SIGSTOP of a hop for ten seconds: its streams continue on other servers, and its late results change no token."""
 
 import asyncio
 import random
@@ -6,7 +6,7 @@ import signal
 import time
 
 from tests.faults.figures import Figures, say
-from tests.faults.long_answers import LongAnswers
+from tests.faults.long_answers import LongAnswers, LongRepertoire
 from tests.faults.stand import Stand
 
 MAX_STALL_S = 4.0
@@ -14,15 +14,16 @@ MAX_STALL_S = 4.0
 
 async def freeze(stand: Stand, rng: random.Random, num_runs: int, frozen_s: float = 10.0) -> int:
     """Of each run: two streams that outlast the frozen time, and one server frozen."""
-    figures = Figures()
+    figures, repertoire = Figures(), LongRepertoire(stand, rng)
     for number in range(num_runs):
         figures.num_runs += 1
-        await _run(stand, rng, figures, stand.spans[number % len(stand.spans)], frozen_s)
+        await _run(repertoire, rng, figures, stand.spans[number % len(stand.spans)], frozen_s)
     return figures.conclude(MAX_STALL_S)
 
 
-async def _run(stand: Stand, rng: random.Random, figures: Figures, span: str, frozen_s: float) -> None:
-    answers = await LongAnswers.begin(stand, rng)
+async def _run(repertoire: LongRepertoire, rng: random.Random, figures: Figures, span: str, frozen_s: float) -> None:
+    stand = repertoire.stand
+    answers = await LongAnswers.begin(repertoire, rng)
     victim = await stand.busiest(span)
     num_hit = (await stand.status(victim)).num_sessions
     frozen_at_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""kill -9 of each hop at a random token: every stream goes on, and gives the tokens of the undisturbed one.
+"""kill -9 of each hop at a random token: every stream continues with the tokens of the undisturbed one.
 
 In one run of four a server of another span dies as well: at the same moment, or while the first one is being replaced.
 """
@@ -61,8 +61,8 @@ async def _run(
         figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
     # Those that ended in the meantime needed none.
     figures.check(num_recoveries <= num_hit, f"{num_recoveries:.0f} recoveries, but {num_hit} sessions were hit")
-    told = sum(answer.usage.recoveries for answer in hit if answer.usage is not None)
-    figures.check(told == num_recoveries, "what the callers learn of recoveries is not what is counted")
+    num_reported = sum(answer.usage.recoveries for answer in hit if answer.usage is not None)
+    figures.check(num_reported == num_recoveries, "what the callers learn of recoveries is not what is counted")
     if len(victims) == 1 and hit:
         longest = max(answer.usage.prompt_tokens + len(answer.token_ids) for answer in hit if answer.usage is not None)
         # Where an earlier hop kept its outputs, only the lost span computes; else all hops up to it.
@@ -77,7 +77,7 @@ async def _run(
 
 
 async def _counted(stand: Stand) -> tuple[float, float, float]:
-    """Recoveries so far, those among them by kept outputs alone, and the tokens computed again."""
+    """Recoveries so far, those among them by boundary activations alone, and the tokens computed again."""
     return (
         await stand.metric("corolla_session_recoveries_total"),
         await stand.metric("corolla_session_recoveries_total", method="outputs"),

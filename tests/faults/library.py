@@ -1,4 +1,4 @@
-"""kill -9 of each hop while `generate` of transformers runs over the chain: beams that fork, batches, guesses."""
+"""kill -9 of each hop while `generate` of transformers runs over the chain: beams that fork, batches, draft tokens."""
 
 import asyncio
 import random

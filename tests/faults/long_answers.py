@@ -1,4 +1,4 @@
-"""Two answers that outlast a fault: they go on once it is over, and their tokens are those that come without it."""
+"""Two answers that outlast a fault: they continue once it is over, with the tokens of undisturbed ones."""
 
 import asyncio
 import random
@@ -9,23 +9,49 @@ from tests.faults.stand import Stand
 from tests.faults.streams import Answer, Question, listen, until_tokens
 
 _MAX_TOKENS: Final = 7000
+_NUM_QUESTIONS: Final = 4
 _AFTERWARDS_S: Final = 1.5
+
+
+class LongRepertoire:
+    """Questions that are asked again and again, and of each the longest undisturbed answer so far."""
+
+    def __init__(self, stand: Stand, rng: random.Random) -> None:
+        self.stand = stand
+        self._undisturbed = {Question.draw(rng, 4, _MAX_TOKENS): list[int]() for _ in range(_NUM_QUESTIONS)}
+
+    def draw(self, rng: random.Random, num_questions: int) -> list[Question]:
+        return rng.sample(list(self._undisturbed), num_questions)
+
+    async def undisturbed(self, question: Question, num_tokens: int) -> list[int]:
+        """The first tokens of the answer. Nothing may be broken meanwhile."""
+        if len(self._undisturbed[question]) < num_tokens:
+            # Others will be a little longer; what has all tokens of the longest answer serves them too.
+            longer = Question(question.prompt, min(_MAX_TOKENS, num_tokens * 3 // 2), question.options)
+            answer = Answer(longer)
+            await listen(self.stand.client, answer)
+            self._undisturbed[question] = answer.token_ids
+        return self._undisturbed[question][:num_tokens]
 
 
 class LongAnswers:
     """Asked for when it is made; `end` ends them."""
 
-    def __init__(self, stand: Stand, rng: random.Random) -> None:
-        self._stand = stand
-        self._answers = [Answer(Question.draw(rng, 4, _MAX_TOKENS)) for _ in range(2)]
-        self._tasks = [asyncio.create_task(listen(stand.client, answer)) for answer in self._answers]
+    def __init__(self, repertoire: LongRepertoire, rng: random.Random) -> None:
+        self._repertoire = repertoire
+        self._answers = [Answer(question) for question in repertoire.draw(rng, 2)]
+        self._tasks = [asyncio.create_task(listen(repertoire.stand.client, answer)) for answer in self._answers]
 
     @classmethod
-    async def begin(cls, stand: Stand, rng: random.Random) -> Self:
+    async def begin(cls, repertoire: LongRepertoire, rng: random.Random) -> Self:
         """They are under way: of the first one some tokens have come."""
-        answers = cls(stand, rng)
-        await until_tokens(answers._answers[0], rng.randint(2, 60), answers._tasks[0])
+        answers = cls(repertoire, rng)
+        await answers.get_under_way(rng.randint(2, 60))
         return answers
+
+    async def get_under_way(self, num_tokens: int) -> None:
+        """Returns when so many tokens of the first one have come."""
+        await until_tokens(self._answers[0], num_tokens, self._tasks[0])
 
     async def end(self, figures: Figures) -> list[int]:
         """To be called as soon as the fault is over: sees that they go on, and ends them.
@@ -44,15 +70,11 @@ class LongAnswers:
 
     async def compare(self, figures: Figures) -> None:
         """With undisturbed answers of the same lengths, once the stack is whole."""
-        await self._stand.until_whole()
-        undisturbed = [
-            Answer(Question(answer.question.prompt, len(answer.token_ids), answer.question.options))
-            for answer in self._answers
-        ]
-        await asyncio.gather(*(listen(self._stand.client, answer) for answer in undisturbed))
-        for answer, expected in zip(self._answers, undisturbed, strict=True):
+        await self._repertoire.stand.until_whole()
+        for answer in self._answers:
+            expected = await self._repertoire.undisturbed(answer.question, len(answer.token_ids))
             figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-            figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
+            figures.check(answer.token_ids == expected, "the tokens are not those of the undisturbed answer")
 
     def longest_waits_s(self, since_s: float) -> list[float]:
         """Of each, from `since_s` on."""

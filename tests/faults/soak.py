@@ -1,6 +1,6 @@
-"""A fault every 20 seconds, for as long as one likes: no wrong token, neither memory nor descriptors get more.
+"""A fault every 20 seconds, for a chosen time: no wrong token, no growth of memory or descriptors.
 
-Three runs are a minute. In a few minutes no leak can be told from a warm-up, so sizes are only checked in long ones.
+Three runs are a minute. A few minutes cannot tell a leak from a warm-up, so sizes are only checked in long runs.
 """
 
 import asyncio

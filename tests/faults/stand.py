@@ -1,4 +1,4 @@
-"""A stack of real processes in which things can be broken and mended."""
+"""A stack of real processes in which things can be broken and restored."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ from tests.integration.waiting import until
 
 NUM_BLOCKS = 6
 TINY_SPANS = "0:3,0:3,3:6,3:6"
-_MENDED_WITHIN_S = 60.0
+_RECOVERY_TIMEOUT_S = 60.0
 _WORDS = (
     "the",
     "thin",
@@ -95,19 +95,19 @@ class Stand:
                 return False
             return not process.name.startswith("client") or await asyncio.to_thread(knows_a_chain, process.address)
 
-        await until(serves, _MENDED_WITHIN_S)
+        await until(serves, _RECOVERY_TIMEOUT_S)
 
     async def until_started(self, process: ManagedProcess) -> None:
         async def is_there() -> bool:
             return self.stack.pid(process.name) is not None
 
-        await until(is_there, _MENDED_WITHIN_S)
+        await until(is_there, _RECOVERY_TIMEOUT_S)
 
     async def until_gone(self, process: ManagedProcess) -> None:
         async def is_gone() -> bool:
             return self.stack.pid(process.name) is None
 
-        await until(is_gone, _MENDED_WITHIN_S)
+        await until(is_gone, _RECOVERY_TIMEOUT_S)
 
     async def status(self, server: ManagedProcess) -> blocks_pb2.BlockServerStatus:
         async with open_channel(server.address) as channel:
@@ -125,12 +125,20 @@ class Stand:
 
     async def end(self, server: ManagedProcess, number: int = signal.SIGTERM) -> tuple[str, float]:
         """Asks a server to end. Returns how it did, in words, and after how many seconds."""
-        while not self._ends.empty():
-            self._ends.get()
+        self.forget_ends()
         started_s = time.monotonic()
         self.kill(server, number)
-        event = await asyncio.to_thread(self._ends.get, True, _MENDED_WITHIN_S)
-        return event.text.partition(") ")[2], time.monotonic() - started_s
+        return await self.next_end(), time.monotonic() - started_s
+
+    def forget_ends(self) -> None:
+        """Makes `next_end` ignore processes that have ended so far."""
+        while not self._ends.empty():
+            self._ends.get()
+
+    async def next_end(self) -> str:
+        """How the next process ends, in words."""
+        event = await asyncio.to_thread(self._ends.get, True, _RECOVERY_TIMEOUT_S)
+        return event.text.partition(") ")[2]
 
     async def metric(self, name: str, **labels: str) -> float:
         """A counter or gauge of the client service."""
@@ -149,10 +157,10 @@ class Stand:
 
     async def until_whole(self, *, is_idle: bool = True) -> None:
         """Until the router knows every server as ready and suspects none, and no server holds a session."""
-        give_up_s = time.monotonic() + _MENDED_WITHIN_S
+        give_up_s = time.monotonic() + _RECOVERY_TIMEOUT_S
         while not (await asyncio.to_thread(self._is_placed) and (not is_idle or await self.is_empty())):
             if time.monotonic() > give_up_s:
-                raise TimeoutError(f"the stack did not mend: {await self._state()}")
+                raise TimeoutError(f"the stack did not recover: {await self._state()}")
             await asyncio.sleep(0.1)
 
     async def _state(self) -> str:

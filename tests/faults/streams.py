@@ -24,7 +24,7 @@ class Question:
 
     @classmethod
     def draw(cls, rng: random.Random, num_words: int, max_tokens: int) -> "Question":
-        """Greedy or sampled with a seed, with guesses ahead or without."""
+        """Greedy or sampled with a seed, with drafts tokens ahead or without."""
         options: dict[str, Any] = rng.choice(({}, {"temperature": 1.0, "top_p": 0.95, "seed": rng.randrange(1 << 30)}))
         if rng.random() < 0.3:
             options = {**options, "speculation": "prompt_lookup"}

@@ -1,7 +1,7 @@
-"""Wires that can be cut: a relay in front of each server, which tells who is connected and stops carrying bytes.
+"""Wires that can be cut: a relay in front of each server, which names its peers and can stop carrying bytes.
 
-What is cut is not closed: as on a network that loses all packets, both ends wait. What was sent meanwhile arrives when
-the wire is mended, and must then count no more.
+A cut wire is not closed: as on a network that loses all packets, both ends wait. Bytes sent meanwhile arrive when
+the wire is restored, and must not count then.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Final
 
 import psutil
 
-from corolla.chassis.lifecycle import TaskGroup
+from corolla.chassis.tasks import TaskGroup
 
 _CHUNK_BYTES: Final = 1 << 16
 
@@ -28,7 +28,7 @@ class Wires:
     """The connections that go to one server.
 
     Args:
-        host: where others are told that the server is.
+        host: the address that others get for the server.
         target_host: where it is; the port is the same.
 
     Attributes:
@@ -58,7 +58,7 @@ class Wires:
         for each in _DIRECTIONS[direction]:
             self._directions[pid, each].is_whole.clear()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         for direction in self._directions.values():
             direction.is_whole.set()
 

@@ -1,4 +1,4 @@
-"""What the unsplit demo model answers, kept in `answers.json`: `make golden` recomputes it, which takes minutes.
+"""The unsplit demo model's answers, kept in `answers.json`: `make golden` recomputes it, which takes minutes.
 
 Every answer ignores end tokens, so that each has all its tokens. What the model answers when it may end is the same
 up to the first end token, which tests use.

@@ -1,4 +1,4 @@
-"""`python -m tests.golden`: asks the unsplit demo model, with a progress bar, and writes down what it answers."""
+"""`python -m tests.golden`: asks the unsplit demo model, with a progress bar, and writes its answers down."""
 
 import json
 import os

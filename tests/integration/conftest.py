@@ -1,4 +1,4 @@
-"""What integration tests stand on: a real Redis, never a stand-in."""
+"""Integration tests use a real Redis."""
 
 from collections.abc import Iterator
 

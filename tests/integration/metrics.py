@@ -1,4 +1,4 @@
-"""What a service exports, read as Prometheus reads it."""
+"""The metrics of a service, read as Prometheus reads them."""
 
 import asyncio
 import urllib.request

@@ -1,4 +1,4 @@
-"""Calls as any gRPC client makes them, and what a refused one says, taken apart."""
+"""Calls as any gRPC client makes them, and the parts of a refusal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

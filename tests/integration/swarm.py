@@ -1,17 +1,24 @@
 """A whole stack in this process, over real gRPC and a real Redis: the quickest way to many chains."""
 
 import asyncio
+import atexit
+import tempfile
 from collections.abc import Sequence
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from pydantic import SecretStr
+from redis.asyncio import Redis
 
+from corolla.block_server.books import Breach
+from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.channels import open_channel
+from corolla.client.api.servicer import FAREWELL_S
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
 from corolla.local.redis_server import EmbeddedRedis
@@ -20,22 +27,42 @@ from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.integration.waiting import until
+from tests.integration.wires import Wires
 
 _HERE: dict[str, Any] = {"host": "127.0.0.1", "metrics_host": "127.0.0.1", "metrics_port": 0, "grace_s": 0.5}
 _ONE_THREAD: dict[str, Any] = {"threads": 1}
+# A tiny model has nothing to gain by better kernels.
+_UNTUNED: dict[str, Any] = {"tuning_budget_s": 0.0}
+_NUM_DATABASES = 16
+
+
+@cache
+def _shared_redis() -> EmbeddedRedis:
+    """The Redis of this process' swarms, each of which has a database of it."""
+    folder = tempfile.TemporaryDirectory(prefix="corolla-redis-")
+    atexit.register(folder.cleanup)
+    server = EmbeddedRedis.start(Path(folder.name))
+    atexit.register(server.stop)
+    return server
+
+
+_free_databases = list(range(_NUM_DATABASES))
 
 
 class Swarm:
     """Router, block servers and client services for one checkpoint.
 
     Args:
-        folder: where the log of the swarm's own Redis goes.
+        folder: where the log of a Redis of its own goes.
         model: checkpoint folder.
         spans: one block server for each, `"start:end"` or `"auto"`.
         num_clients: client services.
         server: further settings of the block servers; `client` and `router` likewise.
         api_key: what its own calls are made with, where the client services have keys configured.
+        own_redis: whether it has a Redis to itself, because that will be broken.
     """
+
+    redis: EmbeddedRedis
 
     def __init__(
         self,
@@ -48,6 +75,7 @@ class Swarm:
         client: dict[str, Any] | None = None,
         router: dict[str, Any] | None = None,
         api_key: str | None = None,
+        own_redis: bool = False,
     ) -> None:
         self._folder = folder
         self._model = str(model)
@@ -57,13 +85,19 @@ class Swarm:
         self._client_settings = client or {}
         self._router_settings = router or {}
         self._api_key = api_key
+        self._own_redis = own_redis
+        self._database = 0
         self.router: RouterProcess
         self.servers: list[BlockServer] = []
         self.clients: list[ClientService] = []
+        self._wires: dict[BlockServer | ClientService, Wires] = {}
 
     async def __aenter__(self) -> Self:
-        self.redis = await asyncio.to_thread(EmbeddedRedis.start, self._folder)
-        settings = RouterSettings(port=0, redis_url=SecretStr(self.redis.url), **{**_HERE, **self._router_settings})
+        if self._own_redis:
+            self.redis = await asyncio.to_thread(EmbeddedRedis.start, self._folder)
+        else:
+            self.redis, self._database = _shared_redis(), _free_databases.pop()
+        settings = RouterSettings(port=0, redis_url=SecretStr(self.redis_url), **{**_HERE, **self._router_settings})
         self.router = RouterProcess(settings)
         await self.router.start()
         for span in self._spans:
@@ -78,9 +112,37 @@ class Swarm:
     ) -> None:
         for client in self.clients:
             await client.stop()
+        breaches = await self._breaches()
         await asyncio.gather(*(server.stop() for server in self.servers))
         await self.router.stop()
-        await asyncio.to_thread(self.redis.stop)
+        if self._own_redis:
+            await asyncio.to_thread(self.redis.stop)
+        else:
+            async with Redis.from_url(self.redis_url) as database:
+                await database.flushdb()
+            _free_databases.append(self._database)
+        if failure is None:
+            assert not breaches, breaches
+
+    async def _breaches(self) -> list[Breach]:
+        """What does not agree in the books of the servers, or did not when they last looked.
+
+        They look themselves once a second; those that are idle in time look once more now. A server that a test has
+        ended never is.
+        """
+        with suppress(TimeoutError):
+            await until(self._are_idle, 0.5)
+        for server in self.servers:
+            if server.has_started and server.engine.is_idle:
+                server.housekeeping.compare_books()
+        return [breach for server in self.servers if server.has_started for breach in server.housekeeping.breaches]
+
+    async def _are_idle(self) -> bool:
+        return all(server.engine.is_idle for server in self.servers if server.has_started)
+
+    @property
+    def redis_url(self) -> str:
+        return f"{self.redis.url.rpartition('/')[0]}/{self._database}"
 
     @property
     def router_address(self) -> str:
@@ -97,20 +159,38 @@ class Swarm:
         return AsyncClient(self.address_of(client), api_key=self._api_key)
 
     async def add_server(self, blocks: str, **settings_of_this: Any) -> BlockServer:
-        given = {"port": 0, "model": self._model, **_HERE, **_ONE_THREAD, **self._server_settings, **settings_of_this}
+        given = {"port": 0, "model": self._model, **_HERE, **_ONE_THREAD, **_UNTUNED, **self._server_settings}
+        given |= settings_of_this
         settings = BlockServerSettings(advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given)
-        server = BlockServer(settings)
+        wires = Wires()
+        server = BlockServer(settings, channels=wires.open, listen=wires.listen)
+        self._wires[server] = wires
         await server.start()
         self.servers.append(server)
         return server
 
-    async def add_client(self, **settings_of_this: Any) -> ClientService:
+    async def add_client(self, *, farewell_s: float = FAREWELL_S, **settings_of_this: Any) -> ClientService:
         given = {"port": 0, "model": self._model, **_HERE, **_ONE_THREAD, **self._client_settings, **settings_of_this}
         settings = ClientSettings(router=self.router_address, **given)
-        client = ClientService(settings)
+        wires = Wires()
+        client = ClientService(settings, channels=wires.open, farewell_s=farewell_s)
+        self._wires[client] = wires
         await client.start()
         self.clients.append(client)
         return client
+
+    def wires_of(self, service: BlockServer | ClientService) -> Wires:
+        """Its connections."""
+        return self._wires[service]
+
+    async def crash(self, server: BlockServer) -> None:
+        """Ends its streams at once and without a farewell; the router goes on believing in it."""
+        await self.wires_of(server).hang_up()
+
+    async def die(self, server: BlockServer) -> None:
+        """Its streams break, and it says nothing more."""
+        self.wires_of(server).mute()
+        await self.crash(server)
 
     async def until_ready(self, timeout_s: float = 30) -> None:
         """Until every client service knows a complete chain."""
@@ -123,7 +203,7 @@ class Swarm:
                 await until(partial(is_ready, client), timeout_s)
 
     async def placement(self, model: str = "tiny") -> router_pb2.Placement:
-        """Who holds what, as the router says."""
+        """The placement, as the router reports it."""
         async with open_channel(self.router_address) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             return await stub.GetPlacement(router_pb2.GetPlacementRequest(model=model), timeout=30)
@@ -136,6 +216,19 @@ class Swarm:
                 stub = blocks_pb2_grpc.BlockServiceStub(channel)
                 statuses.append(await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest()))
         return statuses
+
+    async def forget(self, number: int) -> None:
+        """A block server loses its only session, as when its lease runs out."""
+        server, status = self.servers[number], (await self.statuses())[number]
+        (held,) = server.sessions
+
+        async def is_gone() -> bool:
+            return not server.sessions
+
+        link = HandoverLink(server.address)
+        async with link.connect(status.fingerprint):
+            link.send(blocks_pb2.Close(session_id=held.session_id, epoch=held.epoch))
+            await until(is_gone)
 
     async def until_empty(self, timeout_s: float = 30) -> None:
         """Until no block server holds a session or a page."""

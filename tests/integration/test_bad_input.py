@@ -30,7 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
 MAX_REQUEST_BYTES = 64 << 10
-MINE, OTHERS = "key-of-mine", "key-of-others"
+MINE, OTHERS = "key-of-mine-0001", "key-of-others-01"
 
 GENERATE = ("Generate", "GenerateStream")
 CHAT = ("Chat", "ChatStream")
@@ -343,7 +343,7 @@ async def sessions(swarm: Swarm, channel: grpc.aio.Channel) -> Sessions:
 
 @dataclass
 class HopCalls:
-    """What hops were asked for, whatever became of it."""
+    """The requests that hops received."""
 
     opened: list[bytes]
     stepped: list[bytes]
@@ -355,7 +355,7 @@ class HopCalls:
 
 @pytest.fixture
 def hop_calls(monkeypatch: pytest.MonkeyPatch) -> HopCalls:
-    """Listens at the doors of all hops; what comes goes in all the same."""
+    """Records the requests to all hops, which serve them as usual."""
     calls = HopCalls([], [])
     open_session, submit = SessionTable.open, Engine.submit
 
@@ -392,7 +392,7 @@ def check(refused: Refusal, row: Row) -> None:
 
 
 @pytest.mark.parametrize("row, method", CASES)
-async def test_each_row_is_refused_before_a_hop_is_called(
+async def test_client_service_refuses_bad_input_before_it_calls_a_hop(
     row: Row, method: str, channel: grpc.aio.Channel, sessions: Sessions, hop_calls: HopCalls
 ) -> None:
     check(await refusal(channel, method, row.request(sessions), api_key=row.api_key), row)
@@ -414,7 +414,7 @@ async def refuse_each(channel: grpc.aio.Channel, sessions: Sessions, rows: list[
         check(await refusal(channel, method, row.request(sessions), api_key=row.api_key), row)
 
 
-async def test_a_running_stream_is_unharmed_by_all_of_them(
+async def test_refusals_leave_a_running_stream_unharmed(
     swarm: Swarm, channel: grpc.aio.Channel, sessions: Sessions, hop_calls: HopCalls
 ) -> None:
     async with swarm.connect() as client:
@@ -435,6 +435,7 @@ async def test_a_running_stream_is_unharmed_by_all_of_them(
 
 
 @pytest.mark.parametrize("method", CHAT)
+@pytest.mark.full
 async def test_a_turn_on_a_session_that_runs_another_is_refused(
     method: str, swarm: Swarm, channel: grpc.aio.Channel
 ) -> None:
@@ -469,7 +470,7 @@ async def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
             assert (await client.generate("the thin man", max_tokens=3)).token_ids
 
 
-async def test_nothing_is_left_behind(swarm: Swarm, sessions: Sessions, channel: grpc.aio.Channel) -> None:
+async def test_refusals_leave_nothing_behind(swarm: Swarm, sessions: Sessions, channel: grpc.aio.Channel) -> None:
     stub = GenerationServiceStub(channel)
     for session_id in (sessions.fresh, sessions.of_text, sessions.of_chat):
         await stub.DeleteSession(

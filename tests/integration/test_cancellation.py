@@ -17,8 +17,8 @@ from google.protobuf.message import Message
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import SessionBusy
-from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.streams import DataPlane
+from corolla.client.transcripts import Transcripts
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason
 from corolla.v1 import generation_pb2 as pb
@@ -54,7 +54,7 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def complaints() -> list[str]:
-    """What the event loop had to say: failures that nobody looked at."""
+    """Unhandled failures that the event loop reported."""
     heard: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context)))
     return heard
@@ -151,14 +151,12 @@ def running_tasks() -> Counter[str]:
 
 
 async def until_settled(swarm: Swarm, before: Counter[str]) -> None:
-    """Until nothing is held anywhere; says what is left when that does not come about."""
+    """Waits until no server holds anything; fails with a list of the rest."""
     await swarm.until_empty()
     left: Any = None
     for _ in range(250):
         gc.collect()
-        plane = swarm.clients[0]._plane
-        assert plane is not None
-        left = (running_tasks() - before, plane.num_awaited)
+        left = (running_tasks() - before, swarm.clients[0].num_pending)
         if not any(left):
             return
         await asyncio.sleep(0.02)
@@ -177,7 +175,7 @@ async def gauges(swarm: Swarm) -> dict[str, float]:
     return read
 
 
-@pytest.mark.slow
+@pytest.mark.full
 async def test_500_random_cancellations_leave_nothing(swarm: Swarm, complaints: list[str]) -> None:
     async with swarm.connect() as client:
         expected = (await client.generate(LONG_PROMPT, max_tokens=20)).token_ids
@@ -206,7 +204,7 @@ async def test_500_random_cancellations_leave_nothing(swarm: Swarm, complaints: 
         assert (await client.generate(LONG_PROMPT, max_tokens=20)).token_ids == expected
 
 
-async def test_a_cancelled_turn_leaves_the_conversation_as_it_was(swarm: Swarm, complaints: list[str]) -> None:
+async def test_a_cancelled_turn_does_not_change_the_conversation(swarm: Swarm, complaints: list[str]) -> None:
     async with swarm.connect() as client, client.chat() as undisturbed, client.chat() as disturbed:
         for each in (undisturbed, disturbed):
             await each.send("the thin man", max_tokens=12, ignore_eos=True)
@@ -234,8 +232,8 @@ async def test_a_cancelled_turn_leaves_the_conversation_as_it_was(swarm: Swarm, 
     assert not complaints
 
 
-async def test_a_session_is_free_at_once_when_its_first_turn_is_left(swarm: Swarm) -> None:
-    """Whatever the moment: the lock goes with the caller, it does not wait to run out."""
+async def test_a_session_is_freed_at_once_when_its_first_turn_is_cancelled(swarm: Swarm) -> None:
+    """At any moment: the client service releases the lock with the caller, before its time is over."""
     async with swarm.connect() as client, open_channel(swarm.address) as channel:
         stub = GenerationServiceStub(channel)
         for number in range(30):
@@ -255,13 +253,13 @@ async def is_deleted(client: AsyncClient, session_id: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("waits_for", [ControlPlane.delete_session, DataPlane.connect], ids=["router", "hops"])
-async def test_a_deleted_session_is_freed_though_its_caller_left(
+@pytest.mark.parametrize("waits_for", [Transcripts.delete, DataPlane.connect], ids=["router", "hops"])
+async def test_a_deleted_session_is_freed_although_its_caller_left(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch, waits_for: Callable[..., Awaitable[Any]]
 ) -> None:
-    """Its record is gone by then, so that nobody could delete it again."""
+    """Its record is gone by then, so no caller could delete it again."""
     is_waiting, is_left = asyncio.Event(), asyncio.Event()
-    owner = ControlPlane if waits_for is ControlPlane.delete_session else DataPlane
+    owner = Transcripts if waits_for is Transcripts.delete else DataPlane
 
     async def held(*args: Any) -> Any:
         answer = await waits_for(*args)

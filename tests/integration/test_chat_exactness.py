@@ -19,6 +19,7 @@ from corolla.sdk.async_sessions import AsyncChat
 from corolla.sdk.results import FinishReason, Reply
 from tests.integration.swarm import Swarm
 from tests.reference import Sampling, Unsplit
+from tests.tiers import quick
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
@@ -139,7 +140,7 @@ def local_run(unsplit: Unsplit, plan: Plan) -> Iterator[Expected]:
         rest = text[len(unsplit.decode(token_ids[:num_kept])) :] + ("" if ended else END)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", quick(PLANS, "cut after one token", "drawn, each turn with a seed"))
 async def test_a_chat_equals_the_local_run(
     clients: tuple[AsyncClient, AsyncClient], local_runs: LocalRuns, name: str
 ) -> None:

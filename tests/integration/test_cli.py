@@ -1,7 +1,8 @@
-"""The `corolla` command with a real stack, as somebody at a terminal would use it."""
+"""The `corolla` command with a real stack, as on a terminal."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,12 +143,22 @@ def test_two_stacks_do_not_share_a_port(up: RunningUp, tmp_path: Path) -> None:
     assert f"port {port} for the client service is taken" in done.stderr
 
 
-def test_a_dead_server_is_told_and_comes_back(up: RunningUp) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows titles")
+def test_processes_show_role_span_and_port(up: RunningUp) -> None:
+    shown = {name: " ".join(psutil.Process(pid).cmdline()).strip() for name, pid in up.pids.items()}
+    client, router = (up.addresses[name].rpartition(":")[2] for name in ("client", "router"))
+    assert shown["client"] == f"corolla client :{client}"
+    assert shown["router"] == f"corolla router :{router}"
+    assert re.fullmatch(r"corolla block-server 0:12 :\d+", shown["server-1"])
+    assert shown["redis"].startswith("redis-server") or "redis-server 127.0.0.1:" in shown["redis"]
+
+
+def test_corolla_up_reports_a_dead_server_and_starts_it_again(up: RunningUp) -> None:
     os.kill(up.pids["server-2"], signal.SIGKILL)
-    told = up.wait_for(lambda event: event["event"] == "problem")
-    assert told["source"] == "server-2"
-    assert "SIGKILL" in told["text"]
-    up.wait_for(lambda event: event["event"] == "mended" and event["source"] == "server-2")
+    problem = up.wait_for(lambda event: event["event"] == "problem")
+    assert problem["source"] == "server-2"
+    assert "SIGKILL" in problem["text"]
+    up.wait_for(lambda event: event["event"] == "recovered" and event["source"] == "server-2")
     give_up = time.monotonic() + 60
     while (done := corolla("generate", "One", "--max-tokens", "1", "--server", up.addresses["client"])).returncode:
         assert time.monotonic() < give_up, done.stderr
@@ -155,26 +166,34 @@ def test_a_dead_server_is_told_and_comes_back(up: RunningUp) -> None:
 
 def test_ctrl_c_ends_everything(up: RunningUp) -> None:
     pids = {name: pid for name, pid in up.pids.items() if name != "server-2"}
+    os.kill(up.pids["client"], signal.SIGTERM)
+    up.wait_for(lambda event: event["event"] == "recovered" and event["source"] == "client")
     assert up.end() == 0
     assert all_gone(pids)
+    assert (up.log_folder.parent / "errors").read_text() == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
-def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_every_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
     running = RunningUp(tmp_path, "--servers", "1")
     assert set(running.pids) == {"redis", "router", "server-1", "client"}
     assert running.end(signal.SIGKILL) == -signal.SIGKILL
     assert all_gone(running.pids)
 
 
-def test_a_missing_model_is_told_and_nothing_stays(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_corolla_up_reports_a_missing_model_and_leaves_no_process(tmp_path: Path) -> None:
     done = corolla("up", "--model", str(tmp_path / "nowhere"), "--port", "0", "--log-folder", str(tmp_path))
     assert done.returncode == 1
     assert "nowhere" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_server_that_cannot_start_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.full
+def test_corolla_up_shows_the_log_of_a_server_that_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COROLLA_PAGE_TOKENS", "a few")
     done = corolla("up", "--port", "0", "--router-port", "0", "--log-folder", str(tmp_path))
     assert done.returncode == 1
@@ -182,7 +201,8 @@ def test_a_server_that_cannot_start_is_told_with_its_log(tmp_path: Path, monkeyp
     assert "COROLLA_PAGE_TOKENS='a few'" in done.stderr
 
 
-def test_the_demo_shows_it_all(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_the_demo_streams_an_answer_and_a_chat(tmp_path: Path) -> None:
     started = time.monotonic()
     done = corolla("demo", "--log-folder", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -1,9 +1,12 @@
-"""A block server against callers that do not keep to the protocol: each is told, and no other is harmed."""
+"""A block server refuses frames that violate the protocol, and keeps serving all other sessions."""
 
 import asyncio
+import itertools
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,16 +15,19 @@ import pytest_asyncio
 import torch
 from google.protobuf.message import Message
 
-from corolla.block_server import engine, servicer
+from corolla.block_server import peers, servicer
+from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer, PeerTable
-from corolla.block_server.runner import BatchOutput, Runner
-from corolla.block_server.servicer import BlockServicer
+from corolla.block_server.runner import BatchOutput, RowWork, Runner
 from corolla.chassis.channels import open_channel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Frame, decode, encode, join
+from corolla.wire.outbox import Outbox
 from corolla.wire.tensors import MAX_PROMPT_BYTES, to_payload
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
+from tests.faulty_runner import FaultyRunner
+from tests.integration.metrics import sample
 from tests.integration.refusals import refusal_of
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -156,23 +162,24 @@ BAD_STEPS: dict[str, tuple[tuple[pb.Step, bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_STEPS)
-async def test_a_bad_step_is_told_and_harms_neither_stream_nor_neighbours(name: str, swarm: Swarm) -> None:
+async def test_block_server_refuses_a_bad_step_and_keeps_its_stream_and_other_sessions(name: str, swarm: Swarm) -> None:
     (bad, payload), reason = BAD_STEPS[name]
     async with calling(swarm) as caller, swarm.connect() as client:
         expected = await client.generate("the thin man", max_tokens=60, ignore_eos=True)
         await caller.send(an_open())
         assert (await caller.answer()).num_cached_tokens == 0
         running = asyncio.create_task(client.generate("the thin man", max_tokens=60, ignore_eos=True))
-        for _ in range(10):
+        for number in range(1, 11):
+            bad.step_id = number
             await caller.send((bad, payload))
             fault = await caller.answer()
-            assert (type(fault), fault.reason, fault.step_id) == (pb.Fault, reason, 1)
+            assert (type(fault), fault.reason, fault.step_id) == (pb.Fault, reason, number)
             if reason == "POSITION_GAP":
                 assert fault.metadata["num_cached_tokens"] == "0"
         assert (await running).token_ids == expected.token_ids
-        await caller.send(a_step(step_id=2))
+        await caller.send(a_step(step_id=11))
         result = await caller.answer()
-        assert (type(result), result.step_id) == (pb.Result, 2)
+        assert (type(result), result.step_id) == (pb.Result, 11)
 
 
 def with_prompts(num_tokens: int = 2, *, payload: bytes | None = None, **changes: Any) -> tuple[pb.Open, bytes]:
@@ -208,7 +215,7 @@ BAD_OPENS: dict[str, pb.Open | tuple[pb.Open, bytes]] = {
 
 
 @pytest.mark.parametrize("name", BAD_OPENS)
-async def test_a_bad_open_is_told(name: str, swarm: Swarm) -> None:
+async def test_block_server_refuses_a_bad_open(name: str, swarm: Swarm) -> None:
     async with calling(swarm) as caller:
         await caller.send(BAD_OPENS[name])
         fault = await caller.answer()
@@ -221,24 +228,24 @@ async def test_a_bad_open_is_told(name: str, swarm: Swarm) -> None:
 
 @asynccontextmanager
 async def held_iteration(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[threading.Event]:
-    """While it lasts, no iteration of the block server ends. Gives what is set once one has begun."""
+    """Keeps the block server's iteration from ending. Yields an event that is set once one has begun."""
     has_begun, may_end = threading.Event(), threading.Event()
-    run_each = Runner.run_each
+    forward_each = Runner.forward_each
 
-    def held_run(*args: Any) -> BatchOutput:
+    def held_forward(*args: Any) -> BatchOutput:
         has_begun.set()
         assert may_end.wait(30)
-        return run_each(*args)
+        return forward_each(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "run_each", held_run)
+        patch.setattr(Runner, "forward_each", held_forward)
         try:
             yield has_begun
         finally:
             may_end.set()
 
 
-async def test_what_cannot_fit_is_refused_before_the_running_iteration_ends(
+async def test_block_server_refuses_an_open_without_room_during_an_iteration(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (status,) = await swarm.statuses()
@@ -271,7 +278,7 @@ async def test_what_cannot_fit_is_refused_before_the_running_iteration_ends(
         assert [answer.request_id for answer in answers[1:]] == [3, 5]
 
 
-async def test_steps_of_two_sessions_in_one_scratch_session_run_one_after_the_other(
+async def test_steps_of_two_sessions_with_one_scratch_session_run_in_turn(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = b"o" * 16
@@ -288,7 +295,7 @@ async def test_steps_of_two_sessions_in_one_scratch_session_run_one_after_the_ot
         assert [(type(each), each.step_id) for each in answers] == [(pb.Result, number) for number in (1, 2, 3)]
 
 
-async def test_what_was_given_back_and_is_not_there_any_more_is_refused_by_itself(
+async def test_a_step_whose_pages_another_session_took_is_refused_alone(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (status,) = await swarm.statuses()
@@ -308,28 +315,116 @@ async def test_what_was_given_back_and_is_not_there_any_more_is_refused_by_itsel
         assert isinstance(answers[3], pb.Result)
 
 
-async def test_an_output_that_cannot_be_read_fails_its_own_steps_only(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when a device that is full has no room to put the rows of a result together."""
+@contextmanager
+def faulty(swarm: Swarm, **faults: Any) -> Iterator[None]:
+    engine = swarm.servers[0].engine
+    sound = engine.runner
+    engine.runner = FaultyRunner(sound, **faults)
+    try:
+        yield
+    finally:
+        engine.runner = sound
 
-    def fail(parts: list[torch.Tensor]) -> memoryview:
-        raise RuntimeError("out of memory")
+
+async def test_an_unreadable_output_fails_only_its_own_steps(swarm: Swarm) -> None:
+    """As when a device has no room to put the rows of a result together."""
+
+    def unreadable(output: BatchOutput) -> BatchOutput:
+        return BatchOutput(output.hidden.to("meta"), output.finite)
 
     async with calling(swarm) as caller:
         await caller.send(an_open())
         await caller.answer()
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "_joined", fail)
+        with faulty(swarm, after=unreadable):
             await caller.send(a_step())
-            assert (await caller.answer()).reason == "NON_FINITE"
+            assert (await caller.answer()).reason == "STEP_FAILED"
         await caller.send(a_step(step_id=2))
         assert (await caller.result()).control == pb.Result(
             step_id=2, rows=a_step()[0].rows, dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=HIDDEN_SIZE
         )
 
 
-async def test_who_speaks_in_the_name_of_another_is_told_itself(swarm: Swarm) -> None:
+def a_microbatch(step_id: int, **changes: Any) -> tuple[pb.Step, bytes]:
+    """Three tokens each of two sessions, as one step."""
+    (first, payload), (second, _) = (a_step(session_id=each * 16, step_id=step_id, **changes) for each in (b"1", b"2"))
+    first.rows.append(second.rows[0])
+    return first, payload + payload
+
+
+@pytest.mark.parametrize(
+    "failure, reason",
+    [
+        (IndexError("list index out of range"), "STEP_FAILED"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "OUT_OF_MEMORY"),
+        (MemoryError(), "OUT_OF_MEMORY"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes."), "OUT_OF_MEMORY"),
+    ],
+)
+async def test_a_row_that_fails_leaves_the_rest_of_its_batch_intact(
+    swarm: Swarm, failure: Exception, reason: str
+) -> None:
+    bad: list[SessionCache] = []
+
+    def fail_bad(rows: Sequence[RowWork]) -> None:
+        bad[:] = bad or [rows[-1].cache]
+        if any(row.cache is bad[0] for row in rows):
+            raise failure
+
+    async with calling(swarm) as caller:
+        await caller.send(an_open(session_id=b"1" * 16), an_open(session_id=b"2" * 16))
+        assert [type(await caller.answer()) for _ in range(2)] == [pb.Opened, pb.Opened]
+        with faulty(swarm, before=fail_bad):
+            await caller.send(a_microbatch(1))
+            fault, result = await caller.answer(), await caller.result()
+        computed: Any = result.control
+        assert (fault.step_id, fault.reason) == (1, reason)
+        assert [row.session_id for row in fault.rows] == [b"2" * 16]
+        assert [row.session_id for row in computed.rows] == [b"1" * 16]
+        # The same again: the bad row's session goes on, and nothing of the failure is seen in it.
+        await caller.send(a_microbatch(2))
+        again = await caller.result()
+        first, second = torch.frombuffer(bytearray(again.payload), dtype=torch.float32).view(2, HIDDEN_SIZE)
+        assert_close(first, torch.frombuffer(bytearray(result.payload), dtype=torch.float32))
+        assert_close(first, second)
+
+
+async def test_a_batch_too_large_for_the_memory_is_computed_row_by_row(swarm: Swarm) -> None:
+    def fail_batches(rows: Sequence[RowWork]) -> None:
+        if len(rows) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async with calling(swarm) as caller:
+        await caller.send(an_open(session_id=b"1" * 16), an_open(session_id=b"2" * 16))
+        assert [type(await caller.answer()) for _ in range(2)] == [pb.Opened, pb.Opened]
+        port = swarm.servers[0].metrics_port
+        num_before = await sample(port, "corolla_hop_split_iterations_total")
+        with faulty(swarm, before=fail_batches):
+            await caller.send(a_microbatch(1))
+            assert len((await caller.answer()).rows) == 2
+        assert await sample(port, "corolla_hop_split_iterations_total") == num_before + 1
+
+
+async def test_a_page_that_leaks_is_found_by_the_server_and_fails_the_test(tmp_path: Path) -> None:
+    model = make_tiny_checkpoint("llama", tmp_path / "tiny")
+
+    async def leak() -> None:
+        async with Swarm(tmp_path, model, ["0:5"]) as swarm:
+            (server,) = swarm.servers
+            runner: Any = server.engine.runner
+
+            async def is_found() -> bool:
+                return await sample(server.metrics_port, "corolla_hop_book_breaches_total", book="pages") > 0
+
+            await asyncio.sleep(1.5)
+            assert not await is_found()
+            runner.store.pool.allocate(1)
+            await until(is_found)
+
+    with pytest.raises(AssertionError, match="1 pages have other holders"):
+        await leak()
+
+
+async def test_block_server_answers_a_step_for_another_clients_session_on_the_senders_stream(swarm: Swarm) -> None:
     async with calling(swarm), calling(swarm, b"d" * 16) as other:
         await other.send(a_step())
         assert (await other.answer()).reason == "MALFORMED_MESSAGE"
@@ -339,9 +434,10 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-async def test_going_back_into_a_shared_page_harms_nobody(swarm: Swarm) -> None:
+async def test_truncating_into_a_shared_page_copies_it_first(swarm: Swarm) -> None:
     text = pb.ExpectedText(num_tokens=70, page_hashes=b"a" * 16 + b"b" * 16)
     states = torch.randn(70, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+    step_ids = itertools.count(1)
 
     async with calling(swarm) as caller:
 
@@ -351,7 +447,10 @@ async def test_going_back_into_a_shared_page_harms_nobody(swarm: Swarm) -> None:
 
         async def computed(session_id: bytes, position: int, tokens: torch.Tensor) -> torch.Tensor:
             payload = bytes(to_payload(tokens.contiguous()))
-            await caller.send(a_step(len(tokens), position=position, session_id=session_id, payload=payload))
+            number = next(step_ids)
+            await caller.send(
+                a_step(len(tokens), position=position, session_id=session_id, step_id=number, payload=payload)
+            )
             return torch.frombuffer(bytearray((await caller.result()).payload), dtype=torch.float32)
 
         one, two, three, control = (bytes([number]) * 16 for number in range(4))
@@ -386,7 +485,7 @@ async def test_a_session_that_comes_back_for_other_blocks_begins_with_their_cach
         await caller.send(an_open(session_id=two, epoch=2, text=text, max_tokens=128, resume=True, **some))
         assert (await caller.answer()).num_cached_tokens == 64
         rest = bytes(to_payload(states[64:].contiguous()))
-        await caller.send(a_step(6, position=64, session_id=two, epoch=2, payload=rest, **some))
+        await caller.send(a_step(6, position=64, session_id=two, epoch=2, step_id=2, payload=rest, **some))
         got = (await caller.result()).payload
         assert_close(*(torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (got, expected)))
 
@@ -405,6 +504,23 @@ async def test_positions_are_absolute_and_going_back_truncates(swarm: Swarm) -> 
         assert (await caller.answer()).num_cached_tokens == 0
 
 
+async def test_a_step_that_comes_again_is_neither_computed_nor_answered(swarm: Swarm) -> None:
+    two = [a_step(4), a_step(1, position=4, step_id=2)]
+    refused = a_step(1, position=9, step_id=3)
+    other_numbers = bytes(to_payload(torch.zeros(4, HIDDEN_SIZE)))
+    async with calling(swarm) as caller:
+        await caller.send(an_open(), *two)
+        assert [type(await caller.answer()) for _ in range(2)] == [pb.Opened, pb.Result]
+        payload = bytes((await caller.result()).payload)
+        await caller.send(refused, a_step(4, payload=other_numbers), *two, refused, a_step(1, position=4, step_id=4))
+        assert (await caller.answer()).reason == "POSITION_GAP"
+        got: Any = await caller.result()
+        assert (got.control.step_id, bytes(got.payload)) == (4, payload)
+        await caller.send(an_open(epoch=2, resume=True), a_step(1, position=5, epoch=2, step_id=5))
+        assert (await caller.answer()).num_cached_tokens == 5
+        assert (await caller.answer()).step_id == 5
+
+
 @pytest.mark.parametrize(
     "data",
     [b"garbage", b"", join([encode(pb.Close())]), join([encode(pb.Welcome())])],
@@ -418,7 +534,7 @@ async def test_a_stream_that_does_not_begin_with_hello_is_ended(swarm: Swarm, da
         assert await ending(call) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
 
 
-async def test_a_stream_that_says_nothing_is_ended(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_block_server_ends_a_silent_stream(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer, "HELLO_TIMEOUT_S", 0.2)
     async with open_channel(swarm.servers[0].address) as channel:
         untyped: Any = channel
@@ -434,7 +550,7 @@ async def test_other_weights_are_refused(swarm: Swarm) -> None:
         assert await ending(call) == (grpc.StatusCode.FAILED_PRECONDITION, "FINGERPRINT_MISMATCH")
 
 
-async def test_garbage_in_a_stream_ends_it_and_frees_what_lived_with_it(swarm: Swarm) -> None:
+async def test_garbage_in_a_stream_ends_it_and_frees_its_sessions(swarm: Swarm) -> None:
     async with calling(swarm) as caller:
         await caller.send(an_open())
         await caller.answer()
@@ -443,21 +559,21 @@ async def test_garbage_in_a_stream_ends_it_and_frees_what_lived_with_it(swarm: S
         await swarm.until_empty()
 
 
-async def test_what_lived_with_a_stream_is_freed_though_its_end_is_cancelled(
+async def test_sessions_of_a_stream_are_freed_although_its_end_is_cancelled(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller that vanishes ends its requests and cancels the handler, and the second may come while that ends."""
-    is_ending = asyncio.Event()
-    write = BlockServicer._write
+    is_ending, messages = asyncio.Event(), Outbox.messages
 
-    async def held_write(*args: Any) -> None:
+    async def held_messages(outbox: Outbox) -> AsyncIterator[bytes]:
         try:
-            await write(*args)
+            async for message in messages(outbox):
+                yield message
         except asyncio.CancelledError:
             is_ending.set()
             await asyncio.Event().wait()  # until the handler itself is cancelled
 
-    monkeypatch.setattr(BlockServicer, "_write", held_write)
+    monkeypatch.setattr(Outbox, "messages", held_messages)
     async with calling(swarm) as caller:
         await caller.send(an_open())
         await caller.answer()
@@ -467,7 +583,7 @@ async def test_what_lived_with_a_stream_is_freed_though_its_end_is_cancelled(
         assert (await swarm.statuses())[0].num_sessions == 1
 
 
-async def test_what_came_on_an_old_stream_is_freed_though_the_newer_one_ended_before(swarm: Swarm) -> None:
+async def test_sessions_of_an_old_stream_are_freed_although_the_newer_stream_ended_first(swarm: Swarm) -> None:
     """As when a server that was frozen finds both streams of a client, and the ends of both."""
     async with calling(swarm) as older:
         async with calling(swarm):
@@ -477,10 +593,10 @@ async def test_what_came_on_an_old_stream_is_freed_though_the_newer_one_ended_be
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_what_was_opened_on_an_old_stream_is_freed_with_it_though_the_client_has_a_newer_one(
+async def test_sessions_of_an_old_stream_are_freed_with_it_although_the_client_has_a_newer_one(
     swarm: Swarm, is_late: bool
 ) -> None:
-    """Its end is seen late where packets were lost; so is, then, what was sent on it before the client gave it up."""
+    """Where packets are lost, the server sees the stream's end late, and frames that the client had sent on it."""
     async with calling(swarm) as newer, streaming(swarm) as older:
         if is_late:
             newer, older = older, newer
@@ -499,7 +615,7 @@ async def test_what_was_opened_on_an_old_stream_is_freed_with_it_though_the_clie
         await newer.result()
 
 
-async def test_a_stream_that_comes_late_and_ends_takes_no_answers_away_from_the_other(
+async def test_a_late_stream_that_ends_leaves_the_answers_of_the_other_one(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client gives a connection up that does not come about; the server may see it when it has the next one."""
@@ -520,13 +636,11 @@ async def test_a_stream_that_comes_late_and_ends_takes_no_answers_away_from_the_
         await caller.result()
 
 
-async def test_a_caller_that_does_not_read_loses_its_stream(swarm: Swarm) -> None:
+async def test_a_caller_that_does_not_read_loses_its_stream(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "Outbox", partial(Outbox, max_waiting_bytes=20_000))
     async with calling(swarm) as caller:
         await caller.send(an_open())
         await caller.answer()
-        peer = swarm.servers[0]._peers.get(b"c" * 16)
-        assert peer is not None
-        peer.outbox._max_waiting_bytes = 20_000
         faults = [a_step(session_id=b"u" * 16, step_id=number) for number in range(2000)]
         await caller.send(*faults)
         assert await ending(caller.call) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")

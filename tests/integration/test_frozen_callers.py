@@ -38,7 +38,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_answer_goes_on_after_its_caller_was_frozen(stack: Stack) -> None:
     with Client(stack.client_address) as client:
         expected = client.generate(PROMPT, **OPTIONS).token_ids

@@ -1,4 +1,4 @@
-"""The frames of a handover: what a server takes from another one, what it refuses, and what it has afterwards."""
+"""The frames of a handover: what the receiver accepts, what it refuses, and what it holds afterwards."""
 
 import asyncio
 import zlib
@@ -12,17 +12,19 @@ import pytest
 
 from corolla.block_server.handover import sender as sending
 from corolla.block_server.handover.link import HandoverLink
-from corolla.block_server.handover.sender import HandoverSender
+from corolla.block_server.hop_session import SessionState
 from corolla.block_server.kv.transfer import token_bytes
 from corolla.block_server.service import BlockServer
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import HopUnavailable, OutOfPages
 from corolla.v1 import blocks_pb2 as pb
-from corolla.v1 import common_pb2
-from corolla.wire.frames import EXCHANGE, Buffer, encode, join
+from corolla.v1 import blocks_pb2_grpc, common_pb2
+from corolla.wire.frames import EXCHANGE, Frame, decode, encode, join
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
+from tests.integration.wires import Cut
+from tests.tiers import quick
 
 SESSION, TRANSFER = b"s" * 16, b"x" * 16
 BLOCKS = common_pb2.BlockSpan(start=2, end=5)
@@ -41,9 +43,8 @@ async def a_taker(folder: Path, model: Path) -> AsyncIterator[tuple[BlockServer,
         server = swarm.servers[1]
         fingerprint = (await swarm.statuses())[1].fingerprint
         link = HandoverLink(server.address, open_channel)
-        async with link.open(fingerprint):
-            assert server._engine is not None
-            yield server, link, token_bytes(server._engine._runner.store, range(3))
+        async with link.connect(fingerprint):
+            yield server, link, token_bytes(server.engine.runner.store, range(3))  # type: ignore[attr-defined]
             await swarm.until_empty()
 
 
@@ -63,12 +64,14 @@ def a_part(payload: bytes, num_tokens: int, **changes: Any) -> pb.HandoverTokens
     return pb.HandoverTokens(**part)
 
 
-async def test_only_parts_that_fit_are_taken_and_what_is_given_up_leaves_nothing(tmp_path: Path, model: Path) -> None:
+async def test_the_receiver_takes_only_parts_that_fit_and_an_aborted_handover_leaves_no_page(
+    tmp_path: Path, model: Path
+) -> None:
     async with a_taker(tmp_path, model) as (_, link, bytes_per_token):
         payload = bytes(4 * bytes_per_token)
-        answer = await link.ask(a_part(payload, 4), payload)
+        answer = await link.request(a_part(payload, 4), payload)
         assert answer.reason == "HOP_SESSION_LOST"  # nobody offered it
-        answer = await link.ask(an_offer())
+        answer = await link.request(an_offer())
         assert (answer.reason, answer.num_tokens) == ("", 0)
         bad: list[tuple[dict[str, Any], bytes, str]] = [
             ({"transfer_id": b"y" * 16}, payload, "HOP_SESSION_LOST"),
@@ -87,32 +90,32 @@ async def test_only_parts_that_fit_are_taken_and_what_is_given_up_leaves_nothing
         ]
         for changes, sent, reason in bad:
             changes = {"checksum": zlib.crc32(sent), **changes}
-            answer = await link.ask(a_part(sent, changes.pop("num_tokens", 4), **changes), sent)
+            answer = await link.request(a_part(sent, changes.pop("num_tokens", 4), **changes), sent)
             assert answer.reason == reason, (changes, answer)
-        answer = await link.ask(a_part(payload, 4), payload)
+        answer = await link.request(a_part(payload, 4), payload)
         assert (answer.reason, answer.num_tokens) == ("", 4)
         # What arrived counts for the same handover, and not for another one.
-        assert (await link.ask(an_offer())).num_tokens == 4
-        assert (await link.ask(an_offer(transfer_id=b"y" * 16))).num_tokens == 0
-        link.tell(pb.Close(session_id=SESSION, epoch=3))
+        assert (await link.request(an_offer())).num_tokens == 4
+        assert (await link.request(an_offer(transfer_id=b"y" * 16))).num_tokens == 0
+        link.send(pb.Close(session_id=SESSION, epoch=3))
 
 
+@pytest.mark.full
 async def test_offers_are_checked_before_they_cost_a_page(tmp_path: Path, model: Path) -> None:
     async with a_taker(tmp_path, model) as (server, link, _):
-        status = server._load()
-        assert (await link.ask(an_offer(max_tokens=(1 << 31) - 1))).reason == OutOfPages.reason
-        assert server._load().num_free_pages == status.num_free_pages
-        assert (await link.ask(an_offer())).reason == ""
-        assert (await link.ask(an_offer(tenant="u"))).reason == "HOP_SESSION_LOST"
-        assert (await link.ask(an_offer(epoch=2))).reason == "STALE_EPOCH"
-        link.tell(pb.Close(session_id=SESSION, epoch=3))
+        assert (await link.request(an_offer(max_tokens=(1 << 31) - 1))).reason == OutOfPages.reason
+        assert not server.sessions
+        assert (await link.request(an_offer())).reason == ""
+        assert (await link.request(an_offer(tenant="u"))).reason == "HOP_SESSION_LOST"
+        assert (await link.request(an_offer(epoch=2))).reason == "STALE_EPOCH"
+        link.send(pb.Close(session_id=SESSION, epoch=3))
         for changes in ({"session_id": b"short"}, {"transfer_id": b""}, {"epoch": 0}, {"lease_ms": 0},
                         {"blocks": common_pb2.BlockSpan(start=1, end=5)}):  # fmt: skip
             # What no server of ours would send costs the stream.
             other = HandoverLink(server.address, open_channel)
-            async with other.open(await fingerprint_of(server)):
+            async with other.connect(await fingerprint_of(server)):
                 with pytest.raises(HopUnavailable):
-                    await other.ask(an_offer(**changes))
+                    await other.request(an_offer(**changes))
 
 
 async def test_a_client_cannot_hand_sessions_over(tmp_path: Path, model: Path) -> None:
@@ -125,70 +128,115 @@ async def test_a_client_cannot_hand_sessions_over(tmp_path: Path, model: Path) -
         assert (await call.code()).name == "INVALID_ARGUMENT"
 
 
-@pytest.mark.parametrize("num_asks", [1, 2, 4])
+@pytest.mark.parametrize("word", [pb.Truncate(idle=True), pb.Close()], ids=["turn over", "close"])
+async def test_who_handed_a_session_over_has_no_say_once_its_client_has_opened_it(
+    tmp_path: Path, model: Path, word: pb.Truncate | pb.Close
+) -> None:
+    """The client took the open of another hop back meanwhile, so the leaving server saw a turn end that goes on."""
+    async with a_taker(tmp_path, model) as (server, link, bytes_per_token), open_channel(server.address) as channel:
+        payload = bytes(4 * bytes_per_token)
+        await link.request(an_offer())
+        await link.request(a_part(payload, 4, is_last=True), payload)
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
+        hello = pb.Hello(client_id=b"c" * 16, fingerprint=await fingerprint_of(server))
+        opening = pb.Open(
+            request_id=1, session_id=SESSION, epoch=3, tenant="t", resume=True, max_tokens=40, blocks=BLOCKS,
+            lease_ms=3_600_000, transient=True,
+        )  # fmt: skip
+        await call.write(join([encode(hello), encode(opening)]))
+        controls: list[Any] = []
+        while not any(isinstance(each, pb.Opened) for each in controls):
+            message: Any = await call.read()
+            controls += [frame.control for frame in decode(message)]
+        word.session_id, word.epoch = SESSION, 3
+        link.send(word)
+        answer = await link.request(an_offer())  # in order with it
+        assert answer.reason == "STALE_EPOCH"
+        assert [held.state for held in server.sessions] == [SessionState.RUNNING]
+        call.cancel()
+
+
+@pytest.mark.parametrize("num_asks", quick([1, 2, 4], 2))
 async def test_after_a_broken_stream_only_the_rest_is_sent(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, num_asks: int
 ) -> None:
-    """And of what is damaged on the way, or grew meanwhile, nothing is wrong in the end."""
+    """Parts that were damaged on the way or changed meanwhile are correct in the end."""
     monkeypatch.setattr(sending, "PART_BYTES", 20_000)
     options: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
     prompt = "the thin man in the inner tent " * 8
-    async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
+    async with (
+        Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 20.0}) as swarm,
+        swarm.connect() as client,
+    ):
         undisturbed = (await client.generate(prompt, **options)).token_ids
         await swarm.until_empty()
         answer = asyncio.create_task(client.generate(prompt, **options))
         leaving = swarm.servers[1]
         await until_tokens(leaving, 100)
         taker = await swarm.add_server("2:5")
-        assert leaving._sessions is not None
-        assert leaving._drain is not None
-        (held,) = leaving._sessions
-        sender: HandoverSender = leaving._drain._sender
-        fingerprint = await fingerprint_of(taker)
-        breaking = _Breaking(taker.address, num_asks)
-        async with breaking.open(fingerprint):
-            with pytest.raises(HopUnavailable):
-                await sender.send(held, breaking)
-        assert not held.is_leaving
-        assert taker._sessions is not None
-        num_arrived = next(iter(taker._sessions)).cache.num_tokens
-        assert bool(num_arrived) == (num_asks > 1)
+        bytes_per_token = token_bytes(leaving.engine.runner.store, range(3))  # type: ignore[attr-defined]
+        breaking = _Breaking(leaving, taker, num_asks)
+        swarm.wires_of(leaving).on_sent = breaking
         swarm.servers.remove(leaving)
-        await leaving._drain.run(20)
-        num_bytes = leaving._registry.get_sample_value("corolla_handover_bytes_total", {"direction": "out"}) or 0
-        bytes_per_token = token_bytes(leaving._engine._runner.store, range(3))  # type: ignore[union-attr]
-        assert num_bytes <= (800 - num_arrived) * bytes_per_token
         await leaving.stop()
+        assert breaking.has_damaged == (num_asks > 1)
+        assert breaking.states == (SessionState.RUNNING, SessionState.ARRIVING)
+        assert bool(breaking.num_arrived) == (num_asks > 1)
+        num_bytes = leaving.registry.get_sample_value("corolla_handover_bytes_total", {"direction": "out"})
+        assert num_bytes is not None
+        assert 0 < num_bytes <= (800 - breaking.num_arrived) * bytes_per_token
         assert (await answer).token_ids == undisturbed
         assert (await answer).usage.recoveries == 1
         await swarm.until_empty()
 
 
-class _Breaking(HandoverLink):
-    """Damages its first part, and breaks after some answers."""
+class _Breaking:
+    """Damages the first part that goes from one server to another, and breaks the stream after some frames, once.
 
-    def __init__(self, address: str, num_asks: int) -> None:
-        super().__init__(address, open_channel)
+    Attributes:
+        has_damaged: whether there was a part to damage.
+        states: of the session, here and there, when it is offered again.
+        num_arrived: tokens that the taker has by then.
+    """
+
+    def __init__(self, leaving: BlockServer, taker: BlockServer, num_asks: int) -> None:
+        self.has_damaged = False
+        self.states: tuple[SessionState, SessionState] | None = None
+        self.num_arrived = 0
+        self._leaving = leaving
+        self._taker = taker
         self._num_left = num_asks
-        self._has_damaged = False
 
-    async def ask(self, control: pb.Handover | pb.HandoverTokens, payload: Buffer = b"") -> pb.HandoverAnswer:
+    def __call__(self, address: str, frame: Frame) -> Frame:
+        if address != self._taker.address or not isinstance(frame.control, pb.Handover | pb.HandoverTokens):
+            return frame
         if self._num_left == 0:
-            raise HopUnavailable("broken", self.address)
-        if isinstance(control, pb.HandoverTokens) and not self._has_damaged:
-            self._has_damaged = True
-            return await super().ask(control, bytes(payload)[:-1] + bytes([bytes(payload)[-1] ^ 1]))
-        self._num_left -= 1
-        return await super().ask(control, payload)
+            self._num_left -= 1
+            raise Cut
+        if self._num_left < 0:
+            self._note()
+        elif isinstance(frame.control, pb.HandoverTokens) and not self.has_damaged:
+            self.has_damaged = True
+            payload = bytes(frame.payload)
+            return Frame(frame.control, payload[:-1] + bytes([payload[-1] ^ 1]))
+        else:
+            self._num_left -= 1
+        return frame
+
+    def _note(self) -> None:
+        if self.states is None:
+            (here,), (there,) = self._leaving.sessions, self._taker.sessions
+            self.states, self.num_arrived = (here.state, there.state), there.num_tokens
 
 
 async def fingerprint_of(server: BlockServer) -> str:
-    assert server._drain is not None
-    return server._drain._server.fingerprint
+    async with open_channel(server.address) as channel:
+        stub = blocks_pb2_grpc.BlockServiceStub(channel)
+        return str((await stub.GetStatus(pb.GetBlockServerStatusRequest())).fingerprint)
 
 
 async def until_tokens(server: BlockServer, num_tokens: int) -> None:
     async def has_them() -> bool:
-        return any(held.cache.num_tokens >= num_tokens for held in server._sessions or ())
+        return any(held.num_tokens >= num_tokens for held in server.sessions)
 
     await until(has_them)

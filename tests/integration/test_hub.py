@@ -1,4 +1,4 @@
-"""A chain whose parts come from the hub: each process fetches what it holds, and moves without a gap."""
+"""A chain with a model from the hub: each process fetches only its own files, and moves without a gap."""
 
 import asyncio
 import os
@@ -17,7 +17,6 @@ from corolla.block_server.process import BlockServerProcess
 from corolla.block_server.settings import BlockServerSettings
 from corolla.client.edges import edge_tensors
 from corolla.hf import AutoDistributedModelForCausalLM
-from corolla.models import hub_snapshot
 from corolla.models.checkpoint import Checkpoint
 from corolla.v1 import router_pb2
 from tests.checkpoints import make_tiny_checkpoint
@@ -37,7 +36,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(hub_snapshot, "_sound", {})
         yield server
 
 
@@ -46,7 +44,7 @@ def shards(checkpoint: Checkpoint, start: int, end: int) -> set[str]:
     return {file.name for name, file in checkpoint.weight_index.items() if name.startswith(tuple(names))}
 
 
-async def test_each_part_of_a_chain_fetches_its_own(
+async def test_each_server_of_a_chain_fetches_its_own_files(
     tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cache(name: str) -> Path:
@@ -54,7 +52,7 @@ async def test_each_part_of_a_chain_fetches_its_own(
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / name))
         return tmp_path / name
 
-    local = Checkpoint.open(str(hub.folder))
+    local = Checkpoint.from_pretrained(str(hub.folder))
     async with Swarm(tmp_path, Path(REPOSITORY), [], num_clients=0) as swarm:
         held: dict[str, set[str]] = {}
         for number in range(2):
@@ -118,12 +116,12 @@ async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
         await process.start()
 
         async def spans() -> dict[str, tuple[int, int]]:
-            """Who is ready, by address."""
+            """The ready servers, by address."""
             servers = (await swarm.placement(REPOSITORY)).servers
             ready = [each for each in servers if each.state == router_pb2.SERVER_STATE_READY]
             return {each.server.address: (each.span.start, each.span.end) for each in ready}
 
-        first = process._server
+        first = process.incarnation
         assert first is not None
         address = first.address
 
@@ -150,7 +148,7 @@ async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
         if is_withdrawn:
             await asyncio.sleep(2)
             assert (await spans())[address] == before
-            assert process._server is first
+            assert process.incarnation is first
         else:
             await until(has_moved)
         await process.stop()
@@ -160,12 +158,22 @@ async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
     "environment, status, sentence",
     [
         ({}, 401, "The hub refuses access to 'tests/tiny' (status 401); give an access token"),
-        ({"COROLLA_HUB_PATIENCE_S": "0"}, 503, "the hub cannot be reached or its answers break off; check the network"),
-        ({"COROLLA_OFFLINE": "true"}, 0, "and the hub is not to be asked; fetch it where there is a network"),
+        pytest.param(
+            {"COROLLA_HUB_PATIENCE_S": "0"},
+            503,
+            "the hub cannot be reached or its answers break off; check the network",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"COROLLA_OFFLINE": "true"},
+            0,
+            "and the hub is not to be asked; fetch it where there is a network",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["refused", "away", "offline"],
 )
-def test_a_server_that_gets_no_model_says_so_and_ends(
+def test_a_server_without_a_model_reports_it_and_ends(
     tmp_path: Path, hub: HubServer, environment: dict[str, str], status: int, sentence: str
 ) -> None:
     hub.status = status

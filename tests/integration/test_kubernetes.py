@@ -1,4 +1,4 @@
-"""Real block servers in the pods that a Kubernetes API tells of."""
+"""Real block servers in pods that a Kubernetes API lists."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint("llama", folder, config_changes={"max_position_embeddings": 4096})
 
 
-async def test_a_server_whose_pod_is_deleted_hands_over_and_its_pod_is_told_of(tmp_path: Path, model: Path) -> None:
+async def test_a_server_whose_pod_is_deleted_hands_over_and_the_router_records_an_event(
+    tmp_path: Path, model: Path
+) -> None:
     with kubernetes_server() as kubernetes:
         for name in "ab":
             kubernetes.put(described_pod(name))
@@ -43,7 +45,7 @@ async def _leave_in_mid_answer(swarm: Swarm, going: BlockServer, kubernetes: Kub
         answer = asyncio.create_task(client.generate("the thin man", max_tokens=300, ignore_eos=True))
 
         async def is_served() -> bool:
-            return len(going._sessions or ()) > 0
+            return len(going.sessions) > 0
 
         await until(is_served)
         await swarm.add_server("2:5", pod_uid="b")
@@ -52,7 +54,7 @@ async def _leave_in_mid_answer(swarm: Swarm, going: BlockServer, kubernetes: Kub
         await going.stop()
         assert (await answer).token_ids == undisturbed.token_ids
 
-    async def is_told() -> bool:
+    async def is_recorded() -> bool:
         return "SessionsHandedOver" in kubernetes.reasons()
 
-    await until(is_told)
+    await until(is_recorded)

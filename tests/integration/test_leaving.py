@@ -1,4 +1,4 @@
-"""How a block server's process ends: asked once it hands over what it holds, asked twice it goes at once."""
+"""How a block server's process ends: the first request drains it, the second one ends it at once."""
 
 import asyncio
 import os
@@ -49,7 +49,8 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
     return await asyncio.to_thread(process.wait, 30)
 
 
-async def test_whoever_asks_for_a_drain_learns_when_it_is_done(
+@pytest.mark.full
+async def test_a_drain_request_returns_when_the_drain_is_done(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     door = Ports().free()
@@ -71,7 +72,8 @@ async def test_whoever_asks_for_a_drain_learns_when_it_is_done(
         assert await asyncio.to_thread(main, ["drain", f"127.0.0.1:{door}"]) == 1
 
 
-async def test_an_interrupt_drains_and_a_second_one_ends_it_at_once(tmp_path: Path, model: Path) -> None:
+@pytest.mark.full
+async def test_an_interrupt_drains_a_block_server_and_a_second_one_ends_it_at_once(tmp_path: Path, model: Path) -> None:
     async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
         undisturbed = (await client.generate("the thin man", **OPTIONS)).token_ids
         await swarm.servers.pop().stop()

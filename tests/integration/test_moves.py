@@ -31,7 +31,7 @@ ENVIRONMENT = {
 
 
 def held(placement: router_pb2.Placement | None) -> dict[str, str]:
-    """Who holds what, by address; ready servers only."""
+    """The spans of the ready servers, by address."""
     return {
         each.server.address: f"{each.span.start}:{each.span.end}"
         for each in (placement.servers if placement is not None else ())
@@ -40,6 +40,7 @@ def held(placement: router_pb2.Placement | None) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
+@pytest.mark.full
 async def test_the_blocks_of_a_server_that_left_for_good_are_taken_by_another(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -100,14 +101,14 @@ async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_pa
         }  # fmt: skip
         process = BlockServerProcess(BlockServerSettings(**given))
         await process.start()
-        first = process._server
+        first = process.incarnation
         assert first is not None
         held = next(each.span.start for each in (await swarm.placement()).servers if each.server.movable)
 
         async def has_come_so_far() -> bool:
             if stage == "leaves":
-                return process._leaving is not None
-            return process._server not in (None, first)
+                return process.incarnation is not first
+            return process.incarnation not in (None, first)
 
         # The one that it does not double leaves for good.
         leaver = swarm.servers.pop(1 if held == 0 else 0)
@@ -121,7 +122,7 @@ async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_pa
 
 
 @pytest.mark.parametrize("taken", ["port", "metrics_port"])
-async def test_who_finds_a_port_taken_can_come_back_when_it_is_free(taken: str) -> None:
+async def test_a_block_server_that_found_a_port_taken_starts_once_it_is_free(taken: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = {"port": one.getsockname()[1], "metrics_port": other.getsockname()[1]}
         (one if taken == "metrics_port" else other).close()

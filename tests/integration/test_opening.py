@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,16 +12,16 @@ from typing import Any
 import pytest
 
 from corolla.block_server import service
-from corolla.block_server.peers import Peer
 from corolla.block_server.service import BlockServer
-from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.speed import Speed, measure_speed
 from corolla.chassis.errors import HopUnavailable, NoChain
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Buffer, Frame
+from corolla.wire.frames import Frame
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
+from tests.integration.wires import Cut
 
 PROMPT = "the thin man"
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
@@ -36,9 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def stuck(server: BlockServer) -> Iterator[None]:
     """Its thread that computes does not come back, as of a device that hangs; its event loop answers."""
-    engine, released = server._engine, threading.Event()
-    assert engine is not None
-    copying = asyncio.ensure_future(engine.copies.make(released.wait))
+    released = threading.Event()
+    copying = asyncio.ensure_future(server.engine.copy(released.wait))
     try:
         yield
     finally:
@@ -46,18 +46,11 @@ def stuck(server: BlockServer) -> Iterator[None]:
         copying.cancel()
 
 
-def openings(swarm: Swarm) -> list[str]:
-    """Grows by the address of each hop on which the client service opens a session from now on."""
-    plane, asked = swarm.clients[0]._plane, list[str]()
-    assert plane is not None
-    ask = plane.open
-
-    async def note_and_ask(address: str, request: pb.Open, payload: Buffer = b"") -> tuple[pb.Opened, int]:
-        asked.append(address)
-        return await ask(address, request, payload)
-
-    plane.open = note_and_ask  # type: ignore[method-assign]
-    return asked
+def openings(swarm: Swarm) -> Counter[str]:
+    """How often the client service is to open a session at each address, from now on."""
+    openings = swarm.wires_of(swarm.clients[0]).openings
+    openings.clear()
+    return openings
 
 
 def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +63,7 @@ def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "measure_decode_step", lambda runner: 0.003)
 
 
-async def test_a_server_that_lives_and_opens_nothing_is_avoided(
+async def test_client_service_avoids_a_server_that_lives_and_opens_no_session(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All else being equal, the planner would rather stay in one zone.
@@ -84,104 +77,114 @@ async def test_a_server_that_lives_and_opens_nothing_is_avoided(
             with stuck(preferred):
                 asked = openings(swarm)
                 assert (await client.generate(PROMPT, **OPTIONS)).token_ids == expected
-                assert preferred.address in asked
+                assert asked[preferred.address]
                 asked.clear()
                 assert (await client.generate(PROMPT, **OPTIONS)).token_ids == expected
-                assert preferred.address not in asked, "the second answer waited for it, too"
+                assert not asked[preferred.address], "the second answer waited for it, too"
         # What it opens too late is closed again.
         await swarm.until_empty()
 
 
-async def test_a_server_that_failed_lately_is_the_last_resort(tmp_path: Path, model: Path) -> None:
+async def test_a_recently_failed_server_is_the_last_resort(tmp_path: Path, model: Path) -> None:
     server = {"prefix_cache": False}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
         async with client.session() as session:
             await session.generate(PROMPT, **OPTIONS)
-            avoid(swarm, swarm.servers[1])
-            expected = (await client.generate(PROMPT, **OPTIONS)).token_ids
+            expected = await see_fail(swarm, swarm.servers[1])
+            assert (await client.generate(PROMPT, **OPTIONS)).token_ids == expected
             # A conversation finds there what it left.
             assert (await session.generate(PROMPT, **OPTIONS)).usage.cached_tokens > 0
         await swarm.router.stop()
         assert (await client.generate(PROMPT, **OPTIONS)).token_ids == expected
 
 
-async def test_who_has_another_chain_leaves_a_server_out_that_failed_lately(tmp_path: Path, model: Path) -> None:
+async def test_client_service_avoids_a_recently_failed_server_where_another_chain_exists(
+    tmp_path: Path, model: Path
+) -> None:
     async with Swarm(tmp_path, model, ["0:2", "2:5", "2:5"]) as swarm, swarm.connect() as client:
         failed = swarm.servers[1]
-        avoid(swarm, failed)
+        await see_fail(swarm, failed)
         for _ in range(8):
             await client.generate(PROMPT, **OPTIONS)
         assert await sample(failed.metrics_port, "corolla_hop_tokens_total") == 0
 
 
-async def test_a_server_that_failed_this_very_request_is_not_asked_again(tmp_path: Path, model: Path) -> None:
-    async with Swarm(tmp_path, model, ["0:2", "2:5"], client=OPEN_TIMEOUT) as swarm:
+async def test_a_request_waits_for_the_only_server_while_it_is_slow(tmp_path: Path, model: Path) -> None:
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], client={"open_timeout_s": 1.0}) as swarm:
         async with swarm.connect() as client:
-            with stuck(swarm.servers[1]):
-                asked = openings(swarm)
-                with pytest.raises(NoChain):
-                    await client.generate(PROMPT, **OPTIONS)
-                assert asked.count(swarm.servers[1].address) == 1
-            # It is well again, and nobody need wait until that is known.
-            await client.generate(PROMPT, **OPTIONS)
+            expected = (await client.generate(PROMPT, **OPTIONS)).token_ids
+            slow, asked = swarm.servers[1], openings(swarm)
+
+            async def is_asked_again() -> bool:
+                return asked[slow.address] > 1
+
+            with stuck(slow):
+                answering = asyncio.create_task(client.generate(PROMPT, **OPTIONS))
+                await until(is_asked_again)
+            assert (await answering).token_ids == expected
         await swarm.until_empty()
 
 
-async def test_a_connection_that_broke_is_made_again_where_there_is_no_other_server(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "client, options", [({"recovery_patience_s": 0.5}, {}), ({}, {"time_limit_s": 0.5})], ids=["patience", "deadline"]
+)
+async def test_a_request_gives_up_on_a_slow_server_in_time(
+    tmp_path: Path, model: Path, client: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    opened = break_openings(monkeypatch, 1)
-    # The server does not notice, and holds the session when it is opened once more.
-    monkeypatch.setattr(BlockServicer, "_forget", lambda self, client_id: None)
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], client={"open_timeout_s": 1.0, **client}) as swarm:
+        async with swarm.connect() as connected:
+            with stuck(swarm.servers[1]), pytest.raises((HopUnavailable, NoChain)):
+                await asyncio.wait_for(connected.generate(PROMPT, **OPTIONS, **options), 20)
+            # It is well again, and nobody need wait until that is known.
+            await connected.generate(PROMPT, **OPTIONS)
+        await swarm.until_empty()
+
+
+@pytest.mark.parametrize("num_breaks", [1, 2])
+async def test_a_connection_that_broke_is_made_again_where_there_is_no_other_server(
+    tmp_path: Path, model: Path, num_breaks: int
+) -> None:
     async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
+        last = swarm.servers[1].address
+        # The server does not notice, and holds the session when it is opened once more.
+        num_left = lose_answers_of(swarm, last, num_breaks)
         first = await client.generate(PROMPT, **OPTIONS)
-        assert len(opened) == 2
+        assert num_left == [0]
+        assert swarm.wires_of(swarm.clients[0]).openings[last] == num_breaks + 1
         assert first.token_ids == (await client.generate(PROMPT, **OPTIONS)).token_ids
         await swarm.until_empty()
 
 
-async def test_a_connection_that_breaks_twice_is_a_server_that_is_gone(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = break_openings(monkeypatch, 2)
-    async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
-        with pytest.raises(NoChain):
-            await client.generate(PROMPT, **OPTIONS)
-        assert len(opened) == 2
-        await swarm.until_empty()
+def lose_answers_of(swarm: Swarm, address: str, num_losses: int) -> list[int]:
+    """The next openings there come through, and the answers do not: the connection breaks, at the client's end alone.
+
+    Returns:
+        How many are left to be lost.
+    """
+    num_left = [num_losses]
+
+    def lose(sender: str, frame: Frame) -> Frame:
+        if sender == address and isinstance(frame.control, pb.Opened) and num_left[0]:
+            num_left[0] -= 1
+            raise Cut(is_noticed=False)
+        return frame
+
+    swarm.wires_of(swarm.clients[0]).on_received = lose
+    return num_left
 
 
-def break_openings(monkeypatch: pytest.MonkeyPatch, num_breaks: int) -> list[bytes]:
-    """The first openings on the last hop come through, but not their answers. Gives the sessions opened there."""
-    opened: list[bytes] = []
-    handle = BlockServicer._open
-
-    def open_and_break(self: BlockServicer, frame: Frame, peer: Peer) -> None:
-        control: Any = frame.control
-        if control.blocks.start == 0:
-            handle(self, frame, peer)
-            return
-        opened.append(control.session_id)
-        is_breaking = len(opened) <= num_breaks
-        if is_breaking:
-            peer.outbox.close()
-        handle(self, frame, peer)
-        if is_breaking:
-            raise HopUnavailable("the connection broke")
-
-    monkeypatch.setattr(BlockServicer, "_open", open_and_break)
-    return opened
-
-
-def avoid(swarm: Swarm, server: BlockServer) -> None:
-    """The client service has just seen it fail."""
-    routes = swarm.clients[0]._routes
-    assert routes is not None
-    routes.avoid(server.server_id)
+async def see_fail(swarm: Swarm, server: BlockServer) -> tuple[int, ...]:
+    """The client service sees the server fail, in the midst of answers that it gives all the same. Their tokens."""
+    num_left = lose_answers_of(swarm, server.address, 1)
+    async with swarm.connect() as client:
+        while num_left[0]:
+            answer = await client.generate(PROMPT, **OPTIONS)
+    assert await sample(swarm.clients[0].metrics_port, "corolla_quarantined_servers") == 1
+    return answer.token_ids
 
 
 @pytest.mark.parametrize("is_router_there", [True, False], ids=["by the router", "by the client service"])
-async def test_a_burst_is_shared_by_replicas_before_they_tell_of_it(
+async def test_replicas_share_a_burst_before_their_next_heartbeats(
     tmp_path: Path, model: Path, is_router_there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     equally_fast(monkeypatch)

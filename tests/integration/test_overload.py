@@ -1,4 +1,4 @@
-"""More requests than the service takes: who runs, who waits, who is refused, and what a refusal leaves behind."""
+"""More requests than the service takes: which run, which wait, which are refused, and that refusals leave nothing."""
 
 import asyncio
 import threading
@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QueueFull
+from corolla.client.text.chat import ChatTemplate, Message
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import generation_pb2 as pb
@@ -27,6 +28,7 @@ from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+KEYS = {"ada": "key-of-ada-00001", "bob": "key-of-bob-00001"}
 NUM_RUNNING = 3
 NUM_WAITING = 3
 NUM_TOKENS = 200
@@ -43,7 +45,7 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
     changes = {"max_position_embeddings": CONTEXT_LENGTH}
     model = make_tiny_checkpoint("llama", folder / "tiny", config_changes=changes)
     keys_file = folder / "keys"
-    keys_file.write_text("ada:key-ada\nbob:key-bob\n")
+    keys_file.write_text("".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()))
     limits = {
         "max_running_requests": NUM_RUNNING,
         "max_waiting_requests": NUM_WAITING,
@@ -52,7 +54,7 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
         "api_keys_file": keys_file,
     }
     async with Swarm(
-        folder, model, ["0:2", "2:5"], server={"kv_cache_mib": 1}, client=limits, api_key="key-ada"
+        folder, model, ["0:2", "2:5"], server={"kv_cache_mib": 1}, client=limits, api_key=KEYS["ada"]
     ) as swarm:
         yield swarm
 
@@ -66,7 +68,7 @@ class Visitors:
         self._address = swarm.address
 
     async def visit(self, tenant: str) -> None:
-        async with AsyncClient(self._address, api_key=f"key-{tenant}") as client:
+        async with AsyncClient(self._address, api_key=KEYS[tenant]) as client:
             try:
                 answer = await client.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
             except QueueFull:
@@ -94,7 +96,7 @@ async def num_held(swarm: Swarm) -> float:
     return sum([await sample(metrics_port, f"corolla_num_requests_{state}") for state in ("running", "waiting")])
 
 
-async def test_three_times_as_many_as_it_takes(swarm: Swarm) -> None:
+async def test_client_service_serves_or_refuses_three_times_its_capacity(swarm: Swarm) -> None:
     visitors = Visitors(swarm)
     most_sessions = 0
 
@@ -119,7 +121,7 @@ async def test_a_refusal_comes_at_once_and_says_when_to_come_back(swarm: Swarm) 
     tasks = await fill(swarm, Visitors(swarm))
     request = pb.GenerateRequest(text=PROMPT, stopping=pb.StoppingParameters(max_tokens=NUM_TOKENS, ignore_eos=True))
     async with open_channel(swarm.address) as channel:
-        refused = await refusal(channel, "GenerateStream", request, api_key="key-ada")
+        refused = await refusal(channel, "GenerateStream", request, api_key=KEYS["ada"])
     assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert refused.retry_after_s > 0
     # It waited for nobody: all places are still taken.
@@ -132,24 +134,12 @@ def a_request(text: str = PROMPT, **stopping: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, stopping=pb.StoppingParameters(**stopping))
 
 
-TOO_MUCH: dict[str, tuple[pb.GenerateRequest | pb.TokenizeRequest, grpc.StatusCode, str]] = {
+TOO_MUCH: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
     "more pages than there are": (
         a_request(max_tokens=CONTEXT_LENGTH // 2), grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_PAGES",
     ),
     "a text far beyond the context": (
         a_request(LONGEST_TEXT), grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
-    ),
-    "a text far beyond the context to tokenize": (
-        pb.TokenizeRequest(text=LONGEST_TEXT),
-        grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
-    ),
-    "a text just beyond the context to tokenize": (
-        pb.TokenizeRequest(text="\x00" * (CONTEXT_LENGTH + 1)),
-        grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
-    ),
-    "a conversation far beyond the context to tokenize": (
-        pb.TokenizeRequest(chat=pb.Conversation(messages=[pb.ChatMessage(role="user", content="word " * 150_000)])),
-        grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED",
     ),
     "ids far beyond the context": (
         pb.GenerateRequest(tokens=pb.TokenIds(ids=[40] * (MAX_BYTES // 2))),
@@ -162,7 +152,7 @@ TOO_MUCH: dict[str, tuple[pb.GenerateRequest | pb.TokenizeRequest, grpc.StatusCo
 
 
 def seconds_of_all_the_work(swarm: Swarm) -> float:
-    """Of whoever tokenizes the longest text before refusing it, on this machine as busy as it is."""
+    """The time to tokenize the longest text that is refused, on this machine under its present load."""
     tokenizer = TextTokenizer.load(Path(swarm.clients[0].settings.model))
     started = time.monotonic()
     tokenizer.encode(LONGEST_TEXT)
@@ -170,7 +160,7 @@ def seconds_of_all_the_work(swarm: Swarm) -> float:
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
-async def test_what_is_too_much_for_the_model_or_the_servers_is_refused_at_once(swarm: Swarm, name: str) -> None:
+async def test_client_service_refuses_at_once_requests_beyond_model_or_servers(swarm: Swarm, name: str) -> None:
     request, code, reason = TOO_MUCH[name]
     visitors = Visitors(swarm)
     busy = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING - 1)]
@@ -178,8 +168,7 @@ async def test_what_is_too_much_for_the_model_or_the_servers_is_refused_at_once(
     async with open_channel(swarm.address) as channel:
         for _ in range(5):
             started = time.monotonic()
-            method = "Tokenize" if isinstance(request, pb.TokenizeRequest) else "GenerateStream"
-            refused = await refusal(channel, method, request, api_key="key-ada")
+            refused = await refusal(channel, "GenerateStream", request, api_key=KEYS["ada"])
             times_s.append(time.monotonic() - started)
             assert (refused.code, refused.reason) == (code, reason)
             # Coming back helps only where room may be made.
@@ -190,7 +179,7 @@ async def test_what_is_too_much_for_the_model_or_the_servers_is_refused_at_once(
     await swarm.until_empty()
 
 
-async def test_texts_are_tokenized_one_by_one_beside_the_event_loop_and_only_so_many_wait(
+async def test_client_service_tokenizes_texts_one_by_one_in_a_thread_and_bounds_their_queue(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spell, working, most_at_a_time = TextTokenizer.token_text, set[int](), 0
@@ -210,7 +199,7 @@ async def test_texts_are_tokenized_one_by_one_beside_the_event_loop_and_only_so_
     async with open_channel(swarm.address) as channel:
         stub = GenerationServiceStub(channel)
         calls = [
-            asyncio.ensure_future(stub.Tokenize(request, metadata=key_metadata("key-ada")))
+            asyncio.ensure_future(stub.Tokenize(request, metadata=key_metadata(KEYS["ada"])))
             for _ in range(3 * NUM_WAITING)
         ]
         done = await asyncio.gather(*calls, return_exceptions=True)
@@ -221,6 +210,50 @@ async def test_texts_are_tokenized_one_by_one_beside_the_event_loop_and_only_so_
     assert {each.reason for each in refused} == {"QUEUE_FULL"}
     assert most_at_a_time == 1
     assert await num_held(swarm) == 0
+
+
+TO_COUNT = {
+    "a text just beyond the context": "\x00" * (CONTEXT_LENGTH + 1),
+    "a text far beyond the context": LONGEST_TEXT,
+    "a conversation far beyond the context": [{"role": "user", "content": "word " * 150_000}],
+}
+
+
+@pytest.mark.parametrize("name", TO_COUNT)
+async def test_a_text_beyond_the_context_is_counted(swarm: Swarm, name: str) -> None:
+    given: Any = TO_COUNT[name]
+    async with swarm.connect() as client:
+        counted = await client.tokenize(given)
+    tokenizer = TextTokenizer.load(Path(swarm.clients[0].settings.model))
+    if isinstance(given, str):
+        expected = tokenizer.encode(given)
+    else:
+        expected = ChatTemplate(tokenizer).prompt_ids([Message(**each) for each in given])
+    assert len(counted) > CONTEXT_LENGTH
+    assert list(counted.token_ids) == expected
+    assert all(counted.pieces[i] == tokenizer.token_text(counted.token_ids[i]) for i in range(0, len(counted), 997))
+
+
+async def test_texts_to_tokenize_are_no_waiting_requests(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count neither in the gauges nor in the queue of waiting requests."""
+    begun, may_go_on = threading.Semaphore(0), threading.Event()
+    spell = TextTokenizer.token_text
+
+    def token_text(tokenizer: TextTokenizer, token_id: int) -> str:
+        begun.release()
+        assert may_go_on.wait(30)
+        return spell(tokenizer, token_id)
+
+    monkeypatch.setattr(TextTokenizer, "token_text", token_text)
+    async with swarm.connect() as client:
+        texts = [asyncio.create_task(client.tokenize("\x00")) for _ in range(NUM_WAITING)]
+        await asyncio.to_thread(begun.acquire)
+        assert await num_held(swarm) == 0
+        answer = await client.generate(PROMPT, max_tokens=4, ignore_eos=True)
+        assert len(answer.token_ids) == 4
+        assert not any(text.done() for text in texts)
+        may_go_on.set()
+        await asyncio.gather(*texts)
 
 
 async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refused(swarm: Swarm) -> None:
@@ -234,7 +267,7 @@ async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refus
         tasks = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING)]
         await until(partial(is_held, swarm, NUM_RUNNING))
         for _ in range(3):
-            refused = await refusal(channel, "GenerateStream", request, api_key="key-ada")
+            refused = await refusal(channel, "GenerateStream", request, api_key=KEYS["ada"])
             assert (refused.code, refused.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
         assert not any(task.done() for task in tasks), "it waited for a place"
         await asyncio.gather(*tasks)
@@ -254,16 +287,42 @@ async def test_the_line_is_bounded_in_bytes(swarm: Swarm) -> None:
     async with open_channel(swarm.address) as channel:
         untyped: Any = channel
         call = untyped.unary_unary(SERVICE + "Generate")
-        waiting = asyncio.ensure_future(call(large, metadata=key_metadata("key-ada")))
+        waiting = asyncio.ensure_future(call(large, metadata=key_metadata(KEYS["ada"])))
         await until(partial(is_held, swarm, NUM_RUNNING + 1))
-        refused = await refusal(channel, "Generate", large, api_key="key-ada")
+        refused = await refusal(channel, "Generate", large, api_key=KEYS["ada"])
         assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert not any(task.done() for task in running)
         await asyncio.gather(*running, visitors.visit("ada"), waiting)
         assert not visitors.refused
         # Once it is gone, there is room for another.
-        await call(large, metadata=key_metadata("key-ada"))
+        await call(large, metadata=key_metadata(KEYS["ada"]))
     await swarm.until_empty()
+
+
+async def failed(swarm: Swarm, fault: str) -> float:
+    """Answers that the caller, or the service, is to blame for."""
+    port, named = swarm.clients[0].metrics_port, {"code": "RESOURCE_EXHAUSTED", "fault": fault}
+    return sum(
+        [
+            await sample(port, "corolla_rpcs_total", method=f"GenerationService/{each}", **named)
+            for each in ("Generate", "GenerateStream")
+        ]
+    )
+
+
+async def test_a_flood_of_one_tenant_is_no_fault_of_the_service(swarm: Swarm) -> None:
+    """Nor is a message that is too large: both would burn its error budget."""
+    before = {fault: await failed(swarm, fault) for fault in ("caller", "service")}
+    visitors = Visitors(swarm)
+    tasks = await fill(swarm, visitors)
+    await asyncio.gather(visitors.visit("ada"), visitors.visit("bob"))
+    await asyncio.gather(*tasks)
+    assert visitors.refused == {"ada": 2}
+    async with open_channel(swarm.address) as channel:
+        too_large, _, reason = TOO_MUCH["a larger message than is taken"]
+        assert (await refusal(channel, "Generate", too_large, api_key=KEYS["ada"])).reason == reason
+    after = {fault: await failed(swarm, fault) for fault in ("caller", "service")}
+    assert after == {"caller": before["caller"] + 3, "service": before["service"]}
 
 
 async def test_a_flood_of_one_tenant_does_not_shut_out_another(swarm: Swarm) -> None:
@@ -277,7 +336,7 @@ async def test_a_flood_of_one_tenant_does_not_shut_out_another(swarm: Swarm) -> 
     await swarm.until_empty()
 
 
-async def test_who_gives_up_waiting_leaves_no_gap(swarm: Swarm) -> None:
+async def test_a_caller_that_gives_up_waiting_leaves_no_gap(swarm: Swarm) -> None:
     visitors = Visitors(swarm)
     tasks = await fill(swarm, visitors)
     for task in tasks[NUM_RUNNING:]:

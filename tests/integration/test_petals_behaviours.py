@@ -1,4 +1,4 @@
-"""What people who come from Petals rely on, by the name of the behaviour; each is held to the unsplit model."""
+"""Behaviours that users of Petals rely on, each compared with the unsplit model."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,9 +1,10 @@
-"""What callers see when parts of the swarm are missing or go: typed, retriable, and nobody else is harmed."""
+"""Callers get typed, retriable errors when parts of the swarm are missing or vanish, and no other caller notices."""
 
 import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from corolla.block_server.service import BlockServer
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import NoChain, NonFiniteOutput, RouterUnavailable
-from corolla.client.api import servicer
 from corolla.router.service import RouterProcess
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.streams import AsyncStream
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def complaints() -> AsyncIterator[list[str]]:
-    """What the event loop had to say: failures that nobody looked at."""
+    """Unhandled failures that the event loop reported."""
     heard: list[str] = []
 
     def hear(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -54,11 +54,6 @@ async def complaints() -> AsyncIterator[list[str]]:
     gc.collect()
     await asyncio.sleep(0)
     assert not heard
-
-
-async def crash(server: BlockServer) -> None:
-    """Ends its streams at once and without a farewell; the router goes on believing in it."""
-    await server._rpc.stop(0)
 
 
 async def rest_of(stream: AsyncStream) -> list[int]:
@@ -75,8 +70,9 @@ def check_unavailable(refused: Refusal, reason: str) -> None:
     "spans, missing, uncovered", [(["0:2"], "2:5", "2:5"), (["1:3"], None, "0:1,3:5"), ([], "0:5", "0:5")], ids=str
 )
 async def test_no_complete_chain_names_the_uncovered_blocks_until_they_have_a_server(
-    tmp_path: Path, model: Path, spans: list[str], missing: str | None, uncovered: str
+    tmp_path: Path, model: Path, spans: list[str], missing: str | None, uncovered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("corolla.client.chain.placement.SETTLING_S", 0.5)
     async with Swarm(tmp_path, model, [], num_clients=0) as swarm:
         for span in spans:
             await swarm.add_server(span)
@@ -110,6 +106,7 @@ async def test_no_complete_chain_names_the_uncovered_blocks_until_they_have_a_se
         await swarm.until_empty()
 
 
+@pytest.mark.full
 async def test_a_hop_lost_in_mid_answer_is_replaced_and_every_answer_goes_on(
     tmp_path: Path, model: Path, complaints: list[str]
 ) -> None:
@@ -131,7 +128,7 @@ async def test_a_hop_lost_in_mid_answer_is_replaced_and_every_answer_goes_on(
         answers.append(asyncio.create_task(client.generate(PROMPT, session=sessions[1], **turn)))
         await until_sessions(swarm.servers[1], len(answers) + 1)
         await swarm.add_server("2:5")
-        await crash(swarm.servers[1])
+        await swarm.crash(swarm.servers[1])
         *given, given_turn = await asyncio.gather(*answers)
         assert [each.token_ids for each in given] == [undisturbed[0]] * 2 + [undisturbed[1]] * 2
         assert given_turn.token_ids == expected_turn
@@ -158,12 +155,12 @@ async def test_a_hop_lost_in_mid_answer_is_replaced_and_every_answer_goes_on(
 
 async def until_sessions(server: BlockServer, num_sessions: int) -> None:
     async def held() -> bool:
-        return server._sessions is not None and len(server._sessions) == num_sessions
+        return len(server.sessions) == num_sessions
 
     await until(held)
 
 
-async def test_the_only_chain_broken_is_told_and_nothing_leaks(
+async def test_client_service_reports_a_broken_only_chain_and_frees_everything(
     tmp_path: Path, model: Path, complaints: list[str]
 ) -> None:
     patience = {"recovery_patience_s": 2.0}
@@ -175,16 +172,14 @@ async def test_the_only_chain_broken_is_told_and_nothing_leaks(
         request = pb.GenerateRequest(text=PROMPT, stopping=stopping, num_completions=3)
         ending = asyncio.create_task(refusal(channel, "GenerateStream", request))
         await until_sessions(swarm.servers[1], 3)
-        await crash(swarm.servers[1])
+        await swarm.crash(swarm.servers[1])
         check_unavailable(await ending, "NO_CHAIN")
         refused = await refusal(channel, "Generate", request)
         assert refused.code is grpc.StatusCode.UNAVAILABLE
         assert refused.retry_after_s > 0
         swarm.servers.remove(lost := swarm.servers[1])
         await swarm.until_empty()
-        plane = swarm.clients[0]._plane
-        assert plane is not None
-        assert plane.num_awaited == 0
+        assert swarm.clients[0].num_pending == 0
         await lost.stop()
 
 
@@ -194,17 +189,19 @@ async def test_a_recovery_waits_no_longer_than_its_caller(
     model: Path,
     time_limit_ms: int | None,
     timeout_s: float | None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The machine may pause in just the moment in which the caller can still be told.
-    monkeypatch.setattr(servicer, "_FAREWELL_S", 3.0)
-    async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, open_channel(swarm.address) as channel:
+    async with AsyncExitStack() as stack:
+        swarm = await stack.enter_async_context(Swarm(tmp_path, model, ["0:2", "2:5"], num_clients=0))
+        # The machine may pause in just the moment in which the caller can still be told.
+        await swarm.add_client(farewell_s=3.0)
+        await swarm.until_ready()
+        channel = await stack.enter_async_context(open_channel(swarm.address))
         stopping = pb.StoppingParameters(max_tokens=5000, ignore_eos=True, time_limit_ms=time_limit_ms)
         request = pb.GenerateRequest(text=PROMPT, stopping=stopping)
         started_s = time.monotonic()
         ending = asyncio.create_task(refusal(channel, "GenerateStream", request, timeout_s=timeout_s))
         await until_sessions(swarm.servers[1], 1)
-        await crash(lost := swarm.servers.pop())
+        await swarm.crash(lost := swarm.servers.pop())
         check_unavailable(await ending, "NO_CHAIN")
         # A recovery by itself would wait for thirty seconds.
         assert time.monotonic() - started_s < 20
@@ -222,7 +219,7 @@ async def test_a_server_that_stops_has_left_the_placement_for_good(tmp_path: Pat
             await asyncio.sleep(0.5)
 
 
-async def test_a_router_that_is_gone_is_missed_by_sessions_only(tmp_path: Path, model: Path) -> None:
+async def test_without_a_router_only_sessions_fail(tmp_path: Path, model: Path) -> None:
     async with Swarm(tmp_path, model, ["0:2", "2:5"]) as swarm, swarm.connect() as client:
         expected = await client.generate(PROMPT, **OPTIONS)
         stream = client.stream(PROMPT, **OPTIONS)
@@ -265,7 +262,7 @@ async def both_are_placed(swarm: Swarm) -> bool:
         return False
 
 
-async def test_a_number_that_is_none_becomes_an_error_and_never_a_token(tmp_path: Path) -> None:
+async def test_a_non_finite_output_becomes_an_error_and_never_a_token(tmp_path: Path) -> None:
     sick = make_tiny_checkpoint("llama", tmp_path / "sick")
     for shard in sick.glob("*.safetensors"):
         tensors = load_file(shard)

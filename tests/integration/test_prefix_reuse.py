@@ -1,4 +1,4 @@
-"""Requests whose texts begin alike: the hops compute the beginning once, and nobody's tokens change."""
+"""Requests with a common prefix: the hops compute the prefix once, and no token changes."""
 
 import asyncio
 import random
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PAGE_TOKENS = 32
 NUM_NEW = 24
 GREEDY: dict[str, Any] = {"max_tokens": NUM_NEW, "ignore_eos": True}
-ALICE, BOB = "alices-key", "bobs-key"
+ALICE, BOB = "key-of-alice-0001", "key-of-bob-00001"
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A swarm, and the unsplit model that says what it must answer."""
+    """A swarm, and the unsplit model with the expected answers."""
 
     swarm: Swarm
     unsplit: Unsplit
@@ -67,7 +67,9 @@ def some_tokens(num_tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(4, 256), k=num_tokens)
 
 
-async def test_the_second_request_with_a_long_prefix_computes_what_is_new(stack: Stack, client: AsyncClient) -> None:
+async def test_the_second_request_with_a_long_prefix_computes_only_new_tokens(
+    stack: Stack, client: AsyncClient
+) -> None:
     prefix = some_tokens(512, seed=1)
     for number, tail in enumerate((some_tokens(20, seed=2), some_tokens(9, seed=3), [])):
         prompt = prefix + tail
@@ -81,7 +83,7 @@ async def test_the_second_request_with_a_long_prefix_computes_what_is_new(stack:
         assert [new - old for new, old in zip(after, before, strict=True)] == [num_computed] * 2
 
 
-async def test_what_was_asked_and_found_is_counted(stack: Stack, client: AsyncClient) -> None:
+async def test_prefix_cache_queries_and_hits_are_counted(stack: Stack, client: AsyncClient) -> None:
     prompt = some_tokens(3 * PAGE_TOKENS + 5, seed=4)
 
     async def counted(name: str) -> float:
@@ -114,7 +116,7 @@ async def test_equal_prompts_at_the_same_time(stack: Stack, client: AsyncClient)
     assert again.usage.cached_tokens == 4 * PAGE_TOKENS
 
 
-async def test_beginnings_in_use_outlive_the_pressure_of_others(stack: Stack, client: AsyncClient) -> None:
+async def test_cached_pages_in_use_are_not_evicted(stack: Stack, client: AsyncClient) -> None:
     prompt = some_tokens(300, seed=7)
     await client.generate(prompt, **GREEDY)
     stream = client.stream(prompt, max_tokens=300, ignore_eos=True)
@@ -136,7 +138,7 @@ async def test_beginnings_in_use_outlive_the_pressure_of_others(stack: Stack, cl
     assert (await client.generate(prompt, **GREEDY)).token_ids == tuple(stack.truth(prompt))
 
 
-async def test_a_prompt_that_was_given_up_leaves_only_what_is_true(stack: Stack, client: AsyncClient) -> None:
+async def test_a_cancelled_prompt_leaves_only_valid_cached_pages(stack: Stack, client: AsyncClient) -> None:
     prompt = some_tokens(700, seed=8)
     for seconds in (0.0, 0.01, 0.03, 0.1):
         call = asyncio.create_task(client.generate(prompt, **GREEDY))
@@ -148,7 +150,7 @@ async def test_a_prompt_that_was_given_up_leaves_only_what_is_true(stack: Stack,
     assert (await client.generate(prompt, **GREEDY)).token_ids == tuple(stack.truth(prompt))
 
 
-async def test_a_conversation_begins_with_what_another_computed(stack: Stack, client: AsyncClient) -> None:
+async def test_a_conversation_reuses_pages_that_another_one_computed(stack: Stack, client: AsyncClient) -> None:
     prompt = some_tokens(130, seed=9)
     await client.generate(prompt, **GREEDY)
     async with client.session() as session:
@@ -161,10 +163,10 @@ async def test_a_conversation_begins_with_what_another_computed(stack: Stack, cl
 
 
 @pytest.mark.parametrize("speculation, seed", [("off", 100), ("prompt_lookup", 200)])
-async def test_who_sends_the_whole_conversation_again_finds_the_answers_too(
+async def test_a_request_with_the_whole_conversation_reuses_the_answers_pages(
     stack: Stack, client: AsyncClient, speculation: str, seed: int
 ) -> None:
-    """Also where hops held wrong guesses meanwhile: only what came to be the text is found."""
+    """Also where hops held rejected draft tokens meanwhile: the cache only has tokens of the final text."""
     log = some_tokens(100, seed) * 2
     for turn in range(3):
         before = await stack.tokens_computed()
@@ -180,7 +182,7 @@ async def test_who_sends_the_whole_conversation_again_finds_the_answers_too(
         log += [*answer.token_ids, *some_tokens(10, seed + 1 + turn)]
 
 
-async def test_a_conversations_answers_are_found_by_another(stack: Stack, client: AsyncClient) -> None:
+async def test_a_conversation_reuses_the_pages_of_anothers_answers(stack: Stack, client: AsyncClient) -> None:
     prompt = some_tokens(50, seed=16)
     async with client.session() as session:
         first = await session.generate(prompt, **GREEDY)
@@ -190,7 +192,7 @@ async def test_a_conversations_answers_are_found_by_another(stack: Stack, client
     assert answer.token_ids == tuple(stack.truth(log))
 
 
-async def test_an_answer_that_was_given_up_leaves_only_what_is_true(stack: Stack, client: AsyncClient) -> None:
+async def test_a_cancelled_answer_leaves_only_valid_cached_pages(stack: Stack, client: AsyncClient) -> None:
     prompt = some_tokens(90, seed=17)
     truth = stack.truth(prompt, 200)
     async with client.stream(prompt, max_tokens=200, ignore_eos=True) as stream:
@@ -204,7 +206,7 @@ async def test_an_answer_that_was_given_up_leaves_only_what_is_true(stack: Stack
     assert answer.usage.cached_tokens >= (90 + 59) // PAGE_TOKENS * PAGE_TOKENS
 
 
-async def test_pages_come_back_and_beginnings_stay(stack: Stack, client: AsyncClient) -> None:
+async def test_freed_pages_stay_cached_for_the_same_prefix(stack: Stack, client: AsyncClient) -> None:
     await client.generate(some_tokens(200, seed=11), **GREEDY)
     await stack.swarm.until_empty()
     for status in await stack.swarm.statuses():

@@ -1,4 +1,4 @@
-"""Quantised chains, token for token what the unsplit model answers when the same library quantises its blocks."""
+"""Quantised chains give the tokens of the unsplit model with blocks that the same library quantised."""
 
 import asyncio
 import re

@@ -1,14 +1,13 @@
-"""What a client service leaves out, and why, can be seen from outside."""
+"""Metrics show which servers a client service leaves out, and why."""
 
 from pathlib import Path
 
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
-from tests.integration.test_placement_loss import crash
 
 
-async def test_quarantines_are_counted_by_what_failed(tmp_path: Path) -> None:
+async def test_quarantines_are_counted_by_cause(tmp_path: Path) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny", num_blocks=4)
     async with Swarm(tmp_path, model, ["0:4", "0:4"]) as swarm:
         port = swarm.clients[0].metrics_port
@@ -30,7 +29,7 @@ async def test_quarantines_are_counted_by_what_failed(tmp_path: Path) -> None:
                 for server, status in zip(swarm.servers, await swarm.statuses(), strict=True)
                 if status.num_sessions
             ]
-            await crash(serving)
+            await swarm.crash(serving)
             async for _ in stream:
                 pass
             assert await counted() == (1, 1, 0)

@@ -2,32 +2,45 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from corolla.block_server.failures import Failures
-from corolla.block_server.iteration import Admitted
-from corolla.block_server.runner import BatchOutput
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.engine import Failures
+from corolla.block_server.hop_session import SessionState
+from corolla.block_server.runner import BatchOutput, RowWork
 from corolla.block_server.service import BlockServer
-from corolla.chassis.errors import HopUnavailable, NoChain, NonFiniteOutput, RequestKillsServers
+from corolla.chassis.errors import (
+    CorollaError,
+    HopUnavailable,
+    InternalError,
+    NoChain,
+    NonFiniteOutput,
+    NotComputed,
+    OutOfMemory,
+    RequestKillsServers,
+    StepFailed,
+)
 from corolla.client.chain.session import ChainSession
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.span import Span
+from corolla.wire.frames import Frame
 from tests.checkpoints import make_tiny_checkpoint
+from tests.faulty_runner import FaultyRunner
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
+from tests.integration.wires import Cut
 
 PROMPT = "the thin man in the inner tent " * 12
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 SPANS = ["0:2", "2:5"]
 
-IsFatal = Callable[[list[Admitted]], bool]
+IsFatal = Callable[[Sequence[RowWork]], bool]
 
 
 @pytest.fixture(scope="module")
@@ -43,27 +56,22 @@ def swarm_of(folder: Path, model: Path, spans: list[str], **client: Any) -> Swar
     return Swarm(folder, model, spans, server={"prefix_cache": False}, client=settings)
 
 
-def doom(server: BlockServer, is_fatal: IsFatal) -> list[float]:
+def doom(swarm: Swarm, server: BlockServer, is_fatal: IsFatal) -> list[float]:
     """The server dies, without a farewell, in the first iteration that is fatal. Gives the times of its deaths."""
-    engine = server._engine
-    assert engine is not None
-    compute, loop, deaths = engine._compute, asyncio.get_running_loop(), list[float]()
+    loop, deaths = asyncio.get_running_loop(), list[float]()
 
-    def compute_or_die(admitted: list[Admitted], blocks: Span) -> BatchOutput:
-        if not deaths and is_fatal(admitted):
+    def die(rows: Sequence[RowWork]) -> None:
+        if not deaths and is_fatal(rows):
             deaths.append(time.monotonic())
-            asyncio.run_coroutine_threadsafe(server._rpc.stop(0), loop).result()
-        return compute(admitted, blocks)
+            asyncio.run_coroutine_threadsafe(swarm.crash(server), loop).result()
 
-    engine._compute = compute_or_die  # type: ignore[method-assign]
+    server.engine.runner = FaultyRunner(server.engine.runner, before=die)
     return deaths
 
 
 def beyond(position: int) -> IsFatal:
     """An iteration that computes the token at `position`."""
-    return lambda admitted: any(
-        row.position <= position < row.position + row.num_tokens for batch in admitted for row, _, _ in batch.rows
-    )
+    return lambda rows: any(row.position <= position < row.position + row.num_tokens for row in rows)
 
 
 async def undisturbed(swarm: Swarm, **options: Any) -> tuple[tuple[int, ...], int]:
@@ -90,7 +98,7 @@ async def end(swarm: Swarm, dead: list[BlockServer]) -> None:
         (1.0, {"speculation": "prompt_lookup"}),
         (1.1, {"temperature": 1.0, "seed": 3, "speculation": "prompt_lookup"}),
     ],
-    ids=["first chunk", "mid prompt", "guesses", "sampled guesses"],
+    ids=["first chunk", "mid prompt", "draft tokens", "sampled draft tokens"],
 )
 async def test_a_hop_that_dies_anywhere_is_replaced(
     tmp_path: Path, model: Path, hop: int, share: float, options: dict[str, Any]
@@ -98,11 +106,11 @@ async def test_a_hop_that_dies_anywhere_is_replaced(
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected, num_prompt_tokens = await undisturbed(swarm, **options)
         victim = swarm.servers[hop]
-        deaths = doom(victim, beyond(round(share * num_prompt_tokens)))
+        deaths = doom(swarm, victim, beyond(round(share * num_prompt_tokens)))
         answering = asyncio.create_task(client.generate(PROMPT, **{**OPTIONS, **options}))
 
         async def has_come() -> bool:
-            return bool(deaths or (victim._sessions is not None and len(victim._sessions)))
+            return bool(deaths or victim.sessions)
 
         await until(has_come)
         await swarm.add_server(SPANS[hop])
@@ -112,6 +120,7 @@ async def test_a_hop_that_dies_anywhere_is_replaced(
         await end(swarm, [victim])
 
 
+@pytest.mark.full
 async def test_both_hops_may_die_at_once(tmp_path: Path, model: Path) -> None:
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected, _ = await undisturbed(swarm)
@@ -120,7 +129,7 @@ async def test_both_hops_may_die_at_once(tmp_path: Path, model: Path) -> None:
         await until_half(swarm)
         for span in SPANS:
             await swarm.add_server(span)
-        await asyncio.gather(*(victim._rpc.stop(0) for victim in victims))
+        await asyncio.gather(*(swarm.crash(victim) for victim in victims))
         answer = await answering
         assert answer.token_ids[: len(expected)] == expected
         assert answer.usage.recoveries >= 1
@@ -142,7 +151,7 @@ async def test_a_lost_span_may_be_cut_otherwise(tmp_path: Path, model: Path) -> 
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected, num_prompt_tokens = await undisturbed(swarm)
         victim = swarm.servers[1]
-        doom(victim, beyond(num_prompt_tokens + 10))
+        doom(swarm, victim, beyond(num_prompt_tokens + 10))
         answering = asyncio.create_task(client.generate(PROMPT, **OPTIONS))
         for span in ("1:3", "3:5", "2:4"):
             await swarm.add_server(span)
@@ -159,12 +168,12 @@ async def test_a_replacement_that_dies_in_the_replay_is_replaced(tmp_path: Path,
         await swarm.add_server("2:5")
         deaths: list[list[float]] = []
 
-        def is_fatal(admitted: list[Admitted]) -> bool:
-            """The first one dies at a token of the answer, the second one in the midst of what it gets again."""
+        def is_fatal(rows: Sequence[RowWork]) -> bool:
+            """The first server dies at a token of the answer, its replacement in the middle of the replay."""
             num_dead = sum(map(len, deaths))
-            return num_dead < 2 and beyond((num_prompt_tokens + 10, 40)[num_dead])(admitted)
+            return num_dead < 2 and beyond((num_prompt_tokens + 10, 40)[num_dead])(rows)
 
-        deaths += [doom(server, is_fatal) for server in swarm.servers[1:]]
+        deaths += [doom(swarm, server, is_fatal) for server in swarm.servers[1:]]
         answer = await client.generate(PROMPT, **OPTIONS)
         assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
         assert sorted(map(len, deaths)) == [0, 1, 1]
@@ -176,7 +185,7 @@ async def test_a_request_that_kills_servers_is_stopped_after_the_second(tmp_path
         expected, num_prompt_tokens = await undisturbed(swarm)
         doomed = swarm.servers[1:]
         is_poison = beyond(num_prompt_tokens + 50)
-        deaths = [doom(server, is_poison) for server in doomed]
+        deaths = [doom(swarm, server, is_poison) for server in doomed]
         with pytest.raises(RequestKillsServers):
             await client.generate(PROMPT, **{**OPTIONS, "max_tokens": 300})
         assert sum(map(len, deaths)) == 2
@@ -189,7 +198,7 @@ async def test_other_weights_are_no_replacement(tmp_path: Path, model: Path) -> 
     async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=1.0) as swarm, swarm.connect() as client:
         _, num_prompt_tokens = await undisturbed(swarm)
         victim = swarm.servers[1]
-        doom(victim, beyond(num_prompt_tokens + 10))
+        doom(swarm, victim, beyond(num_prompt_tokens + 10))
         await swarm.add_server("2:5", dtype="bfloat16")
         with pytest.raises(NoChain):
             await client.generate(PROMPT, **OPTIONS)
@@ -197,55 +206,56 @@ async def test_other_weights_are_no_replacement(tmp_path: Path, model: Path) -> 
         await end(swarm, [victim])
 
 
-async def test_a_hop_that_reaches_nobody_is_replaced_and_nobody_taken_for_dead(tmp_path: Path, model: Path) -> None:
+async def test_a_hop_that_reaches_no_peer_is_replaced_and_no_other_server_is_blamed(
+    tmp_path: Path, model: Path
+) -> None:
     async with swarm_of(tmp_path, model, [*SPANS, SPANS[1]]) as swarm, swarm.connect() as client:
         expected, num_prompt_tokens = await undisturbed(swarm)
         cut_off = swarm.servers[0]
-        cut(cut_off, num_prompt_tokens + 10)
+        num_left = cut(swarm, cut_off, num_prompt_tokens + 10)
         answering = asyncio.create_task(client.generate(PROMPT, **OPTIONS))
 
         async def has_come() -> bool:
-            return cut_off._sessions is not None and len(cut_off._sessions) > 0
+            return len(cut_off.sessions) > 0
 
         await until(has_come)
         await swarm.add_server(SPANS[0])
         assert (await answering).token_ids == expected
+        assert num_left[0] < 1000
         await swarm.until_empty()
 
 
-async def test_two_hops_that_are_cut_off_from_each_other_for_a_while_are_no_dead_ones(
-    tmp_path: Path, model: Path
-) -> None:
+async def test_two_hops_with_a_broken_link_are_not_counted_as_dead(tmp_path: Path, model: Path) -> None:
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected, num_prompt_tokens = await undisturbed(swarm)
-        cut(swarm.servers[0], num_prompt_tokens + 10, num_losses=4)
+        num_left = cut(swarm, swarm.servers[0], num_prompt_tokens + 10, num_losses=4)
         answer = await client.generate(PROMPT, **OPTIONS)
         assert answer.token_ids == expected
+        assert num_left == [0]
         await swarm.until_empty()
 
 
-def cut(server: BlockServer, position: int, num_losses: int = 1000) -> None:
-    """What the server sends on from that position is lost, so many times."""
-    relay = server._relay
-    assert relay is not None
-    forward, num_left = relay.forward, [num_losses]
+def cut(swarm: Swarm, server: BlockServer, position: int, num_losses: int = 1000) -> list[int]:
+    """The server's connection breaks at what it sends on from that position, so many times. Gives how many are left."""
+    num_left = [num_losses]
 
-    def forward_or_lose(address: str, step: pb.Step, payload: Any) -> None:
-        if num_left[0] and any(row.position >= position for row in step.rows):
+    def lose(address: str, frame: Frame) -> Frame:
+        step = frame.control
+        if num_left[0] and isinstance(step, pb.Step) and any(row.position >= position for row in step.rows):
             num_left[0] -= 1
-            relay._fault(step, address)
-            return
-        forward(address, step, payload)
+            raise Cut
+        return frame
 
-    relay.forward = forward_or_lose  # type: ignore[method-assign]
+    swarm.wires_of(server).on_sent = lose
+    return num_left
 
 
-async def test_nobody_waits_longer_for_a_replacement_than_was_said(tmp_path: Path, model: Path) -> None:
+async def test_a_request_waits_for_a_replacement_no_longer_than_configured(tmp_path: Path, model: Path) -> None:
     """Also where the lost server is asked again and again meanwhile."""
     async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=5.0) as swarm, swarm.connect() as client:
         _, num_prompt_tokens = await undisturbed(swarm)
         victim = swarm.servers[1]
-        deaths = doom(victim, beyond(num_prompt_tokens + 10))
+        deaths = doom(swarm, victim, beyond(num_prompt_tokens + 10))
         with pytest.raises((HopUnavailable, NoChain)):
             await client.generate(PROMPT, **OPTIONS)
         # With as much again after the last attempt it would be eight or nine.
@@ -270,79 +280,74 @@ async def test_a_conversation_whose_stream_broke_between_two_steps_goes_on(
         monkeypatch.setattr(ChainSession, "decode", decode_later)
         answering = asyncio.create_task(client.generate(PROMPT, session=session, **OPTIONS))
         await reached.wait()
-        plane, server = swarm.clients[0]._plane, swarm.servers[1]
-        assert plane is not None
-        broken = plane._streams[server.address].task
-        assert broken is not None
-        broken.cancel()
-        await asyncio.wait([broken])
+        server = swarm.servers[1]
+        swarm.wires_of(swarm.clients[0]).cut(server.address)
 
-        async def is_forsaken() -> bool:
-            return all(held.is_idle for held in server._sessions or ())
+        async def is_orphaned() -> bool:
+            return all(held.state is SessionState.ORPHANED for held in server.sessions)
 
-        await until(is_forsaken)
-        await plane.connect(server.address)
+        await until(is_orphaned)
+        # Another answer has the stream opened again, and needs no second step.
+        await client.generate(PROMPT, max_tokens=1)
         go_on.set()
         assert (await answering).token_ids == expected
         await client.delete_session(session)
         await swarm.until_empty()
 
 
-async def test_a_turn_that_cannot_go_on_reserves_nothing_any_more(tmp_path: Path, model: Path) -> None:
-    """The hops that are left keep its conversation's tokens, and no place for an answer that nobody makes."""
+async def test_a_failed_turn_releases_its_reservation(tmp_path: Path, model: Path) -> None:
+    """The remaining hops keep the conversation's tokens, and no reservation for an answer that has ended."""
     async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=0.5) as swarm, swarm.connect() as client:
         session = await first_turn(client)
         victim = swarm.servers[1]
-        doom(victim, lambda admitted: True)
+        doom(swarm, victim, lambda admitted: True)
         with pytest.raises((HopUnavailable, NoChain)):
             await client.generate(PROMPT, session=session, **OPTIONS)
-        sessions = swarm.servers[0]._sessions
-        assert sessions is not None
 
         async def are_idle() -> bool:
-            return all(held.is_idle for held in sessions)
+            idle = (SessionState.PARKED, SessionState.ORPHANED)
+            return all(held.state in idle for held in swarm.servers[0].sessions)
 
         await until(are_idle)
         await client.delete_session(session)
         await end(swarm, [victim])
 
 
-async def test_a_conversation_goes_on_though_a_hop_has_no_second_place_for_it(tmp_path: Path, model: Path) -> None:
+async def test_a_conversation_continues_although_a_hop_has_no_room_for_a_scratch_session(
+    tmp_path: Path, model: Path
+) -> None:
     """One that lost its cache gets the past through one that has kept no outputs, and computes in its only place."""
-    settings = {"prefix_cache": False, "kept_outputs_mib": 0}
+    settings = {"prefix_cache": False, "boundary_activations_mib": 0}
     async with Swarm(tmp_path, model, SPANS, server=settings) as swarm, swarm.connect() as client:
         expected = await last_turn(client, await first_turn(client))
         session = await first_turn(client)
-        first, last = (server._sessions for server in swarm.servers)
-        assert first is not None
-        assert last is not None
-        assert last.expire(time.monotonic() + 1e6) == 1
-        num_taken = first.pool.num_available - 2
-        first.pool.promise(num_taken)
+        pool = swarm.servers[0].engine.runner.store.pool  # type: ignore[attr-defined]
+        await swarm.forget(1)
+        num_taken = pool.num_available - 2
+        pool.promise(num_taken)
         assert await last_turn(client, session) == expected
-        first.pool.promise(-num_taken)
+        pool.promise(-num_taken)
         await swarm.until_empty()
 
 
-async def test_a_conversation_goes_on_though_kept_outputs_are_gone_at_the_last_moment(
-    tmp_path: Path, model: Path
+async def test_a_conversation_continues_although_boundary_activations_vanish_at_the_last_moment(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read, num_readings = BoundaryActivations.read, 0
+
+    def read_nothing(outputs: BoundaryActivations, session_id: bytes, start: int, end: int) -> bytes:
+        nonlocal num_readings
+        num_readings += 1
+        outputs.forget(session_id)
+        return read(outputs, session_id, start, end)
+
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected = await last_turn(client, await first_turn(client))
         session = await first_turn(client)
-        first, last = swarm.servers
-        assert first._engine is not None
-        assert last._sessions is not None
-        assert last._sessions.expire(time.monotonic() + 1e6) == 1
-        outputs = first._engine._outputs
-        read = outputs.read
-
-        def read_nothing(session_id: bytes, start: int, end: int) -> bytes:
-            outputs.forget(session_id)
-            return read(session_id, start, end)
-
-        outputs.read = read_nothing  # type: ignore[method-assign]
+        await swarm.forget(1)
+        monkeypatch.setattr(BoundaryActivations, "read", read_nothing)
         assert await last_turn(client, session) == expected
+        assert num_readings > 0
         await swarm.until_empty()
 
 
@@ -360,29 +365,93 @@ async def last_turn(client: AsyncClient, session: str) -> tuple[int, ...]:
     return answer.token_ids
 
 
+def to_nan(output: BatchOutput) -> BatchOutput:
+    return BatchOutput(torch.full_like(output.hidden, torch.nan), (False,) * len(output.finite))
+
+
+def failing(failure: Exception) -> Callable[[BatchOutput], BatchOutput]:
+    def fail(output: BatchOutput) -> BatchOutput:
+        raise failure
+
+    return fail
+
+
+SICKNESSES: dict[type[NotComputed], Callable[[BatchOutput], BatchOutput]] = {
+    NonFiniteOutput: to_nan,
+    StepFailed: failing(IndexError("list index out of range")),
+    OutOfMemory: failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
+}
+
+
+@pytest.mark.parametrize("sickness", SICKNESSES)
 @pytest.mark.parametrize("num_sick", [1, 2])
-async def test_numbers_that_are_none_are_tried_on_one_other_server(tmp_path: Path, model: Path, num_sick: int) -> None:
+async def test_a_step_that_a_server_cannot_compute_is_tried_on_one_other_server(
+    tmp_path: Path, model: Path, num_sick: int, sickness: type[NotComputed]
+) -> None:
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected, _ = await undisturbed(swarm)
         await swarm.add_server("2:5")
         # The first ones to compute something.
         sick: set[str] = set()
         for server in swarm.servers[1:]:
-            sicken(server, sick, num_sick)
+            sicken(server, sick, num_sick, SICKNESSES[sickness])
         num_recovered = 0
         for _ in range(6):
             if num_sick == 2:
-                with pytest.raises(NonFiniteOutput):
+                with pytest.raises(sickness) as refused:
                     await client.generate(PROMPT, **OPTIONS)
+                assert refused.value.code is sickness.code
                 continue
             answer = await client.generate(PROMPT, **OPTIONS)
             assert answer.token_ids == expected
             num_recovered += answer.usage.recoveries
         if num_sick == 1:
             assert num_recovered >= 1
-            # Its numbers are no reason to leave a server out: it answers, and may be right about other requests.
-            name = "corolla_session_recoveries_total"
-            assert await sample(swarm.clients[0].metrics_port, name, cause="non_finite") == num_recovered
+            # That is no reason to leave a server out: it answers, and may be right about other requests.
+            name, cause = "corolla_session_recoveries_total", sickness.reason.lower()
+            assert await sample(swarm.clients[0].metrics_port, name, cause=cause) == num_recovered
+            assert await faults(swarm, sickness.reason) >= num_recovered
+        await swarm.until_empty()
+
+
+async def faults(swarm: Swarm, reason: str) -> float:
+    """Rows that all servers refused or failed for that reason."""
+    servers = [server.metrics_port for server in swarm.servers]
+    return sum([await sample(port, "corolla_hop_faults_total", reason=reason) for port in servers])
+
+
+class FromTomorrow(CorollaError):
+    """What servers of a later version may say."""
+
+    reason = "FROM_TOMORROW"
+
+
+async def test_an_unknown_reason_ends_only_its_own_answer(tmp_path: Path, model: Path) -> None:
+    """As when block servers are upgraded before client services."""
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        expected, _ = await undisturbed(swarm)
+        engine = swarm.servers[1].engine
+        sound = engine.runner
+        engine.runner = FaultyRunner(sound, after=failing(FromTomorrow("a new reason")))
+        with pytest.raises(CorollaError) as refused:
+            await client.generate(PROMPT, **OPTIONS)
+        assert (refused.value.code, refused.value.reason) == (InternalError.code, InternalError.reason)
+        engine.runner = sound
+        assert (await client.generate(PROMPT, **OPTIONS)).token_ids == expected
+        await swarm.until_empty()
+
+
+async def test_requests_that_fail_one_after_the_other_do_not_end_a_server_that_computes_others(
+    tmp_path: Path, model: Path
+) -> None:
+    async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
+        engine, ends = swarm.servers[1].engine, list[bool]()
+        engine.runner = FaultyRunner(engine.runner, after=SICKNESSES[StepFailed])
+        engine.failures = Failures(lambda: ends.append(True))
+        for _ in range(5):
+            with pytest.raises(StepFailed):
+                await client.generate(PROMPT, **OPTIONS)
+        assert ends == []
         await swarm.until_empty()
 
 
@@ -391,14 +460,9 @@ async def test_a_server_that_fails_to_compute_is_replaced_and_ends_itself(tmp_pa
         expected, _ = await undisturbed(swarm)
         broken = swarm.servers[1]
         await swarm.add_server("2:5")
-        engine, ends = broken._engine, list[bool]()
-        assert engine is not None
-
-        def fail(admitted: list[Admitted], blocks: Span) -> BatchOutput:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-        engine._compute = fail  # type: ignore[method-assign]
-        engine.failures = Failures(lambda: ends.append(True))
+        ends: list[bool] = []
+        broken.engine.runner = FaultyRunner(broken.engine.runner, is_broken=True)
+        broken.engine.failures = Failures(lambda: ends.append(True))
         num_recovered = 0
         for _ in range(100):
             answer = await client.generate(PROMPT, **OPTIONS)
@@ -411,18 +475,12 @@ async def test_a_server_that_fails_to_compute_is_replaced_and_ends_itself(tmp_pa
         await swarm.until_empty()
 
 
-def sicken(server: BlockServer, sick: set[str], num_sick: int) -> None:
-    """Its outputs are no numbers any more, if it is among the first `num_sick` servers to compute."""
-    engine = server._engine
-    assert engine is not None
-    compute = engine._compute
+def sicken(server: BlockServer, sick: set[str], num_sick: int, spoil: Callable[[BatchOutput], BatchOutput]) -> None:
+    """Its outputs are spoilt from now on, if it is among the first `num_sick` servers to compute."""
 
-    def compute_nothing(admitted: list[Admitted], blocks: Span) -> BatchOutput:
-        output = compute(admitted, blocks)
+    def spoil_if_sick(output: BatchOutput) -> BatchOutput:
         if len(sick) < num_sick:
             sick.add(server.server_id)
-        if server.server_id not in sick:
-            return output
-        return BatchOutput(torch.full_like(output.hidden, torch.nan), (False,) * len(output.finite))
+        return spoil(output) if server.server_id in sick else output
 
-    engine._compute = compute_nothing  # type: ignore[method-assign]
+    server.engine.runner = FaultyRunner(server.engine.runner, after=spoil_if_sick)

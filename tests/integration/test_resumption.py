@@ -1,6 +1,7 @@
-"""Answers that go on in another client service: just the missing tokens and text, and no turn made twice."""
+"""Answers that resume at another client service: exactly the missing tokens and text, and each turn runs once."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,15 +11,19 @@ import pytest
 import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import InvalidRequest, SessionBusy, StaleEpoch
+from corolla.chassis.errors import InvalidRequest, SessionBusy
+from corolla.client.generation.resumption import Resumption
+from corolla.client.generation.sampling import Sampler
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.requests import ChatOptions
+from corolla.sdk.results import FinishReason
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.refusals import refusal, refusal_of
 from tests.integration.swarm import Swarm
+from tests.tiers import quick
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     # Nobody chose its random numbers, and yet they are the same everywhere.
     "without a seed": {"temperature": 1.2},
     "penalties": {"temperature": 1.2, "top_k": 40, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-    "guesses": {"speculation": "prompt_lookup", "temperature": 0.7},
+    "draft tokens": {"speculation": "prompt_lookup", "temperature": 0.7},
     # Text may be held back for a stop sequence that does not come.
     "stop sequences": {"stop": ["\x00\x01\x02\x03"], "temperature": 1.5},
 }
@@ -53,9 +58,9 @@ async def clients(swarm: Swarm) -> AsyncIterator[Sequence[AsyncClient]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_received", [0, 1, 17, MAX_TOKENS - 1])
+@pytest.mark.parametrize("num_received", quick([0, 1, 17, MAX_TOKENS - 1], 17))
 @pytest.mark.parametrize("has_received", [True, False])
-async def test_another_service_gives_just_what_is_missing(
+async def test_another_client_service_sends_only_the_missing_tokens(
     clients: Sequence[AsyncClient], way: str, num_received: int, has_received: bool
 ) -> None:
     one, other = clients
@@ -69,6 +74,30 @@ async def test_another_service_gives_just_what_is_missing(
     assert rest.finish_reason == whole.finish_reason
     assert rest.usage.completion_tokens == MAX_TOKENS - (len(received) if has_received else 0)
     assert rest.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+async def test_received_tokens_are_processed_in_no_thread_that_all_answers_share(
+    clients: Sequence[AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With thousands of them, the event loop and the compute thread would stand still for everybody."""
+    threads: dict[str, set[str]] = {}
+
+    def watched(name: str, original: Any) -> Any:
+        def call(*given: Any) -> None:
+            threads.setdefault(name, set()).add(threading.current_thread().name)
+            original(*given)
+
+        return call
+
+    monkeypatch.setattr(Resumption, "replay_into", watched("text", Resumption.replay_into))
+    monkeypatch.setattr(Sampler, "skip", watched("random numbers", Sampler.skip))
+    one, other = clients
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 1.2, "request_id": "long"}
+    whole = await one.generate(PROMPT, **options)
+    rest = await other.generate(PROMPT, **options, resume_from=list(whole.token_ids[:17]))
+    assert [*whole.token_ids[:17], *rest.token_ids] == list(whole.token_ids)
+    assert threads.keys() == {"text", "random numbers"}
+    assert all(name.startswith("asyncio") for names in threads.values() for name in names), threads
 
 
 async def begin(client: AsyncClient, options: dict[str, Any], num_tokens: int) -> tuple[str, list[int]]:
@@ -92,6 +121,7 @@ async def test_names_of_tenants_and_requests_give_other_random_numbers(clients: 
 
 
 @pytest.mark.parametrize("way", ["greedy", "without a seed"])
+@pytest.mark.full
 async def test_a_turn_is_taken_over_while_the_first_service_still_holds_it(
     clients: Sequence[AsyncClient], way: str
 ) -> None:
@@ -115,7 +145,7 @@ async def test_a_turn_is_taken_over_while_the_first_service_still_holds_it(
     expected = await twin
     assert (*received, *rest.token_ids) == expected.token_ids
     # What the first service still does counts no longer, neither on the hops nor in the store.
-    with pytest.raises((StaleEpoch, SessionBusy)):
+    with pytest.raises(SessionBusy):
         async for _ in abandoned:
             pass
     infos = [await one.get_session(session_id) for session_id in ids]
@@ -128,17 +158,15 @@ async def test_a_turn_is_taken_over_while_the_first_service_still_holds_it(
 
 
 @pytest.mark.parametrize("num_received", [0, 5])
-async def test_a_turn_that_was_made_is_told_again_and_not_made_again(
-    clients: Sequence[AsyncClient], num_received: int
-) -> None:
+async def test_a_finished_turn_is_repeated_from_its_record(clients: Sequence[AsyncClient], num_received: int) -> None:
     one, other = clients
     options: ChatOptions = {"max_tokens": 12, "request_id": f"made-{num_received}", "temperature": 1.3}
     async with one.chat() as chat:
         session_id = await chat.open()
-        message = [{"role": "user", "content": "who are the others?"}]
-        first = await one._chat_turn(message, options, session_id)
+        first = await chat.send("who are the others?", **options)
         received = list(first.token_ids[:num_received])
-        again = await other._chat_turn(message, ChatOptions(**options, resume_from=received), session_id)
+        elsewhere = other.chat(session=session_id, **options)
+        again = await elsewhere.send("who are the others?", resume_from=received)
         assert [*received, *again.token_ids] == list(first.token_ids)
         assert first.text.endswith(again.text)
         assert again.finish_reason == first.finish_reason
@@ -148,11 +176,85 @@ async def test_a_turn_that_was_made_is_told_again_and_not_made_again(
         assert (await other.get_session(session_id)).num_turns == 2
 
 
-async def test_what_cannot_be_resumed_is_refused(swarm: Swarm, clients: Sequence[AsyncClient]) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def endings(swarm: Swarm) -> dict[FinishReason, dict[str, Any]]:
+    """Options of answers that end in each way, of at least two tokens."""
+    async with swarm.connect() as client:
+        return await find_endings(client)
+
+
+async def find_endings(client: AsyncClient) -> dict[FinishReason, dict[str, Any]]:
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 3}
+    text = (await client.generate(PROMPT, **options, max_tokens=12, ignore_eos=True)).text
+    ways: dict[FinishReason, dict[str, Any]] = {
+        FinishReason.LENGTH: {**options, "max_tokens": 4, "ignore_eos": True},
+        FinishReason.STOP_SEQUENCE: {**options, "max_tokens": 12, "ignore_eos": True, "stop": [text[4:6]]},
+    }
+    for seed in range(200):
+        options["seed"] = seed
+        answer = await client.generate(PROMPT, **options, max_tokens=64)
+        if answer.finish_reason is FinishReason.EOS and len(answer.token_ids) > 1:
+            return {**ways, FinishReason.EOS: {**options, "max_tokens": 64}}
+    raise AssertionError("no answer ended by itself")
+
+
+@pytest.mark.parametrize("has_received", quick([True, False], True))
+async def test_an_answer_of_which_all_tokens_have_come_still_gives_its_end(
+    clients: Sequence[AsyncClient], endings: dict[FinishReason, dict[str, Any]], has_received: bool
+) -> None:
+    one, other = clients
+    for reason, options in endings.items():
+        named = {**options, "request_id": f"whole-{reason}-{has_received}"}
+        whole = await one.generate(PROMPT, **named)
+        assert whole.finish_reason is reason
+        received = list(whole.token_ids)
+        given: Any = received if has_received else len(received)
+        async with other.stream(PROMPT, **named, resume_from=given) as stream:
+            (chunk,) = [each async for each in stream]
+        assert (chunk.token_ids, chunk.text, chunk.finish_reason) == ((), "", reason)
+        assert chunk.usage is not None
+        assert chunk.usage.prompt_tokens == whole.usage.prompt_tokens
+        assert chunk.usage.completion_tokens == (0 if has_received else len(received))
+        unary = await other.generate(PROMPT, **named, resume_from=given)
+        assert (unary.token_ids, unary.text, unary.finish_reason) == ((), "", reason)
+
+
+@pytest.mark.parametrize("is_written_down", quick([True, False]))
+@pytest.mark.parametrize("has_received", quick([True, False], False))
+async def test_a_turn_of_which_all_tokens_have_come_still_ends(
+    clients: Sequence[AsyncClient],
+    endings: dict[FinishReason, dict[str, Any]],
+    has_received: bool,
+    is_written_down: bool,
+) -> None:
+    """And the session continues after it, also when the first service died before it saved the turn."""
+    one, other = clients
+    for reason, options in endings.items():
+        named = {**options, "request_id": f"turn-{reason}-{has_received}-{is_written_down}"}
+        ids = [(await one.create_session()).session_id for _ in range(2)]
+        whole = await one.generate(PROMPT, session=ids[0], **named)
+        assert whole.finish_reason is reason
+        session_id = ids[0] if is_written_down else ids[1]
+        given: Any = list(whole.token_ids) if has_received else len(whole.token_ids)
+        rest = await other.generate(PROMPT, session=session_id, **named, resume_from=given)
+        assert (rest.token_ids, rest.text, rest.finish_reason) == ((), "", reason)
+        infos = [await one.get_session(each) for each in (ids[0], session_id)]
+        assert (infos[0].num_tokens, infos[0].num_turns) == (infos[1].num_tokens, 1)
+        if not is_written_down:
+            # The random numbers go on, too.
+            more = [await one.generate(PROMPT, session=each, max_tokens=8, temperature=1.5) for each in ids]
+            assert more[0].token_ids == more[1].token_ids
+        for each in ids:
+            await one.delete_session(each)
+
+
+async def test_client_service_refuses_an_answer_that_cannot_be_resumed(
+    swarm: Swarm, clients: Sequence[AsyncClient]
+) -> None:
     named: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "request_id": "some-name"}
     whole = await clients[0].generate(PROMPT, **named)
     for client in clients:
-        for received in (list(whole.token_ids), 4, 9):
+        for received in ([*whole.token_ids, 40], 5, 9):
             with pytest.raises(InvalidRequest) as caught:
                 await client.generate(PROMPT, **named, resume_from=received)
             assert caught.value.violations[0][0] == "resume_from_index"
@@ -175,7 +277,8 @@ async def test_what_cannot_be_resumed_is_refused(swarm: Swarm, clients: Sequence
             assert (await refusal(channel, "Generate", request)).fields == (field,)
 
 
-async def test_who_stops_reading_is_given_up_and_may_come_back_for_the_rest(
+@pytest.mark.full
+async def test_client_service_ends_a_stalled_stream_and_its_caller_may_resume(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("stalled")

@@ -36,7 +36,13 @@ each_service = pytest.mark.parametrize("kind", SERVICES)
 # Of the names that are promised to dashboards and alerts, those whose subject exists.
 PROMISED = {
     "router": {"corolla_span_ready_replicas", "corolla_uncovered_blocks", "corolla_rpc_seconds", "corolla_rpcs"},
-    "block server": {"corolla_kv_cache_usage_ratio", "corolla_hop_step_seconds", "corolla_hop_tokens"},
+    "block server": {
+        "corolla_kv_cache_usage_ratio",
+        "corolla_hop_step_seconds",
+        "corolla_hop_tokens",
+        "corolla_prefix_cache_queries",
+        "corolla_prefix_cache_hits",
+    },
     "client": {
         "corolla_time_to_first_token_seconds",
         "corolla_inter_token_latency_seconds",
@@ -45,8 +51,7 @@ PROMISED = {
         "corolla_num_requests_waiting",
         "corolla_prompt_tokens",
         "corolla_generation_tokens",
-        "corolla_prefix_cache_queries",
-        "corolla_prefix_cache_hits",
+        "corolla_cached_prompt_tokens",
         "corolla_request_success",
         "corolla_recomputed_tokens",
         "corolla_rpc_seconds",
@@ -88,7 +93,7 @@ async def listed(channel: grpc.aio.Channel) -> set[str]:
 
 
 @each_service
-async def test_health_is_told_for_the_whole_and_for_each_service(kind: str, swarm: Swarm) -> None:
+async def test_health_reports_the_process_and_each_of_its_services(kind: str, swarm: Swarm) -> None:
     async with open_channel(address(services(swarm)[kind])) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         for name in ("", SERVICES[kind], "grpc.health.v1.Health"):
@@ -161,7 +166,7 @@ async def test_an_answer_cut_off_by_a_stop_may_be_repeated_elsewhere(tmp_path_fa
 
 
 @each_service
-async def test_metrics_are_those_that_dashboards_are_promised(kind: str, swarm: Swarm) -> None:
+async def test_services_export_the_metrics_that_dashboards_use(kind: str, swarm: Swarm) -> None:
     await use(swarm)
     families = {family.name: family for family in await exported(services(swarm)[kind].metrics_port)}
     assert families.keys() >= PROMISED[kind]
@@ -187,7 +192,7 @@ async def test_no_label_names_a_session_a_request_a_tenant_or_a_server(kind: str
         for each in family.samples:
             assert each.labels.keys() <= {
                 "le", "method", "code", "reason", "kind", "state", "model", "span", "script",
-                "finished_reason", "cause", "direction", "outcome",
+                "finished_reason", "cause", "direction", "outcome", "fault", "task", "book",
             }, family.name  # fmt: skip
             said = " ".join(each.labels.values())
             assert session_id not in said
@@ -201,3 +206,14 @@ async def use(swarm: Swarm) -> str:
         await chat.send("the thin man", max_tokens=3)
         await refusal(channel, "Generate", b"\xff")
         return await chat.open()
+
+
+async def test_a_block_server_that_can_compute_nothing_reports_it(tmp_path: Path) -> None:
+    model = make_tiny_checkpoint("llama", tmp_path / "tiny")
+    async with Swarm(tmp_path, model, ["0:5"]) as swarm, open_channel(swarm.servers[0].address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watch = aiter(stub.Watch(health_pb2.HealthCheckRequest()))
+        assert (await anext(watch)).status == SERVING
+        for _ in range(3):
+            swarm.servers[0].engine.failures.failed()
+        assert (await anext(watch)).status == NOT_SERVING

@@ -1,4 +1,4 @@
-"""Guessing ahead changes how many passes an answer takes, and nothing else of it."""
+"""Speculation changes how many passes an answer takes, and nothing else of it."""
 
 import asyncio
 import json
@@ -16,6 +16,7 @@ from corolla.sdk.results import FinishReason, Generation
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
+from tests.tiers import quick
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,7 +30,7 @@ REPETITIVE: dict[str, Any] = {"frequency_penalty": -1.5}
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
     folder = tmp_path_factory.mktemp("speculation")
-    # Windows that are shorter than the texts: forgetting guesses must bring back what the window had left.
+    # Windows that are shorter than the texts: forgetting draft tokens must bring back what the window had left.
     model = make_tiny_checkpoint("mistral", folder / "tiny")
     # Many tokens end an answer, so that some answers do end.
     settings = model / "generation_config.json"
@@ -73,7 +74,9 @@ def assert_same(got: Generation, expected: Generation, where: str) -> None:
         assert [each.token_id for each in mine.top] == [each.token_id for each in its.top]
 
 
-@pytest.mark.parametrize("service", [LOOKUP, DRAFT, ADAPTIVE, STRANGER], ids=["lookup", "draft", "adaptive", "other"])
+@pytest.mark.parametrize(
+    "service", quick([LOOKUP, DRAFT, ADAPTIVE, STRANGER], DRAFT), ids=["lookup", "draft", "adaptive", "other"]
+)
 async def test_answers_are_those_of_plain_decoding(swarm: Swarm, service: int) -> None:
     num_drafted = num_accepted = 0
     finish_reasons = set()
@@ -97,16 +100,16 @@ async def test_answers_are_those_of_plain_decoding(swarm: Swarm, service: int) -
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2}])
-async def test_a_clone_is_always_right_and_its_last_guess_brings_one_token_more(
+async def test_a_cloned_draft_model_is_always_accepted_and_gains_one_more_token(
     swarm: Swarm, sampling: Mapping[str, Any]
 ) -> None:
     async with swarm.connect(DRAFT) as client:
         usage = (await client.generate([5, 6, 7], max_tokens=41, ignore_eos=True, **sampling)).usage
-    # After the first token ten passes, each of three guesses and the token that follows them.
+    # After the first token ten passes, each of three draft tokens and the token that follows them.
     assert (usage.completion_tokens, usage.drafted_tokens, usage.accepted_tokens) == (41, 30, 30)
 
 
-async def test_turns_of_a_session_go_on_from_where_they_would_without_guesses(swarm: Swarm) -> None:
+async def test_turns_of_a_session_continue_as_without_draft_tokens(swarm: Swarm) -> None:
     async def converse(client: AsyncClient, mode: str) -> list[tuple[tuple[int, ...], int]]:
         async with client.session() as session:
             turns = [
@@ -132,8 +135,9 @@ async def test_streams_may_be_left_in_the_middle_of_a_pass(swarm: Swarm) -> None
     await swarm.until_empty()
 
 
+@pytest.mark.full
 async def test_many_answers_at_once_share_their_chain(swarm: Swarm) -> None:
-    """Guessing sessions leave the gang and come back; those that do not guess are not held up."""
+    """Sessions that draft tokens leave the microbatch and come back, and do not delay the others."""
     prompts = [[number, 7, 8, 9] * 4 for number in range(20, 28)]
     options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, **REPETITIVE}
     async with swarm.connect(LOOKUP) as client:
@@ -148,7 +152,7 @@ async def test_many_answers_at_once_share_their_chain(swarm: Swarm) -> None:
     assert sum(each.usage.accepted_tokens for each in got) > 20
 
 
-async def test_guesses_are_counted(swarm: Swarm) -> None:
+async def test_draft_tokens_are_counted(swarm: Swarm) -> None:
     port = swarm.clients[DRAFT].metrics_port
     names = ("corolla_drafted_tokens_total", "corolla_accepted_draft_tokens_total")
     before = [await sample(port, name) for name in names]
@@ -161,7 +165,7 @@ async def test_guesses_are_counted(swarm: Swarm) -> None:
     ]
 
 
-async def test_what_is_not_there_is_refused(swarm: Swarm) -> None:
+async def test_unavailable_speculation_is_refused(swarm: Swarm) -> None:
     async with swarm.connect(LOOKUP) as client:
         with pytest.raises(InvalidRequest, match="no draft model"):
             await client.generate("the", speculation="draft_model")
@@ -171,7 +175,7 @@ async def test_what_is_not_there_is_refused(swarm: Swarm) -> None:
             await client.generate("the", speculation="magic")
 
 
-async def test_a_service_says_at_start_what_its_draft_model_lacks(swarm: Swarm, tmp_path: Path) -> None:
+async def test_client_service_reports_an_unusable_draft_model_at_start(swarm: Swarm, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="COROLLA_DRAFT_MODEL"):
         await swarm.add_client(speculation="draft_model")
     foreign = make_tiny_checkpoint("llama", tmp_path / "foreign", num_blocks=1)

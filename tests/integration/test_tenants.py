@@ -1,4 +1,4 @@
-"""Whose a session is: known by the caller's key, and hidden from everybody else."""
+"""The caller's key identifies the owner of a session, which other tenants do not see."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +11,7 @@ import pytest_asyncio
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import SessionNotFound, SettingsError, Unauthenticated
 from corolla.chassis.settings import load
+from corolla.client.api.tenants import Tenants
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
 from corolla.sdk.async_client import AsyncClient
@@ -21,14 +22,18 @@ from tests.integration.swarm import Swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ALICE, ALICES_SECOND, BOB = "key-a", "key-a2", "key-b"
+ALICE, ALICES_SECOND, BOB = "key-of-alice-0001", "key-of-alice-0002", "key-of-bob-00001"
+EVES = "key-of-eve-00001"
+HALF_A_KEY = "15-characters.."
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
     folder = tmp_path_factory.mktemp("tenants")
     keys_file = folder / "keys"
-    keys_file.write_text(f"# who calls\n\nalice:{ALICE}\nalice:{ALICES_SECOND}\n bob : {BOB} \n")
+    keys_file.write_text(
+        f"# who calls\n\nalice:{ALICE}\nalice :{ALICES_SECOND}\n bob : {BOB} \n  # eve:{EVES}\n\t#eve:{EVES}\n"
+    )
     model = make_tiny_checkpoint("llama", folder / "tiny")
     async with Swarm(
         folder, model, ["0:2", "2:5"], num_clients=2, client={"api_keys_file": keys_file}, api_key=ALICE
@@ -49,7 +54,7 @@ async def test_all_keys_of_a_tenant_reach_its_sessions_through_any_client(swarm:
     await swarm.until_empty()
 
 
-async def test_to_others_a_session_does_not_exist(swarm: Swarm) -> None:
+async def test_other_tenants_do_not_see_a_session(swarm: Swarm) -> None:
     async with (
         AsyncClient(swarm.address_of(0), api_key=ALICE) as alice,
         AsyncClient(swarm.address_of(1), api_key=BOB) as bob,
@@ -77,8 +82,13 @@ async def test_to_others_a_session_does_not_exist(swarm: Swarm) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["key-a", "Basic key-a", "Bearer", "Bearer key", "Bearer KEY-A", "Bearer alice:key-a", "Bearer key-a key-b", ""],
-)
+    [
+        ALICE, f"Basic {ALICE}", "Bearer", "Bearer key", f"Bearer {ALICE.upper()}", f"Bearer alice:{ALICE}",
+        f"Bearer {ALICE} {BOB}", "",
+        # Of lines that are comments, though indented.
+        f"Bearer {EVES}",
+    ],
+)  # fmt: skip
 async def test_a_header_that_is_not_a_known_key_is_refused(swarm: Swarm, value: str) -> None:
     async with open_channel(swarm.address) as channel:
         call: Any = channel.unary_unary("/corolla.v1.GenerationService/ListModels")
@@ -88,22 +98,22 @@ async def test_a_header_that_is_not_a_known_key_is_refused(swarm: Swarm, value: 
         assert "key-" not in (caught.value.details() or "")
 
 
-@pytest.mark.parametrize("value", ["Bearer key-b", "bearer key-b", "BEARER   key-b  "])
-async def test_the_scheme_is_written_as_one_likes(swarm: Swarm, value: str) -> None:
+@pytest.mark.parametrize("value", [f"Bearer {BOB}", f"bearer {BOB}", f"BEARER   {BOB}  "])
+async def test_the_scheme_of_a_key_is_case_insensitive(swarm: Swarm, value: str) -> None:
     async with open_channel(swarm.address) as channel:
         call: Any = channel.unary_unary("/corolla.v1.GenerationService/ListModels")
         answer = await call(b"", metadata=[("authorization", value)])
         assert pb.ListModelsResponse.FromString(answer).models
 
 
-async def test_a_service_without_keys_takes_everybody(tmp_path: Path) -> None:
+async def test_a_service_without_keys_accepts_every_caller(tmp_path: Path) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
     async with Swarm(tmp_path, model, ["0:5"]) as swarm:
         async with AsyncClient(swarm.address, api_key="anything") as one, AsyncClient(swarm.address) as other:
             session_id = (await one.create_session()).session_id
             assert (await other.get_session(session_id)).session_id == session_id
         keys_file = tmp_path / "keys"
-        keys_file.write_text("alice:key-a\n")
+        keys_file.write_text(f"alice:{ALICE}\n")
         service = await swarm.add_client(api_keys_file=keys_file)
         async with AsyncClient(f"127.0.0.1:{service.port}") as nobody:
             with pytest.raises(Unauthenticated):
@@ -111,14 +121,36 @@ async def test_a_service_without_keys_takes_everybody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "# nobody\n", "alice\n", "alice:\n", ":key\n", "alice:key\nbob key\n", b"\xff\xfe"], ids=repr
+    "content, says",
+    [
+        ("", "holds no keys"),
+        ("# nobody\n", "holds no keys"),
+        (f"  # alice:{ALICE}\n", "holds no keys"),
+        ("alice\n", "line 1 is not of the form"),
+        ("alice:\n", "line 1 is not of the form"),
+        (f":{ALICE}\n", "line 1 is not of the form"),
+        (f" :{ALICE}\n", "line 1 is not of the form"),
+        (f"alice:{ALICE}\nbob key\n", "line 2 is not of the form"),
+        (f"alice:{ALICE}\nbob:x\n", "line 2: a key has at least 16 characters"),
+        (f"alice:{HALF_A_KEY}\n", "line 1: a key has at least 16 characters"),
+        (f"alice:{ALICE}\n\nbob: {ALICE}\n", "line 3: the key of line 1 belongs to another tenant"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+    ids=repr,
 )
-async def test_a_file_of_keys_that_is_none_ends_the_start(tmp_path: Path, content: str | bytes) -> None:
+async def test_an_invalid_key_file_ends_the_start(tmp_path: Path, content: str | bytes, says: str) -> None:
     keys_file = tmp_path / "keys"
     keys_file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(SettingsError, match="COROLLA_API_KEYS_FILE") as caught:
         ClientService(load(ClientSettings, port=0, metrics_port=0, api_keys_file=keys_file))
-    assert "key\n" not in caught.value.message
+    assert says in caught.value.message
+    assert not any(key in caught.value.message for key in (ALICE, HALF_A_KEY)), "keys are secret"
+
+
+async def test_a_key_may_stand_twice_for_the_same_tenant(tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys"
+    keys_file.write_text(f"alice:{ALICE}\nbob:{BOB}\nalice:{ALICE}\n")
+    Tenants(keys_file)
 
 
 async def test_a_missing_file_of_keys_ends_the_start(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A conversation belongs to nobody's memory: any client service continues it."""
+"""A conversation depends on no process's memory: any client service continues it."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,7 +18,7 @@ from tests.integration.swarm import Swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TURNS = ("the thin man", "and then in the inner tent?", "who are the others?", "an aside")
+TURNS = ("the thin man", "and then in the inner tent?", "who are the others?", "an in_daemon_thread")
 OPTIONS: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
@@ -98,7 +98,7 @@ async def test_one_turn_at_a_time_whichever_client_it_runs_on(swarm: Swarm, clie
         assert refused.retry_after_s > 0
 
 
-async def test_a_client_that_goes_takes_no_conversation_with_it(swarm: Swarm, clients: list[AsyncClient]) -> None:
+async def test_conversations_survive_their_client_service(swarm: Swarm, clients: list[AsyncClient]) -> None:
     leaving = await swarm.add_client()
     expected = await converse(clients, [0, 0, 0, 0])
     async with AsyncClient(f"127.0.0.1:{leaving.port}") as client:

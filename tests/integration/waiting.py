@@ -1,4 +1,4 @@
-"""Waiting for what comes about by itself."""
+"""Waiting for conditions."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,16 +1,19 @@
 """Runs seeds of the simulation.
 
 python -m tests.simulation --seeds 5000          all seeds from 0 on, in all processes that pay
-python -m tests.simulation --seed 17             one seed, told step by step
+python -m tests.simulation --seed 17             one seed, logged step by step
 """
 
 import argparse
 import os
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
+from corolla.block_server.hop_session import SessionEvent, SessionState
 from tests.simulation.run import Report, replay_command, run
+from tests.simulation.transitions import in_words, not_taken
 
 
 def main() -> int:
@@ -30,6 +33,7 @@ def main() -> int:
     with ProcessPoolExecutor(given.jobs) as pool:
         reports = list(pool.map(run, seeds, chunksize=10))
     broken = [report for report in reports if report.broken]
+    taken = sum((report.transitions for report in reports), Counter[tuple[SessionState, SessionEvent]]())
     for report in broken:
         _tell(report)
     _say(
@@ -37,6 +41,7 @@ def main() -> int:
         f"{sum(r.num_recoveries for r in reports)} recoveries, {sum(r.num_errors for r in reports)} typed errors, "
         f"{sum(r.num_lies for r in reports)} late frames refused; {len(broken)} broken"
     )
+    _say(f"transitions of a session on a hop that none took: {'; '.join(not_taken(map(in_words, taken))) or 'none'}")
     return 1 if broken else 0
 
 

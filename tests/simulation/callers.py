@@ -1,23 +1,23 @@
-"""Those who ask: each conversation turn by turn, against what one machine would have answered."""
+"""Callers: each conversation turn by turn, compared with the answers of the unsplit model."""
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from corolla.chassis.errors import CorollaError, SessionBusy
-from corolla.client.chain.account import Recovered
 from corolla.client.chain.identity import SessionIdentity
-from corolla.client.chain.opener import ChainOpener
+from corolla.client.chain.recovery_budget import RecoveryReport
 from corolla.client.chain.reservations import OpenOptions
-from corolla.client.chain.session import ChainSession
-from corolla.client.generation.caller import Caller as RequestCaller
-from corolla.client.generation.options import AnswerOptions
+from corolla.client.chain.session import ChainSession, ChainSessions
+from corolla.client.generation.admission import Caller as RequestCaller
+from corolla.client.generation.admission import Usage
+from corolla.client.generation.answer import Delta
+from corolla.client.generation.answering import Answering, AnswerOptions
 from corolla.client.generation.speculator import SpeculationMode, SpeculationOptions
-from corolla.client.generation.usage import Usage
 from corolla.v1 import router_pb2
 from tests.simulation.scenario import Conversation, Turn
 from tests.simulation.toy_model import ToyModel
@@ -30,13 +30,27 @@ _RETRY_INTERVAL_S: Final = 1.0
 
 
 @dataclass(eq=False)
+class Completion:
+    """One of the texts that a turn asked for.
+
+    Attributes:
+        expected: the tokens of one machine.
+        session: of its hops, while it is open.
+    """
+
+    expected: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    session: ChainSession | None = None
+
+
+@dataclass(eq=False)
 class Answer:
     """What became of one turn.
 
     Attributes:
         conversation: its number.
-        expected: the tokens of one machine; None until the prompt is known.
-        session: of its hops, while it is open.
+        completions: none until the prompt is known.
         addresses: of all hops that it used.
         was_cut_off: the caller left, or the client service died.
     """
@@ -45,24 +59,34 @@ class Answer:
     turn: Turn
     is_chat: bool
     is_first: bool
-    expected: list[int] | None = None
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
+    completions: list[Completion] = field(default_factory=list)
     error: CorollaError | None = None
     started_s: float = 0.0
     ended_s: float | None = None
     usage: Usage = field(default_factory=lambda: Usage(started_s=0.0))
-    session: ChainSession | None = None
     addresses: set[str] = field(default_factory=set)
     was_cut_off: bool = False
     task: "asyncio.Task[None] | None" = None
 
 
 ASKING: ContextVar[Answer | None] = ContextVar("asking", default=None)
+_INDEX: ContextVar[int] = ContextVar("index", default=0)
 
 
-class WatchedOpener(ChainOpener):
-    """The real one, which lets us see what is open."""
+class WatchedAnswering(Answering):
+    """The real one, which lets us see which session is whose."""
+
+    async def _stream_completion(
+        self, job: Any, options: AnswerOptions, shared: Any, index: int
+    ) -> AsyncGenerator[Delta, None]:
+        _INDEX.set(index)
+        async with aclosing(super()._stream_completion(job, options, shared, index)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+
+class WatchedSessions(ChainSessions):
+    """The real class, which also shows its open sessions."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -73,21 +97,21 @@ class WatchedOpener(ChainOpener):
         self,
         identity: SessionIdentity,
         options: OpenOptions,
-        on_recovered: Callable[[Recovered], None],
+        on_recovery: Callable[[RecoveryReport], None],
         until_s: float = math.inf,
     ) -> AsyncIterator[ChainSession]:
         answer = ASKING.get()
-        async with super().open(identity, options, on_recovered, until_s) as session:
+        async with super().open(identity, options, on_recovery, until_s) as session:
             self.open_sessions[identity.session_id] = session
             if answer is not None:
-                answer.session = session
+                answer.completions[_INDEX.get()].session = session
                 answer.addresses.update(hop.address for hop in session.chain.hops)
             try:
                 yield session
             finally:
                 self.open_sessions.pop(identity.session_id, None)
-                if answer is not None:
-                    answer.session = None
+                if answer is not None and answer.completions[_INDEX.get()].session is session:
+                    answer.completions[_INDEX.get()].session = None
 
 
 class Caller:
@@ -95,10 +119,9 @@ class Caller:
 
     Args:
         client: the client service of a number, as it is now.
-        fault: is told what must not be.
-        delivered: is told of each token that came.
-        ended: is told of each answer that came to its end.
-        may_guess: not where old steps come again, which no transport does: wrong guesses in them would count.
+        fault: called with each violation.
+        delivered: called with each token that arrived, and the number of its completion.
+        ended: called with each answer that ended.
     """
 
     def __init__(
@@ -108,10 +131,8 @@ class Caller:
         model: ToyModel,
         client: Callable[[int], Any],
         fault: Callable[[str], None],
-        delivered: Callable[[Answer], None],
+        delivered: Callable[[Answer, int], None],
         ended: Callable[[Answer], None],
-        *,
-        may_guess: bool,
     ) -> None:
         self.number = number
         self.answers: list[Answer] = []
@@ -124,7 +145,6 @@ class Caller:
         # Every text that the conversation had after a turn that may have been written down.
         self._texts: list[list[int]] = [[]]
         self._has_left = False
-        self._may_guess = may_guess
 
     async def run(self) -> None:
         """Asks everything, each turn after the one before."""
@@ -153,6 +173,11 @@ class Caller:
             if answer.task is not None and not answer.task.done():
                 answer.was_cut_off = True
                 answer.task.cancel()
+
+    def holds(self, session_id: bytes) -> bool:
+        """Whether a session of this id is open for an answer."""
+        sessions = [each.session for answer in self.answers for each in answer.completions]
+        return any(each is not None and each.identity.session_id == session_id for each in sessions)
 
     async def _create(self, turn: Turn) -> str | None:
         """A new conversation's id; None where the control plane stays away."""
@@ -201,13 +226,13 @@ class Caller:
 
     async def _answer(self, answer: Answer, answering: Any, session_id: str) -> None:
         ASKING.set(answer)
-        turn = answer.turn if self._may_guess else replace(answer.turn, guesses=0)
+        turn = answer.turn
         caller = RequestCaller(self._conversation.tenant, 100, answer.usage)
         options = AnswerOptions(
             sampling=turn.params, max_tokens=turn.max_tokens, stop_sequences=(), ignore_eos=turn.ignores_eos,
             time_limit_s=None,
             speculation=SpeculationOptions(
-                SpeculationMode.PROMPT_LOOKUP if turn.guesses else SpeculationMode.OFF, turn.guesses or None
+                SpeculationMode.PROMPT_LOOKUP if turn.draft_tokens else SpeculationMode.OFF, turn.draft_tokens or None
             ),
         )  # fmt: skip
         try:
@@ -217,19 +242,20 @@ class Caller:
                     options,
                 )  # fmt: skip
                 async with aclosing(deltas):
-                    async for delta in deltas:
-                        self._take(answer, delta)
+                    async for _, delta in deltas:
+                        self._take(answer, 0, delta)
             else:
                 self._expect(answer, turn.new_ids)
-                deltas = answering.complete(caller, lambda: turn.new_ids, options, 1)
+                deltas = answering.complete(caller, lambda: turn.new_ids, options, turn.num_completions)
                 async with aclosing(deltas):
-                    async for _, delta in deltas:
-                        self._take(answer, delta)
+                    async for index, delta in deltas:
+                        self._take(answer, index, delta)
         except CorollaError as error:
             answer.error = error
             return
-        if answer.token_ids != answer.expected or not answer.finish_reason:
-            self._fault(f"conversation {self.number}: ended after {answer.token_ids}, expected {answer.expected}")
+        for each in answer.completions:
+            if each.token_ids != each.expected or not each.finish_reason:
+                self._fault(f"conversation {self.number}: ended after {each.token_ids}, expected {each.expected}")
 
     def _next_prompt(self, answer: Answer, record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
         known = list(record.token_log)
@@ -238,21 +264,26 @@ class Caller:
         prompt_ids = [*known, *answer.turn.new_ids]
         self._expect(answer, prompt_ids)
         # Whether the turn is written down, its caller may not learn.
-        self._texts.append([*prompt_ids, *(answer.expected or [])])
+        self._texts.append([*prompt_ids, *answer.completions[0].expected])
         return len(known), prompt_ids
 
     def _expect(self, answer: Answer, prompt_ids: Sequence[int]) -> None:
         turn = answer.turn
-        answer.token_ids = []
-        answer.expected = self._model.answer(prompt_ids, turn.max_tokens, turn.params, ignores_eos=turn.ignores_eos)
+        first = turn.params.seed
+        params = [
+            turn.params if first is None else replace(turn.params, seed=first + index)
+            for index in range(turn.num_completions)
+        ]
+        texts = [self._model.answer(prompt_ids, turn.max_tokens, each, ignores_eos=turn.ignores_eos) for each in params]
+        answer.completions = [Completion(text) for text in texts]
 
-    def _take(self, answer: Answer, delta: Any) -> None:
-        answer.token_ids.append(delta.token.token_id)
+    def _take(self, answer: Answer, index: int, delta: Any) -> None:
+        completion = answer.completions[index]
+        completion.token_ids.extend(token.token_id for token in delta.tokens)
         if delta.finish_reason is not None:
-            answer.finish_reason = delta.finish_reason.value
-        if answer.session is not None:
-            answer.addresses.update(hop.address for hop in answer.session.chain.hops)
-        expected = answer.expected or []
-        if answer.token_ids != expected[: len(answer.token_ids)]:
-            self._fault(f"conversation {self.number}: got {answer.token_ids}, expected {expected}")
-        self._delivered(answer)
+            completion.finish_reason = delta.finish_reason.value
+        if completion.session is not None:
+            answer.addresses.update(hop.address for hop in completion.session.chain.hops)
+        if completion.token_ids != completion.expected[: len(completion.token_ids)]:
+            self._fault(f"conversation {self.number}: got {completion.token_ids}, expected {completion.expected}")
+        self._delivered(answer, index)

@@ -6,16 +6,16 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
+from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
-from corolla.block_server.handover.intake import Intake
+from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
-from corolla.block_server.housekeeping import keep_house
+from corolla.block_server.housekeeping import Housekeeping
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
@@ -23,9 +23,9 @@ from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.handlers import service_handler
-from corolla.chassis.lifecycle import TaskGroup
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.settings import load
+from corolla.chassis.tasks import TaskGroup
 from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.placement import PlacementWatch
 from corolla.client.chain.reservations import ChainLimits
@@ -33,7 +33,7 @@ from corolla.client.chain.routes import Routes
 from corolla.client.chain.streams import DataPlane
 from corolla.client.compute import ComputeThread
 from corolla.client.generation.admission import Admission
-from corolla.client.generation.answering import Answering, ModelLimits
+from corolla.client.generation.answering import ModelLimits
 from corolla.client.generation.speculator import Speculators
 from corolla.client.metrics import ClientMetrics
 from corolla.client.transcripts import Transcripts
@@ -45,12 +45,12 @@ from corolla.router.settings import RouterSettings
 from corolla.router.watch import PlacementWatches
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.span import Span
-from tests.simulation.callers import WatchedOpener
+from tests.simulation.callers import WatchedAnswering, WatchedSessions
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.network import Network
 from tests.simulation.scenario import Scenario
 from tests.simulation.store import SimulatedRedis, SimulatedStore
-from tests.simulation.toy_model import ToyEdges, ToyRunner, ToyTokenizer
+from tests.simulation.toy_model import ToyEdges, ToyRunner, ToyTokenizer, unexpected_failure
 
 FINGERPRINT: Final = "toy"
 MODEL: Final = "toy"
@@ -81,13 +81,21 @@ class Server:
         metrics = BlockServerMetrics(CollectorRegistry())
         self.scheduler: Scheduler[StepWork] = Scheduler(scenario.max_batch_tokens, 1024)
         self.sessions: SessionTable[SessionCache] = SessionTable(self.runner.store.pool, self.runner.new_cache)
-        self.outputs = OutputStore(scenario.kept_output_bytes)
+        self.outputs = BoundaryActivations(scenario.boundary_activation_bytes)
         self.sessions.on_forget = self.outputs.forget
         self.peers = PeerTable()
         self.relay = Relay(FINGERPRINT, self.peers, channels, clock)
         self.engine = self.process.call(
             lambda: Engine(
-                self.runner, self.scheduler, self.sessions, self.outputs, self.peers, self.relay, metrics, clock
+                self.runner,
+                self.scheduler,
+                self.sessions,
+                self.outputs,
+                self.peers,
+                self.relay,
+                metrics,
+                clock,
+                fail=unexpected_failure,
             )
         )
         self._metrics = metrics
@@ -100,9 +108,9 @@ class Server:
         )  # fmt: skip
         most = scenario.max_step_tokens
         self._tasks = TaskGroup()
-        intake = Intake(span, self.sessions, self.engine, metrics, self._tasks, max_part_tokens=most)
+        receiver = HandoverReceiver(span, self.sessions, self.engine, metrics, self._tasks, max_part_tokens=most)
         servicer = BlockServicer(
-            identity, self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self.runner.store, intake
+            identity, self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self.runner.store, receiver
         )
         sender = HandoverSender(span, self.sessions, self.engine, max_part_tokens=most)
         self._drain = Drain(
@@ -116,19 +124,19 @@ class Server:
     async def _run(self) -> None:
         await self._registration.register(self.span)
         self._registration.state = router_pb2.SERVER_STATE_READY
-        housekeeping = keep_house(
-            self.engine, self.scheduler, self.sessions, self.outputs, self._metrics,
+        housekeeping = Housekeeping(
+            self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self._metrics,
             page_bytes=lambda: self.runner.store.page_bytes,
         )  # fmt: skip
-        self._heartbeats = asyncio.create_task(self._registration.keep())
-        await asyncio.gather(self.engine.run(), housekeeping)
+        self._heartbeats = asyncio.create_task(self._registration.run())
+        await asyncio.gather(self.engine.run(), housekeeping.run())
 
     async def leave(self, grace_s: float) -> None:
         """What its first signal asks for: everything but the end."""
-        await self._drain.run(grace_s)
+        await self._drain.drain(grace_s)
         if self._heartbeats is not None:
             self._heartbeats.cancel()
-        await self._registration.leave()
+        await self._registration.deregister()
 
     def _description(self, scenario: Scenario) -> router_pb2.ServerDescription:
         return router_pb2.ServerDescription(
@@ -161,10 +169,11 @@ class Router:
         registry, sessions = Registry(store, settings.lease_ms), SessionRecords(store)
         watches = PlacementWatches(
             registry,
+            TaskGroup(),
             relist_interval_s=settings.relist_interval_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
-        servicer = RouterServicer(settings, registry, sessions, watches, on_departure=lambda _farewell: None)
+        servicer = RouterServicer(settings, registry, sessions, watches, on_deregistered=lambda _request: None)
         handler = service_handler(_ROUTER, servicer, cluster.rpc_metrics)
         cluster.network.listen(ROUTER, self.process, [handler])
 
@@ -184,33 +193,39 @@ class Client:
         placement = PlacementWatch(control)
         self.process.keep_up(placement.run())
         compute = ComputeThread(metrics.compute_seconds)
-        self.plane = DataPlane(FINGERPRINT, channels=channels)
+        self.plane = DataPlane(FINGERPRINT, TaskGroup(), channels=channels)
         routes = Routes(control, placement, FINGERPRINT, scenario.model.num_blocks)
         limits = ChainLimits(
             prefill_chunk_tokens=scenario.prefill_chunk_tokens,
-            prefill_chunk_tokens_beside_decode=max(1, scenario.prefill_chunk_tokens // 2),
+            prefill_chunk_tokens_during_decode=max(1, scenario.prefill_chunk_tokens // 2),
             step_timeout_s=15.0, lease_ms=round(LEASE_S * 1000),
             max_replayed_tokens=64, merges_replayed_steps=scenario.merges_replayed_steps,
         )  # fmt: skip
         edges = ToyEdges(scenario.model, is_lookup=scenario.is_lookup)
-        self.opener = WatchedOpener(routes, self.plane, edges, compute, limits, metrics.recovered)
-        self.transcripts = Transcripts(control, LEASE_S)
-        self.answering = Answering(
-            self.opener,
+        self.sessions = WatchedSessions(routes, self.plane, edges, compute, limits, metrics.count_recovery)
+        self.transcripts = Transcripts(control, LEASE_S, TaskGroup())
+        self.answering = WatchedAnswering(
+            self.sessions,
             self.transcripts,
             ToyTokenizer(),
-            ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id])),
-            Admission(64, 64, 1 << 20, metrics),
+            ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id]), scenario.model.vocab_size),
+            Admission(64, 64, 1 << 20),
             Speculators(compute, max_draft_tokens=3, is_adaptive=False),
+            metrics,
         )
 
 
 class Cluster:
-    """All processes of a scenario."""
+    """All processes of a scenario.
+
+    Attributes:
+        faults: the scenario's, and what its mishaps have become so far.
+    """
 
     def __init__(self, loop: VirtualLoop, scenario: Scenario) -> None:
         self.loop = loop
         self.scenario = scenario
+        self.faults = [*scenario.faults]
         self.network = Network(loop, scenario.seed)
         self.redis = SimulatedRedis(loop)
         self.rpc_metrics = RpcMetrics(CollectorRegistry())
@@ -224,14 +239,19 @@ class Cluster:
         self.processes.append(service.process)
         return service
 
+    # Whatever was killed twice starts again once.
+
     def restart_server(self, number: int) -> None:
-        self.servers[number] = self.new(Server(self, number, self.scenario.spans[number]))
+        if self.servers[number].process.is_dead:
+            self.servers[number] = self.new(Server(self, number, self.scenario.spans[number]))
 
     def restart_router(self, number: int) -> None:
-        self.routers[number] = self.new(Router(self, number))
+        if self.routers[number].process.is_dead:
+            self.routers[number] = self.new(Router(self, number))
 
     def restart_client(self, number: int) -> None:
-        self.clients[number] = self.new(Client(self, number))
+        if self.clients[number].process.is_dead:
+            self.clients[number] = self.new(Client(self, number))
 
     async def dissolve(self) -> None:
         """Ends everything that still runs."""

@@ -1,6 +1,6 @@
 """An event loop whose time is a number, and processes that run on it.
 
-Nothing waits: when nobody has anything to do, time jumps to the next timer. What a thread would compute takes as long
+Nothing waits: when no task can run, time jumps to the next timer. A thread's job takes as long
 as its process says. So a minute of virtual time costs what its events cost, and the same seed gives the same run.
 """
 
@@ -19,12 +19,17 @@ _MAX_TURNS_WITHOUT_TIME: Final = 50_000
 _OWNER: ContextVar["Process | None"] = ContextVar("owner", default=None)
 
 
+def current_process() -> "Process | None":
+    """Whose task or callback runs now."""
+    return _OWNER.get()
+
+
 class Stuck(Exception):
-    """Nobody will ever do anything again, or nobody ever stops."""
+    """No task can ever run again, or the tasks never stop."""
 
 
 class Process:
-    """What is frozen, killed and restarted as one: all tasks and callbacks that began in it.
+    """The unit that is frozen, killed and restarted: all tasks and callbacks that began in it.
 
     Args:
         name: for people.
@@ -70,7 +75,7 @@ class Process:
         if self.is_dead or not self.is_frozen:
             return
         self.is_frozen = False
-        self._loop.take_up(self._held_back)
+        self._loop.continue_from(self._held_back)
         self._held_back = []
         for work in self._at_resume:
             self._loop.call_soon(work, context=Context())
@@ -95,7 +100,7 @@ class Process:
     def dissolve(self) -> None:
         """After the end of a run: everything that is still there is cancelled and may end."""
         self.is_frozen = False
-        self._loop.take_up(self._held_back)
+        self._loop.continue_from(self._held_back)
         self._held_back = []
         for task in self.tasks:
             task.cancel()
@@ -129,7 +134,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
-    def take_up(self, handles: list[asyncio.Handle]) -> None:
+    def continue_from(self, handles: list[asyncio.Handle]) -> None:
         """Callbacks that were held back are ready, in their order."""
         self._ready.extend(handles)  # type: ignore[attr-defined]
 
@@ -177,7 +182,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return task
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps."""
+        """No real time passes."""
 
     def _process_events(self, event_list: object) -> None:
         """There are no sockets."""

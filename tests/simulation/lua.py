@@ -1,6 +1,6 @@
 """The part of Lua 5.1 that the router's scripts are written in, translated to Python: so the real scripts decide.
 
-Strings are bytes, tables are dictionaries, and a call has one result. Whatever is not in this part is a SyntaxError.
+Strings are bytes, tables are dictionaries, and a call has one result. Other Lua raises SyntaxError.
 """
 
 import functools
@@ -61,7 +61,7 @@ def compile_script(text: str) -> Callable[[list[bytes], list[bytes], Callable[..
 
 
 def number(value: Any) -> Any:
-    """What arithmetic makes of a value."""
+    """A value as a number, for arithmetic."""
     if isinstance(value, bytes):
         converted = float(value)
         return int(converted) if converted.is_integer() else converted
@@ -69,7 +69,7 @@ def number(value: Any) -> Any:
 
 
 def text_of(value: Any) -> bytes:
-    """What a value is as a string."""
+    """A value as a string."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):

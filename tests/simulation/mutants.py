@@ -1,15 +1,16 @@
-"""Mistakes that somebody could make, each as a patch of the real code. The simulation must find every one of them."""
+"""Mistakes that a change could make, each as a patch of the real code. The simulation must find every one of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
-from corolla.block_server.kv.pages import PagePool
-from corolla.block_server.outputs import OutputStore
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.hop_session import SessionEvent
+from corolla.block_server.kv.prefixes import PrefixPages
 from corolla.block_server.sessions import SessionTable
-from corolla.client.chain.awaited import Awaited, RowResult
 from corolla.client.chain.history import StepShapes
+from corolla.client.chain.pending import PendingReplies, RowResult
 from corolla.client.chain.recovery_plan import HopState
 from corolla.client.chain.routes import Routes
 from corolla.client.chain.session import ChainSession
@@ -25,10 +26,10 @@ def _replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callab
 
 
 def _no_fence() -> AbstractContextManager[object]:
-    """A client takes an answer to any step of the session, of whatever epoch and position."""
+    """A client accepts a result of any step of the session, of any epoch and position."""
 
     def make(_right: Callable[..., Any]) -> Callable[..., Any]:
-        def result(self: Awaited, result: pb.Result, payload: Any) -> None:
+        def on_result(self: PendingReplies, result: pb.Result, payload: Any) -> None:
             view, start = memoryview(payload), 0
             num_tokens = sum(row.num_result_tokens for row in result.rows)
             token_bytes = len(view) // num_tokens if num_tokens else 0
@@ -45,9 +46,9 @@ def _no_fence() -> AbstractContextManager[object]:
                         break
                 start = end
 
-        return result
+        return on_result
 
-    return _replaced(Awaited, "result", make)
+    return _replaced(PendingReplies, "on_result", make)
 
 
 def _stale_epoch() -> AbstractContextManager[object]:
@@ -61,6 +62,11 @@ def _stale_epoch() -> AbstractContextManager[object]:
         return for_step
 
     return _replaced(SessionTable, "for_step", make)
+
+
+def _step_again() -> AbstractContextManager[object]:
+    """A hop computes a step as often as it comes."""
+    return _replaced(SessionTable, "note_step", lambda _right: lambda self, *_step: True)
 
 
 def _position_zero() -> AbstractContextManager[object]:
@@ -99,10 +105,10 @@ def _token_twice() -> AbstractContextManager[object]:
     """A step that came back is written into the history twice."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        async def decode(self: Any, token_id: int, guesses: Sequence[int], reader: Any) -> list[int]:
-            recovered = self._account.num_attempts
-            chosen: list[int] = await right(self, token_id, guesses, reader)
-            if self._account.num_attempts > recovered:
+        async def decode(self: Any, token_id: int, draft_tokens: Sequence[int], reader: Any) -> list[int]:
+            recovered = self._budget.num_attempts
+            chosen: list[int] = await right(self, token_id, draft_tokens, reader)
+            if self._budget.num_attempts > recovered:
                 self._history.append([token_id], is_prompt=False)
             return chosen
 
@@ -124,45 +130,60 @@ def _no_quarantine() -> AbstractContextManager[object]:
     """Servers that failed are not left out: a recovery goes back to the one that it lost."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def repaired(self: Any, chain: Any, lost: Any, num_tokens: int) -> Any:
+        def replace_now(self: Any, chain: Any, lost: Any, num_tokens: int) -> Any:
             return right(self, chain, (), num_tokens)
 
-        return repaired
+        return replace_now
 
-    return _replaced(Routes, "_repaired_now", make)
+    return _replaced(Routes, "_replace_now", make)
 
 
 def _others_prefix() -> AbstractContextManager[object]:
     """The beginning of any text is taken for that of any other."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def find(self: PagePool, key: Any) -> int | None:
+        def find(self: PrefixPages, key: Any) -> int | None:
             found: int | None = right(self, key)
-            others = (page for known, page in self._prefixes._pages.items() if known.group == key.group)
+            others = (page for known, page in self._pages.items() if known.group == key.group)
             return found if found is not None else next(others, None)
 
         return find
 
-    return _replaced(PagePool, "find", make)
+    return _replaced(PrefixPages, "find", make)
 
 
-def _kept_outputs_shifted() -> AbstractContextManager[object]:
-    """Outputs that were kept are sent again for the wrong positions."""
+def _boundary_activations_shifted() -> AbstractContextManager[object]:
+    """A hop sends boundary activations of the wrong positions again."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def read(self: OutputStore, session_id: bytes, start: int, end: int) -> bytes:
+        def read(self: BoundaryActivations, session_id: bytes, start: int, end: int) -> bytes:
             shift = 1 if start > self.range(session_id)[0] else 0
             rows: bytes = right(self, session_id, start - shift, end - shift)
             return rows
 
         return read
 
-    return _replaced(OutputStore, "read", make)
+    return _replaced(BoundaryActivations, "read", make)
+
+
+def _always_stays() -> AbstractContextManager[object]:
+    """A session whose handover failed always stays, in any state."""
+
+    def make(_right: Callable[..., Any]) -> Callable[..., Any]:
+        def cancel_leaving(self: Any, session_id: bytes, version: int) -> None:
+            held = self.get(session_id)
+            if held is not None:
+                held.apply(SessionEvent.STAYS)
+
+        return cancel_leaving
+
+    return _replaced(SessionTable, "cancel_leaving", make)
 
 
 MUTANTS: Final[Mapping[str, Mutant]] = {
     "no fence": _no_fence,
     "stale epoch": _stale_epoch,
+    "step again": _step_again,
     "position zero": _position_zero,
     "not closed": _not_closed,
     "pages not freed": _pages_not_freed,
@@ -171,6 +192,7 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "replay too short": _replay_too_short,
     "no quarantine": _no_quarantine,
     "others' prefix": _others_prefix,
-    "kept outputs shifted": _kept_outputs_shifted,
+    "boundary activations shifted": _boundary_activations_shifted,
+    "always stays": _always_stays,
 }
 """By name."""

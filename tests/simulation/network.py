@@ -25,7 +25,10 @@ _WAKING_S: Final = 0.02
 _TICK_S: Final = 1e-6
 
 Tamper = Callable[[Process, bytes, bool], bytes]
-"""What becomes of a message on its way to a process; the last argument says whether it comes a second time."""
+"""What becomes of a message of a stream on its way to a process; the last argument says whether it comes a second time.
+
+A copy that becomes nothing does not come.
+"""
 
 
 class Network:
@@ -39,7 +42,6 @@ class Network:
     def __init__(self, loop: VirtualLoop, seed: int) -> None:
         self.loop = loop
         self.tamper: Tamper = lambda _receiver, message, _is_copy: message
-        self.num_copies = 0
         self._seed = seed
         self._links: dict[tuple[str, str], _Link] = {}
         self._endpoints: dict[str, list[_Endpoint]] = {}
@@ -63,14 +65,14 @@ class Network:
         return self._links[key]
 
     def cut(self, sender: str, receiver: str, seconds: float) -> None:
-        """Holds one direction up for a while. What was sent comes later, unless the connection is given up before."""
+        """Delays one direction for a while. Messages arrive later, unless the connection is given up before."""
         link = self.link(sender, receiver)
         link.cut_until_s = max(link.cut_until_s, self.loop.time() + seconds)
         if seconds > KEEPALIVE_S:
             self.loop.at(self.loop.time() + KEEPALIVE_S, lambda: self.reset(sender, receiver))
 
     def reset(self, one: str, other: str) -> None:
-        """Breaks all connections between two processes; what was under way is lost."""
+        """Breaks all connections between two processes; messages under way are lost."""
         for connection in list(self._connections):
             if {connection.client.name, connection.server.name} == {one, other}:
                 connection.give_up()
@@ -150,7 +152,7 @@ class _Details:
 
 
 class _Connection:
-    """What one channel has to one server, shared by its calls."""
+    """One channel's connection to one server, shared by its calls."""
 
     def __init__(self, network: Network, client: Process, address: str, number: int) -> None:
         self.network = network
@@ -208,8 +210,8 @@ class _Connection:
         self._latest_s[to_server] = arrival_s = max(arrival_s, self._latest_s[to_server] + _TICK_S)
         loop.at(arrival_s, lambda: None if self.is_gone else deliver())
         if copy is not None and link.repeats(now_s):
-            again_s = arrival_s + link.stream.uniform(0.0, 0.3)
-            self.network.num_copies += 1
+            # Some come in the midst of what followed, others when the session's next epoch has begun.
+            again_s = arrival_s + link.stream.uniform(0.0, link.stream.choice((0.3, 3.0)))
             loop.at(again_s, lambda: None if self.is_gone else copy())
 
     def give_up(self) -> None:
@@ -363,7 +365,7 @@ class _Call:
         self._answer_end(self._status)
 
     def _settle(self) -> None:
-        """Where both ends are done, nobody need be told of a broken connection."""
+        """When both ends are done, neither is notified of a broken connection."""
         if self._end is not False and (self._is_handled or self._task is None) and self in self._connection.calls:
             self._connection.calls.remove(self)
 
@@ -392,6 +394,8 @@ class _Call:
 
         def deliver(is_copy: bool) -> None:
             arrived = connection.network.tamper(receiver, message, is_copy) if is_stream else message
+            if is_copy and not arrived:
+                return
             if to_server:
                 self._requests.put_nowait(arrived)
             else:
@@ -408,7 +412,7 @@ class _Call:
 
 
 class _Context:
-    """What a handler is given."""
+    """The context of a handler."""
 
     def __init__(self, call: _Call, serialise: Callable[[Any], bytes]) -> None:
         self._call = call

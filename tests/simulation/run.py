@@ -5,11 +5,13 @@ import gc
 import hashlib
 import random
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from corolla.block_server.hop_session import SessionEvent, SessionState
 from tests.simulation.callers import Answer, Caller
 from tests.simulation.cluster import LEASE_S, Cluster
 from tests.simulation.faults import Faults
@@ -23,11 +25,12 @@ _MOST_SECONDS: Final = 400.0
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
         broken: what did not hold; empty for a good run.
         digest: of all that happened; the same for the same seed.
+        transitions: how often each event happened to a session in each state, on all servers.
     """
 
     seed: int
@@ -38,10 +41,11 @@ class Report:
     num_recoveries: int
     num_errors: int
     num_lies: int
+    transitions: Counter[tuple[SessionState, SessionEvent]]
 
 
 def replay_command(seed: int) -> str:
-    """What repeats just this run and shows it."""
+    """The command that repeats this run and shows it."""
     return f"python -m tests.simulation --seed {seed}"
 
 
@@ -49,7 +53,7 @@ def run(seed: int, say: Callable[[str], None] = lambda line: None) -> Report:
     """Runs the scenario of a seed.
 
     Args:
-        say: is told what happens, line by line.
+        say: called with each line of the log of the run.
     """
     scenario = draw(seed)
     is_collecting = gc.isenabled()
@@ -84,7 +88,7 @@ class _Run:
         self._callers = [
             Caller(
                 number, conversation, scenario.model, lambda client: self._cluster.clients[client],
-                self._invariants.fault, self._delivered, self._ended, may_guess=not scenario.has("repeat"),
+                self._invariants.fault, self._delivered, self._ended,
             )
             for number, conversation in enumerate(scenario.conversations)
         ]  # fmt: skip
@@ -95,7 +99,7 @@ class _Run:
         self._say(f"spans {', '.join(map(str, scenario.spans))}; {scenario}")
         for fault in scenario.faults:
             self._say(f"from {_WARM_UP_S:.0f} s on {fault}")
-        with invariants.no_errors_logged():
+        with invariants.no_errors_logged(), invariants.sessions_follow_their_table():
             try:
                 async with asyncio.timeout(_MOST_SECONDS):
                     await self._live()
@@ -111,16 +115,20 @@ class _Run:
             broken=tuple(invariants.broken),
             digest=self._digest.hexdigest(),
             seconds=seconds,
-            num_tokens=sum(len(answer.token_ids) for answer in answers),
+            num_tokens=sum(len(each.token_ids) for answer in answers for each in answer.completions),
             num_recoveries=sum(answer.usage.recoveries for answer in answers),
             num_errors=sum(answer.error is not None for answer in answers),
             num_lies=self._fence.num_lies,
+            transitions=invariants.transitions,
         )
 
     async def _live(self) -> None:
         scenario = self._scenario
         await asyncio.sleep(_WARM_UP_S)
-        faults = Faults(self._cluster, self._callers)
+        faults = Faults(
+            self._cluster, self._callers, self._fence.damage, lambda mishap: self._note(f"mishap: {mishap}")
+        )
+        self._invariants.happened = faults.happened
         for fault in scenario.faults:
             faults.schedule(fault)
         await asyncio.gather(*(caller.run() for caller in self._callers))
@@ -133,14 +141,18 @@ class _Run:
         await asyncio.sleep(max(0.0, rest_s) + LEASE_S + 2.0)
         self._invariants.nothing_left(is_calm=False)
 
-    def _delivered(self, answer: Answer) -> None:
-        self._note(f"token {len(answer.token_ids)} of conversation {answer.conversation}: {answer.token_ids[-1]}")
-        self._invariants.delivered(answer)
+    def _delivered(self, answer: Answer, index: int) -> None:
+        completion = answer.completions[index]
+        of = f"conversation {answer.conversation}" + (f", completion {index}" if index else "")
+        self._note(f"token {len(completion.token_ids)} of {of}: {completion.token_ids[-1]}")
+        self._invariants.delivered(completion)
 
     def _ended(self, answer: Answer) -> None:
         self._invariants.ended(answer)
-        error = answer.error.reason if answer.error is not None else answer.finish_reason
-        self._note(f"conversation {answer.conversation}: {error}, {answer.usage.recoveries} recoveries")
+        end = ", ".join(each.finish_reason for each in answer.completions)
+        if answer.error is not None:
+            end = answer.error.reason
+        self._note(f"conversation {answer.conversation}: {end}, {answer.usage.recoveries} recoveries")
 
     def _note(self, text: str) -> None:
         line = f"{self._loop.time() - 1000:8.3f} s  {text}"

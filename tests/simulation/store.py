@@ -23,7 +23,7 @@ class SimulatedRedis:
 
     Attributes:
         is_gone: connections are refused.
-        is_frozen: nobody answers; what was asked is done when it thaws.
+        is_frozen: no call returns; Redis executes the commands when it thaws.
         is_full: commands that need memory are refused.
     """
 
@@ -51,7 +51,7 @@ class SimulatedRedis:
         self._ends_ms.clear()
 
     def backup(self) -> Callable[[], None]:
-        """What it holds now; calling it brings that back, and what was written since is lost."""
+        """Saves the contents; calling the result restores them, and later writes are lost."""
         values, ends_ms = copy.deepcopy(self._values), dict(self._ends_ms)
 
         def restore() -> None:
@@ -65,7 +65,7 @@ class SimulatedRedis:
         """Does `work` as a command of a client would be done.
 
         Raises:
-            RedisError: nobody answers in time, or there is nobody.
+            RedisError: Redis does not answer in time, or is gone.
         """
         for _ in range(num_retries + 1):
             await asyncio.sleep(_LATENCY_S)
@@ -277,7 +277,7 @@ class SimulatedStore(Store):
 
 
 class _Client:
-    """What the store uses of a client of redis-py."""
+    """The part of redis-py's client that the store uses."""
 
     def __init__(self, redis: SimulatedRedis, timeout_s: float | None, num_retries: int) -> None:
         self._redis = redis

@@ -8,8 +8,8 @@ from tests.simulation.run import run
 MOST_SEEDS = 40
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.full
 def test_a_mistake_is_found(name: str) -> None:
     with MUTANTS[name]():
         assert any(run(seed).broken for seed in range(MOST_SEEDS)), f"nobody noticed: {name}"

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from corolla.client.generation.sampling import SamplingParams
+from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Process, Stuck, VirtualLoop
 from tests.simulation.lua import compile_script
+from tests.simulation.scenario import draw
 from tests.simulation.store import SimulatedRedis
 from tests.simulation.toy_model import ToyModel
 
@@ -68,7 +70,7 @@ def test_a_frozen_process_goes_on_where_it_was_and_a_dead_one_never() -> None:
     in_virtual_time(work)
 
 
-def test_nothing_left_to_do_is_an_error_and_no_hang() -> None:
+def test_a_loop_without_work_raises_and_does_not_hang() -> None:
     async def work(loop: VirtualLoop) -> None:
         await loop.create_future()
 
@@ -99,12 +101,12 @@ def test_nothing_left_to_do_is_an_error_and_no_hang() -> None:
         ("return tonumber('x') == nil -- a comment", True),
     ],
 )
-def test_lua_means_what_it_means(text: str, expected: Any) -> None:
+def test_the_lua_interpreter_agrees_with_lua(text: str, expected: Any) -> None:
     assert lua(text, b"b") == expected
 
 
 @pytest.mark.parametrize("text", ["return function() end", "while true do end", "return ~1", "return 'a'"[:-1]])
-def test_more_than_this_part_of_lua_is_refused(text: str) -> None:
+def test_unsupported_lua_is_refused(text: str) -> None:
     with pytest.raises(SyntaxError):
         lua(text)
 
@@ -132,3 +134,24 @@ def test_a_toy_token_depends_on_every_token_before_it() -> None:
         assert model.answer(other, 8, SamplingParams(), ignores_eos=True) != answer
     assert model.answer([*prompt[1:], prompt[0]], 8, SamplingParams(), ignores_eos=True) != answer
     assert len(np.unique(model.logits(np.array([5]))[0])) == model.vocab_size
+
+
+def test_what_is_killed_twice_starts_again_once() -> None:
+    """Two processes at one address would each have half of what is sent there."""
+
+    async def work(loop: VirtualLoop) -> None:
+        cluster = Cluster(loop, draw(0))
+        num_processes = len(cluster.processes)
+        for services, restart in (
+            (cluster.servers, cluster.restart_server),
+            (cluster.routers, cluster.restart_router),
+            (cluster.clients, cluster.restart_client),
+        ):
+            for _ in range(2):
+                cluster.network.kill(services[0].process)
+            for _ in range(2):
+                restart(0)
+        assert sum(not process.is_dead for process in cluster.processes) == num_processes
+        await cluster.dissolve()
+
+    in_virtual_time(work)

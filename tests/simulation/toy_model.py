@@ -1,4 +1,4 @@
-"""A language model of whole numbers: every answer is exact, whatever was cut, batched, cached or replayed.
+"""A language model of whole numbers: every answer is exact, however steps are cut, batched, cached or replayed.
 
 A hidden state is one number below a prime that float32 represents; a block adds to it what it reads in the keys of all
 tokens that it sees. So each token depends on every token before it, on its position and on every block; a lost, doubled
@@ -29,7 +29,7 @@ class ToyModel:
 
     Attributes:
         windows: for each block, how many tokens a token sees, itself included; None for all.
-        vocab_size: few tokens, so that texts repeat themselves and guesses are sometimes right.
+        vocab_size: few tokens, so that texts repeat themselves and draft tokens are sometimes right.
         eos_token_id: ends an answer.
     """
 
@@ -45,7 +45,7 @@ class ToyModel:
         return (token_id * 7_919 + position * 104_729 + 17) % PRIME
 
     def key(self, block: int, position: int, state: int) -> int:
-        """What a token leaves in a block's cache."""
+        """The cache entry of a token in a block."""
         return (state * (2 * block + 3) + position * 1_299_709 + block) % PRIME
 
     def start(self, block: int, position: int) -> int:
@@ -88,6 +88,11 @@ class ToyModel:
         return answer
 
 
+def unexpected_failure() -> None:
+    """An engine calls it when its runner can compute nothing, which a toy always can."""
+    raise AssertionError("the toy model cannot compute")
+
+
 class ToyRunner(Runner):
     """A runner whose blocks are the toy's; pages, positions and order of work are the real one's.
 
@@ -103,13 +108,13 @@ class ToyRunner(Runner):
         self.num_bad_batches = 0
         self._toy = model
 
-    def _run_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+    def _forward_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         states = hidden[:, 0].numpy().astype(np.int64)
         start = 0
         for row in rows:
             end = start + row.num_tokens
             for block in range(blocks.start, blocks.end):
-                states[start:end] = self._run_block(row, block, states[start:end])
+                states[start:end] = self._forward_block(row, block, states[start:end])
             start = end
         output = torch.from_numpy(states.astype(np.float32)).unsqueeze(1)
         if self.num_bad_batches:
@@ -117,7 +122,7 @@ class ToyRunner(Runner):
             output.fill_(torch.nan)
         return output
 
-    def _run_block(self, row: RowWork, block: int, states: "np.ndarray[Any, Any]") -> list[int]:
+    def _forward_block(self, row: RowWork, block: int, states: "np.ndarray[Any, Any]") -> list[int]:
         layer = block - self.span.start
         like = torch.empty(1, 1, 1, dtype=torch.int64)
         keys = self.store.layer_like(layer, like, like)[0].numpy()[:, 0, 0]
@@ -133,7 +138,7 @@ class ToyRunner(Runner):
 
 
 class _ToySpan:
-    """What a runner asks its model."""
+    """The interface of a model for a runner."""
 
     hidden_size = 1
     device = torch.device("cpu")

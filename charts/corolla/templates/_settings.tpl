@@ -7,12 +7,12 @@ COROLLA_{{ snakecase $name | upper }}: {{ ternary $value (toJson $value) (kindIs
 {{- end }}
 {{- end }}
 
-{{/* What every service is told. */}}
+{{/* Settings of every service. */}}
 {{- define "corolla.commonSettings" -}}
 COROLLA_METRICS_PORT: {{ .Values.metrics.port | quote }}
 {{- end }}
 
-{{/* What block servers and client service are told of the model; they must agree on it. */}}
+{{/* Settings of the model for block servers and client service, which must agree on it. */}}
 {{- define "corolla.modelSettings" -}}
 COROLLA_MODEL: {{ .Values.model.name | quote }}
 {{- with .Values.model.revision }}

@@ -8,11 +8,12 @@ rows that no session has are padding (as in vLLM and TensorRT-LLM).
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from corolla.block_server.kv.attention import AttentionBackend, PackedRow
 from corolla.block_server.kv.decode_buffers import DecodeBuffers
-from corolla.models.lean import LeanSpan
+from corolla.models.fused import FusedSpan
 
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
 """Rows of a recorded step. With so few, a GPU should wait for the weights, whatever padding there is to multiply."""
@@ -25,11 +26,44 @@ says that it does what cannot be recorded.
 """
 
 
+# Libraries choose kernels and take workspaces in their first calls, which a capture does not allow.
+_WARM_UP_STEPS: Final = 3
+
+
+class CudaCapture:
+    """Records steps as CUDA graphs, in the order that torch's notes on them ask for.
+
+    The recordings share one memory pool: they run one after another, and nothing in it outlives a step.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        """See `Record`."""
+        with torch.cuda.device(self._device):
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UP_STEPS):
+                    step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # What other threads of the process do meanwhile is no part of the step.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                step()
+        return graph.replay
+
+
 class DecodeGraphs:
     """Recorded steps of all layers of a span, one for each size.
 
     Args:
-        lean: the span's blocks.
+        fused: the span's blocks.
         num_layers: of the span.
         buffers: with room for the rows of the largest size.
         backend: of attention; it may look at nothing but what the batch has prepared.
@@ -46,7 +80,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        lean: LeanSpan,
+        fused: FusedSpan,
         num_layers: int,
         buffers: DecodeBuffers,
         backend: AttentionBackend,
@@ -54,7 +88,7 @@ class DecodeGraphs:
         sizes: Sequence[int] = SIZES,
     ) -> None:
         self.num_replays = 0
-        self._lean = lean
+        self._fused = fused
         self._layers = range(num_layers)
         self.buffers = buffers
         self._backend = backend
@@ -64,7 +98,7 @@ class DecodeGraphs:
         self._replays = {size: record(self._recordable(size)) for size in sorted(sizes, reverse=True)}
         self._sizes = sorted(sizes)
         # Its address is in the recordings, and the blocks may come to read another one for longer texts.
-        self._kept = lean.rotary_table
+        self._kept = fused.rotary_table
 
     def size_for(self, rows: Sequence[PackedRow]) -> int | None:
         """Of the smallest recorded step that has room for these rows; None where there is none."""
@@ -72,7 +106,7 @@ class DecodeGraphs:
             return None
         return next(size for size in self._sizes if size >= len(rows))
 
-    def run(self, rows: Sequence[PackedRow], hidden: Tensor, size: int) -> Tensor:
+    def replay(self, rows: Sequence[PackedRow], hidden: Tensor, size: int) -> Tensor:
         """Runs all layers over one new token of each row, and stores their keys and values.
 
         Args:
@@ -94,7 +128,7 @@ class DecodeGraphs:
     def _step(self, size: int) -> None:
         buffers = self.buffers
         batch = buffers.batch(size, self._backend)
-        output = self._lean.forward(
+        output = self._fused.forward(
             buffers.hidden[:size], buffers.positions[:size], buffers.max_tokens, self._layers, batch.attend
         )
         buffers.output[:size].copy_(output)

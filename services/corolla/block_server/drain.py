@@ -1,4 +1,4 @@
-"""How a block server leaves: no new sessions, those that it holds go to others, and nothing is computed twice."""
+"""How a block server leaves: it refuses new sessions and hands its own over, so that nothing is computed again."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import peers_for
 from corolla.block_server.handover.sender import HandoverSender
-from corolla.block_server.held import HopSession, OpenRequest
+from corolla.block_server.hop_session import HopSession, SessionState
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
@@ -36,8 +36,8 @@ _FAREWELL_S: Final = 2.0
 class Drain:
     """Hands the sessions of one block server over.
 
-    Rounds are repeated while somebody needs this server: a peer may come, or have room again. A session that finds none
-    is served until its time is over; then its client replays it elsewhere.
+    Rounds are repeated while a client needs this server: a peer may join, or have room again. A session without a peer
+    is served until the time is over; then its client replays it elsewhere.
 
     Args:
         channels: to the servers that take over.
@@ -62,18 +62,18 @@ class Drain:
         self._sender = sender
         self._metrics = metrics
         self._channels = channels
-        # Sessions that others have, as they had been opened here, and who has them.
-        self._moved: dict[bytes, tuple[OpenRequest, common_pb2.Hop]] = {}
+        # For each session that was handed over: its version here, and the server that has it.
+        self._moved: dict[bytes, tuple[int, common_pb2.Hop]] = {}
 
-    async def run(self, timeout_s: float) -> None:
-        """Returns when nobody needs this server any more, at the latest after `timeout_s`."""
+    async def drain(self, timeout_s: float) -> None:
+        """Returns when no client needs this server any more, at the latest after `timeout_s`."""
         started_s = self._engine.clock()
         self._sessions.is_draining = True
         self._registration.state = router_pb2.SERVER_STATE_DRAINING
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 with contextlib.suppress(CorollaError):
-                    await self._registration.heartbeat()
+                    await self._registration.send_heartbeat()
                 await self._rounds()
         self._metrics.drain_seconds.set(self._engine.clock() - started_s)
         log.info("drained", extra={"sessions_left": self.num_left})
@@ -84,13 +84,13 @@ class Drain:
             await self._round()
             if await self._none(self._is_needed, next_round_s):
                 break
-        # Clients that were told let go of their sessions at their next step. Who takes longer knows where to go.
+        # A notified client moves at its next step; one that takes longer knows the new server, too.
         await self._none(self._is_connected, self._engine.clock() + _FAREWELL_S)
         # Turns may have ended meanwhile.
         await self._round()
 
     async def _none(self, is_so: Callable[[HopSession[SessionCache]], bool], until_s: float) -> bool:
-        """Waits until no session is so; whether that came about in time."""
+        """Waits until the predicate holds for no session. False when that took too long."""
         while any(map(is_so, self._sessions)):
             if self._engine.clock() >= until_s:
                 return False
@@ -99,10 +99,10 @@ class Drain:
 
     async def _round(self) -> None:
         """Tries to hand over each session that is still served here."""
-        # The client of a session that has just come must find it where it was told.
-        waiting = [held for held in self._sessions if not held.is_leaving and not held.is_unclaimed]
-        # Their turns ended before their clients heard where they are.
-        ended = [held for held in self._sessions if held.is_idle and self._has_moved(held)]
+        # The client of a session that has just arrived looks for it here; half a session is of no use.
+        waiting = [session for session in self._sessions if not session.is_leaving and not session.is_unclaimed]
+        # Their turns ended before their clients were notified.
+        ended = [session for session in self._sessions if session.is_idle and self._has_moved(session)]
         if not waiting and not ended:
             return
         try:
@@ -116,31 +116,33 @@ class Drain:
             async def link_to(address: str) -> HandoverLink:
                 if address not in links:
                     links[address] = HandoverLink(address, self._channels)
-                    await stack.enter_async_context(links[address].open(self._server.fingerprint))
+                    await stack.enter_async_context(links[address].connect(self._server.fingerprint))
                 return links[address]
 
-            async def hand_over(held: HopSession[SessionCache]) -> None:
+            async def hand_over(session: HopSession[SessionCache]) -> None:
                 async with room:
-                    outcome = await self._hand_over(held, servers, link_to)
+                    outcome = await self._hand_over(session, servers, link_to)
                 self._metrics.handed_over.labels(outcome).inc()
 
-            for held in ended:
-                await self._settle(held, link_to)
-            # Those that somebody waits for come first.
-            await asyncio.gather(*(hand_over(held) for held in sorted(waiting, key=lambda held: held.is_idle)))
+            for session in ended:
+                await self._settle(session, link_to)
+            # Sessions in mid-answer come first.
+            await asyncio.gather(
+                *(hand_over(session) for session in sorted(waiting, key=lambda session: session.is_idle))
+            )
 
     async def _hand_over(
-        self, held: HopSession[SessionCache], servers: Sequence[router_pb2.PlacedServer], link_to: LinkTo
+        self, session: HopSession[SessionCache], servers: Sequence[router_pb2.PlacedServer], link_to: LinkTo
     ) -> str:
-        request = held.request
-        num_tokens = held.cache.num_tokens if held.is_idle else request.max_tokens
+        request, version = session.request, session.version
+        num_tokens = session.cache.num_tokens if session.is_idle else request.max_tokens
         usable = peers_for(servers, self._server.fingerprint, request.blocks, num_tokens, {self._server.server_id})
         outcome = "refused" if usable else "no_peer"
         for each in usable:
             hop = common_pb2.Hop(server_id=each.server.server_id, address=each.server.address)
             hop.span.start, hop.span.end = request.blocks.start, request.blocks.end
             try:
-                num_bytes = await self._sender.send(held, await link_to(hop.address))
+                num_bytes = await self._sender.send(request.session_id, version, await link_to(hop.address))
             except HopSessionLost:
                 outcome = "failed"
                 break
@@ -153,63 +155,67 @@ class Drain:
                 outcome = "failed"
                 break
             self._metrics.handover_bytes.labels("out").inc(num_bytes)
-            self._moved[request.session_id] = (request, hop)
-            return await self._settle(held, link_to)
+            self._moved[request.session_id] = (version, hop)
+            return await self._settle(session, link_to)
         # A step may have been refused for the last part; its client waits for this word.
-        self._tell(held, pb.Moved(session_id=request.session_id, epoch=request.epoch))
+        self._tell(session, pb.Moved(session_id=request.session_id, epoch=request.epoch))
         return outcome
 
-    async def _settle(self, held: HopSession[SessionCache], link_to: LinkTo) -> str:
-        """Another server has the session now: whoever comes next must find it there."""
-        request = held.request
+    async def _settle(self, session: HopSession[SessionCache], link_to: LinkTo) -> str:
+        """Another server has the session now: notifies its client, or the router of an idle one."""
+        request, version = session.request, session.version
         _, hop = self._moved[request.session_id]
-        if not held.is_idle:
-            self._tell(held, pb.Moved(session_id=request.session_id, epoch=request.epoch, hop=hop))
+        if session.state is SessionState.LEAVING:
+            self._tell(session, pb.Moved(session_id=request.session_id, epoch=request.epoch, hop=hop))
             return "moved"
         # Its turn may have ended since the last part was sent.
-        num_tokens = held.cache.num_tokens
+        num_tokens = session.cache.num_tokens
         link = await link_to(hop.address)
-        link.tell(pb.Truncate(session_id=request.session_id, epoch=request.epoch, position=num_tokens, idle=True))
+        link.send(pb.Truncate(session_id=request.session_id, epoch=request.epoch, position=num_tokens, idle=True))
         try:
             await self._registration.move_session(request.session_id, request.tenant, hop)
         except SessionBusy:
             # A turn has begun, or is about to end: it opens the session here, and moves with it.
-            held.is_leaving = False
+            self._sessions.cancel_leaving(request.session_id, version)
             return "failed"
         except SessionNotFound:
-            # It was deleted just now, or ended: nobody will ever look for it there.
-            link.tell(pb.Close(session_id=request.session_id, epoch=request.epoch))
+            # It was deleted, or ended, just now.
+            link.send(pb.Close(session_id=request.session_id, epoch=request.epoch))
             return "failed"
         except CorollaError:
             return "failed"  # the next turn replays it
-        self._engine.between_iterations(lambda: self._sessions.close(request.session_id, request.epoch))
+        self._engine.between_iterations(lambda: self._sessions.end(request.session_id, request.epoch))
         return "moved"
 
-    def _tell(self, held: HopSession[SessionCache], moved: pb.Moved) -> None:
-        peer = self._peers.get(held.request.client_id)
+    def _tell(self, session: HopSession[SessionCache], moved: pb.Moved) -> None:
+        peer = self._peers.get(session.request.client_id)
         if peer is not None:
             peer.send(moved)
 
     @property
     def num_moved(self) -> int:
-        """Sessions that others have now."""
-        served = {held.request.session_id for held in self._sessions if not held.is_leaving}
+        """Sessions that other servers have now."""
+        served = {session.request.session_id for session in self._sessions if not session.is_leaving}
         return len(self._moved.keys() - served)
 
     @property
     def num_left(self) -> int:
-        """Sessions that are nowhere else."""
-        return sum(not held.is_leaving for held in self._sessions)
+        """Sessions that no other server has."""
+        return sum(not session.is_leaving for session in self._sessions)
 
-    def _has_moved(self, held: HopSession[SessionCache]) -> bool:
-        moved = self._moved.get(held.request.session_id)
-        return held.is_leaving and moved is not None and moved[0] is held.request
+    def _has_moved(self, session: HopSession[SessionCache]) -> bool:
+        moved = self._moved.get(session.request.session_id)
+        return session.is_leaving and moved is not None and moved[0] == session.version
 
-    def _is_needed(self, held: HopSession[SessionCache]) -> bool:
-        """Whether somebody is in the middle of an answer that needs this server."""
-        if held.is_unclaimed:
-            return self._engine.clock() - held.touched_s < _FAREWELL_S
-        return self._is_connected(held) and not held.is_leaving
+    def _is_needed(self, session: HopSession[SessionCache]) -> bool:
+        """Whether a client is in the middle of an answer that needs this server."""
+        if session.is_unclaimed:
+            return self._engine.clock() - session.last_used_s < _FAREWELL_S
+        return session.state is SessionState.RUNNING and self._has_stream(session)
 
-    def _is_connected(self, held: HopSession[SessionCache]) -> bool:
-        return not held.is_idle and not held.is_copy and self._peers.get(held.request.client_id) is not None
+    def _is_connected(self, session: HopSession[SessionCache]) -> bool:
+        """Whether its client is in mid-answer, and may not know yet that another server has the session."""
+        return session.state in (SessionState.RUNNING, SessionState.LEAVING) and self._has_stream(session)
+
+    def _has_stream(self, session: HopSession[SessionCache]) -> bool:
+        return self._peers.get(session.request.client_id) is not None

@@ -7,33 +7,57 @@ Copies of keys and values have that thread between iterations.
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
 
-import torch
-
-from corolla.block_server.copies import CopyQueue
-from corolla.block_server.failures import Failures
-from corolla.block_server.iteration import Admitted, StepWork, packed
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.delivery import Delivery
+from corolla.block_server.iteration import Admitted, BatchRunner, StepWork, compute
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.block_server.outputs import OutputStore
-from corolla.block_server.peers import PeerTable, step_fault
+from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
-from corolla.block_server.runner import BatchOutput, Runner
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.speed import DecodeSpeed
 from corolla.chassis import failpoints
-from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput
+from corolla.chassis.errors import CorollaError, OutOfPages
 from corolla.chassis.handlers import where
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
-from corolla.wire.tensors import tensor_type, to_payload
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_MAX_FAILURES_IN_A_ROW: Final = 3
+
+
+class Failures:
+    """Counts iterations of which nothing could be computed, and lets the server fail once it can compute no more.
+
+    Nothing is handed over, since keys and values lie on the device: sessions are recovered as after any other death.
+
+    Args:
+        fail: ends the process.
+    """
+
+    def __init__(self, fail: Callable[[], None]) -> None:
+        self._fail = fail
+        self._num_in_a_row = 0
+
+    def succeeded(self) -> None:
+        """An iteration gave an output, or `warm_up` computed its token after one that gave none."""
+        self._num_in_a_row = 0
+
+    def failed(self) -> None:
+        """All rows of an iteration failed, and so did `warm_up`: no row is to blame."""
+        self._num_in_a_row += 1
+        if self._num_in_a_row == _MAX_FAILURES_IN_A_ROW:
+            log.critical("nothing can be computed here; the server ends")
+            self._fail()
 
 
 class Engine:
@@ -41,32 +65,39 @@ class Engine:
 
     Args:
         clock: in seconds; of leases and of the durations of iterations.
+        fail: see `Failures`.
+
+    Attributes:
+        runner: computes, from the next iteration on; tests set one that fails.
     """
 
     def __init__(
         self,
-        runner: Runner,
+        runner: BatchRunner,
         scheduler: Scheduler[StepWork],
         sessions: SessionTable[SessionCache],
-        outputs: OutputStore,
+        outputs: BoundaryActivations,
         peers: PeerTable,
         relay: Relay,
         metrics: BlockServerMetrics,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        fail: Callable[[], None],
     ) -> None:
         self.clock = clock
-        self.failures = Failures()
-        self._runner = runner
+        self.failures = Failures(fail)
+        self.runner = runner
         self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs
-        self._peers = peers
         self._relay = relay
         self._metrics = metrics
-        self._commands: list[tuple[Callable[[], None], int | None]] = []
+        self._delivery = Delivery(outputs, peers, relay, metrics)
+        self._commands: deque[tuple[Callable[[], None], int | None]] = deque()
+        self._copies: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._is_waiting = True
         self._wake = asyncio.Event()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
-        self.copies = CopyQueue(self._compute_thread, self._wake)
         self.decode_step_seconds = 0.0
         self.decode_speed = DecodeSpeed()
 
@@ -80,14 +111,35 @@ class Engine:
 
         Args:
             command: what changes sessions.
-            max_released_pages: how many pages it may give back at most; None where nobody can say.
+            max_released_pages: how many pages it may release at most; None where that is unknown.
         """
         self._commands.append((command, max_released_pages))
         self._wake.set()
 
+    async def copy(self, work: Callable[[], Result]) -> Result:
+        """Runs `work` in the compute thread while no session is computed or changed, and raises what it raises.
+
+        For copies of keys and values: first come, first served; between two of them an iteration has its turn. Steps
+        wait meanwhile, so it should be short.
+        """
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._copies.append((work, future))
+        self._wake.set()
+        return await future
+
+    @property
+    def has_more_to_do(self) -> bool:
+        """Whether a step, a copy or a command waits. A command that runs does not wait any more."""
+        return bool(self._commands or self._copies or len(self._scheduler))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is computed, copied or changed, nor waits to be."""
+        return self._is_waiting and not self.has_more_to_do
+
     @property
     def max_released_pages(self) -> int | None:
-        """How many pages the commands that wait may give back; None where nobody can say. An iteration gives none."""
+        """How many pages the waiting commands may release; None where that is unknown. An iteration releases none."""
         total = 0
         for _, num_pages in self._commands:
             if num_pages is None:
@@ -96,9 +148,9 @@ class Engine:
         return total
 
     def resend(self, work: StepWork) -> None:
-        """Sends kept outputs to the first hop of the step's route, as they were once sent."""
+        """Sends boundary activations to the first hop of the step's route, as they were once sent."""
         step = work.step
-        blocks, following = Span(step.blocks.start, step.blocks.end), step.route[0]
+        blocks, following = Span.of(step.blocks), step.route[0]
         parts: list[bytes] = []
         try:
             for row in step.rows:
@@ -108,55 +160,54 @@ class Engine:
                 )  # fmt: skip
                 parts.append(self._outputs.read(row.session_id, row.position, row.position + row.num_tokens))
         except CorollaError as error:
-            self._fault(work, error, list(step.rows))
+            self._delivery.fault(work, error, list(step.rows))
             return
         self._metrics.resent_tokens.inc(sum(row.num_tokens for row in step.rows))
         onward = pb.Step()
         onward.CopyFrom(step)
         onward.blocks.CopyFrom(following.span)
         del onward.route[0]
-        self._relay.forward(following.address, onward, b"".join(parts))
+        self._relay.send(following.address, onward, b"".join(parts))
 
     async def run(self) -> None:
         """Iterates for ever."""
-        loop = asyncio.get_running_loop()
         while True:
+            self._is_waiting = True
             await self._wake.wait()
+            self._is_waiting = False
             self._wake.clear()
             while True:
-                await self.copies.make_next()
+                await self._make_copy()
                 self._run_commands()
                 steps = self._scheduler.next_batch()
-                if not steps and not self.copies:
+                if not steps and not self._copies:
                     break
                 admitted = [batch for step in steps if (batch := self._admit(step)).rows]
-                if not admitted:
-                    continue
-                blocks = steps[0].blocks
-                started_s = self.clock()
-                try:
-                    failpoints.passed("before_forward")
-                    output = await loop.run_in_executor(self._compute_thread, self._compute, admitted, blocks)
-                    failpoints.passed("after_forward")
-                    seconds = self.clock() - started_s
-                    # First what others wait for. It may still be brought here from a device, and that may fail.
-                    self._deliver(admitted, output)
-                except Exception as failure:
-                    log.error("iteration failed", extra={"where": where(failure)})
-                    for batch in admitted:
-                        failed = NonFiniteOutput("a block server could not compute a step")
-                        self._fault(batch.work, failed, [row for row, _, _ in batch.rows])
-                    self.failures.failed()
-                    continue
-                self.failures.succeeded()
-                self._observe(steps, admitted, seconds)
+                if admitted:
+                    await self._iterate(steps, admitted)
 
     def close(self) -> None:
         self._compute_thread.shutdown(wait=True, cancel_futures=True)
 
+    async def _make_copy(self) -> None:
+        """The copy that waits longest, if any does."""
+        if not self._copies:
+            return
+        work, future = self._copies.popleft()
+        if future.done():
+            return  # its caller was cancelled
+        try:
+            copied = await self._in_compute_thread(work)
+        except Exception as failure:
+            if not future.done():
+                future.set_exception(failure)
+            return
+        if not future.done():
+            future.set_result(copied)
+
     def _run_commands(self) -> None:
-        commands, self._commands = self._commands, []
-        for command, _ in commands:
+        while self._commands:
+            command, _ = self._commands.popleft()
             try:
                 command()
             except Exception as failure:
@@ -164,11 +215,18 @@ class Engine:
                 log.error("command failed", extra={"where": where(failure)})
 
     def _admit(self, queued: QueuedStep[StepWork]) -> Admitted:
-        """Checks each row against its session; rows that fail are answered, the others go on."""
+        """Checks each row against its session; rows that fail are answered and left out."""
         step = queued.item.step
         now_s = self.clock()
         admitted = Admitted(queued.item, [])
         is_scratch = bool(step.scratch_hops & 1)
+        session_ids = [row.scratch_session_id if is_scratch else row.session_id for row in step.rows]
+        is_new = [
+            self._sessions.note_step(session_id, row.epoch, step.client_id, step.step_id)
+            for session_id, row in zip(session_ids, step.rows, strict=True)
+        ]
+        if not all(is_new):
+            return admitted  # a copy: its first one is answered
         forks: dict[bytes, SessionCache | CorollaError] = {}
         # All sources are read before any row changes: rows may swap.
         for row in step.rows:
@@ -176,13 +234,13 @@ class Engine:
                 forks[row.session_id] = self._fork(row, step.client_id, queued.blocks)
         forked_outputs = {row.session_id: self._outputs.copy(row.source_session_id) for row in step.rows if forks}
         offset = 0
-        for row in step.rows:
+        for session_id, row in zip(session_ids, step.rows, strict=True):
             forked = forks.pop(row.session_id, None)
             try:
                 if isinstance(forked, CorollaError):
                     raise forked
                 session = self._sessions.for_step(
-                    row.scratch_session_id if is_scratch else row.session_id,
+                    session_id,
                     row.epoch,
                     step.client_id,
                     row.position,
@@ -197,7 +255,7 @@ class Engine:
             except CorollaError as error:
                 if isinstance(forked, SessionCache):
                     forked.clear()
-                self._fault(queued.item, error, [row])
+                self._delivery.fault(queued.item, error, [row])
             offset += row.num_tokens
         return admitted
 
@@ -207,71 +265,40 @@ class Engine:
         except CorollaError as error:
             return error
 
-    def _compute(self, admitted: list[Admitted], blocks: Span) -> BatchOutput:
-        """In the compute thread."""
-        work, hidden = packed(admitted)
-        return self._runner.run_each(work, hidden, blocks)
-
-    def _deliver(self, admitted: list[Admitted], output: BatchOutput) -> None:
-        start = row_number = 0
-        for batch in admitted:
-            parts: list[torch.Tensor] = []
-            rows: list[pb.StepRow] = []
-            kept: set[bytes] = set()
-            bad: list[pb.StepRow] = []
-            for row, session, _ in batch.rows:
-                end = start + row.num_tokens
-                if output.finite[row_number]:
-                    rows.append(row)
-                    parts.append(output.hidden[start:end])
-                    if session.request.keep_outputs:
-                        kept.add(row.session_id)
-                else:
-                    bad.append(row)
-                start = end
-                row_number += 1
-            if bad:
-                self._fault(batch.work, NonFiniteOutput("a block's output is not finite"), bad)
-            if rows:
-                failpoints.passed("before_send")
-                self._send_on(batch.work, rows, parts, kept)
-                failpoints.passed("after_send")
-
-    def _send_on(self, work: StepWork, rows: list[pb.StepRow], parts: list[torch.Tensor], kept: set[bytes]) -> None:
-        step = work.step
-        dtype, hidden_size = tensor_type(parts[0].dtype), parts[0].shape[1]
-        if step.route or kept:
-            payload = _joined(parts)
-            self._keep(rows, payload, kept)
-        if step.route:
-            following = step.route[0]
-            onward = pb.Step(
-                step_id=step.step_id, client_id=step.client_id, rows=rows, dtype=dtype, hidden_size=hidden_size,
-                blocks=following.span, route=step.route[1:], scratch_hops=step.scratch_hops >> 1,
-            )  # fmt: skip
-            self._relay.forward(following.address, onward, payload)
+    async def _iterate(self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted]) -> None:
+        started_s = self.clock()
+        failpoints.passed("before_forward")
+        computed = await self._in_compute_thread(lambda: compute(self.runner, admitted, steps[0].blocks))
+        failpoints.passed("after_forward")
+        seconds = self.clock() - started_s
+        # Outputs leave before anything is observed: other hops wait for them.
+        num_undelivered = self._delivery.deliver(admitted, computed)
+        num_rows = len(computed.outputs)
+        if computed.has_raised and num_rows > 1:
+            self._metrics.split_iterations.inc()
+        if num_undelivered == num_rows:
+            await self._try_out()
             return
-        peer = self._peers.get(step.client_id)
-        if peer is None:
-            work.sender.send(step_fault(step, InternalError("the last hop has no stream from the client"), rows))
-            return
-        result = pb.Result(step_id=step.step_id, rows=rows, dtype=dtype, hidden_size=hidden_size)
-        wanted = [part[len(part) - row.num_result_tokens :] for part, row in zip(parts, rows, strict=True)]
-        peer.send(result, _joined(wanted))
+        self.failures.succeeded()
+        if not computed.has_raised:
+            self._observe(steps, admitted, seconds)
 
-    def _keep(self, rows: list[pb.StepRow], payload: Buffer, kept: set[bytes]) -> None:
-        """Keeps the outputs of the sessions in `kept`; a session that runs in its scratch session is not among them."""
-        row_bytes = len(payload) // sum(row.num_tokens for row in rows)
-        start = 0
-        for row in rows:
-            end = start + row.num_tokens * row_bytes
-            if row.session_id in kept:
-                self._outputs.append(row.session_id, row.position, row.num_tokens, bytes(payload[start:end]))
-            start = end
+    async def _try_out(self) -> None:
+        """After an iteration without any output: warms up once more, to see whether the rows are to blame."""
+        try:
+            # Idle sessions may hold all pages for days, and nobody would notice that the device is gone.
+            self._sessions.make_room(1)
+            await self._in_compute_thread(self.runner.warm_up)
+        except OutOfPages:
+            pass  # the sessions that hold all pages will show whether the server can compute
+        except Exception as failure:
+            log.error("warming up failed, too", extra={"where": where(failure)})
+            self.failures.failed()
+        else:
+            self.failures.succeeded()
 
-    def _fault(self, work: StepWork, error: CorollaError, rows: list[pb.StepRow]) -> None:
-        self._metrics.faults.labels(error.reason).inc(len(rows))
-        (self._peers.get(work.step.client_id) or work.sender).send(step_fault(work.step, error, rows))
+    def _in_compute_thread(self, work: Callable[[], Result]) -> "asyncio.Future[Result]":
+        return asyncio.get_running_loop().run_in_executor(self._compute_thread, work)
 
     def _observe(self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted], seconds: float) -> None:
         is_decode = all(step.is_decode for step in steps)
@@ -289,7 +316,3 @@ class Engine:
                 tokens["decode" if row.num_tokens == 1 else "prefill"] += row.num_tokens
         for kind, num_tokens in tokens.items():
             self._metrics.tokens.labels(kind).inc(num_tokens)
-
-
-def _joined(parts: list[torch.Tensor]) -> memoryview:
-    return to_payload(parts[0] if len(parts) == 1 else torch.cat(parts))

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from corolla.block_server.held import OpenRequest
-from corolla.block_server.kv.prefixes import HASH_BYTES, ExpectedText, salt_of
+from corolla.block_server.hop_session import OpenRequest
+from corolla.block_server.kv.prefixes import ExpectedText, salt_of
 from corolla.block_server.peers import Peer
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import HopSessionLost, MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer
+from corolla.wire.page_hashes import HASH_BYTES
 from corolla.wire.span import Span
 
 ID_BYTES = 16
@@ -50,7 +51,7 @@ class FrameChecks:
         text = self._text(control, request.blocks)
         return replace(request, resume=control.resume, text=text, stream=peer.number)
 
-    def handover(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
+    def handover_request(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
         """As what a session is offered that another block server holds."""
         ids = (control.session_id, control.client_id, control.transfer_id)
         if peer.client_id or any(len(each) != ID_BYTES for each in ids):
@@ -72,7 +73,7 @@ class FrameChecks:
             blocks=blocks,
             lease_s=min(control.lease_ms / 1000, MAX_LEASE_S),
             transient=control.transient,
-            keep_outputs=control.keep_outputs,
+            keep_activations=control.keep_activations,
             prompts=self._prompts(control, payload, len(blocks)),
         )
 
@@ -109,7 +110,7 @@ class FrameChecks:
             raise MalformedMessage("blocks", "not within the span of this server")
         return blocks
 
-    def addressed(self, step: pb.Step, peer: Peer) -> Span:
+    def step_blocks(self, step: pb.Step, peer: Peer) -> Span:
         """The blocks of a step that is for this server, from the one that it names.
 
         Raises:
@@ -124,15 +125,15 @@ class FrameChecks:
             raise MalformedMessage("client_id", "not the one of this stream")
         return blocks
 
-    def places(self, step: pb.Step) -> frozenset[bytes]:
+    def session_ids(self, step: pb.Step) -> frozenset[bytes]:
         """The sessions in which the rows of a step run here: their own ones or, where the step says so, others."""
         is_scratch = bool(step.scratch_hops & 1)
         if is_scratch and any(row.source_session_id for row in step.rows):
             raise MalformedMessage("rows", "what runs in a scratch session has no source")
-        places = frozenset(row.scratch_session_id if is_scratch else row.session_id for row in step.rows)
-        if len(places) != len(step.rows):
+        session_ids = frozenset(row.scratch_session_id if is_scratch else row.session_id for row in step.rows)
+        if len(session_ids) != len(step.rows):
             raise MalformedMessage("rows", "no two rows of a step run in one session")
-        return places
+        return session_ids
 
     def num_tokens(self, step: pb.Step) -> int:
         """How many tokens the rows of a step have together."""
@@ -147,5 +148,5 @@ class FrameChecks:
 
 
 def is_decode(row: pb.StepRow) -> bool:
-    """A next token, or one with guesses to check: somebody waits for it. A chunk of a prompt may wait."""
+    """Whether a row is a next token, with or without draft tokens to check, rather than a chunk of a prompt."""
     return row.num_tokens == 1 or row.num_tokens == row.num_result_tokens <= MAX_VERIFIED_TOKENS

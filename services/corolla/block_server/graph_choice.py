@@ -22,7 +22,7 @@ def choose_graphs(runner: Runner, record: Record) -> None:
     """Lets a runner replay recorded decode steps from now on, if they give what its own steps give.
 
     Args:
-        runner: warmed up, with a scratch page, and nobody's sessions in it yet.
+        runner: warmed up, with a scratch page and no sessions yet.
         record: see `Record`.
     """
     failure = _failure(runner, record)
@@ -34,8 +34,8 @@ def choose_graphs(runner: Runner, record: Record) -> None:
 @torch.inference_mode()
 def _failure(runner: Runner, record: Record) -> str | None:
     """Why decode steps cannot be replayed, or None: then the runner does so."""
-    lean = runner.model.lean
-    if lean is None:
+    fused = runner.model.fused
+    if fused is None:
         return "the blocks run with the family's own code"
     if not isinstance(runner.backend, PagedFlash):
         return f"attention is {runner.backend.name}, which does not read pages through tables"
@@ -45,7 +45,7 @@ def _failure(runner: Runner, record: Record) -> str | None:
     try:
         like = torch.empty(0, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.model.device)
         buffers = DecodeBuffers(runner.store, sizes[-1], _max_tokens(runner), like)
-        graphs = DecodeGraphs(lean, len(runner.span), buffers, runner.backend, record, sizes)
+        graphs = DecodeGraphs(fused, len(runner.span), buffers, runner.backend, record, sizes)
         for smaller, size in zip((0, *sizes), sizes, strict=False):
             for num_rows in sorted({smaller + 1, size}):
                 error = _largest_error(runner, graphs, num_rows)
@@ -91,10 +91,10 @@ def _largest_error(runner: Runner, graphs: DecodeGraphs, num_rows: int) -> float
     caches = [runner.new_cache() for _ in lengths]
     try:
         for cache, length in zip(caches, lengths, strict=True):
-            cache.open(length + _CHECKED_STEPS)
-        held = [RowWork(cache, 0, length) for cache, length in zip(caches, lengths, strict=True) if length]
-        if held:
-            runner.run(held, draw(sum(lengths)), runner.span)
+            cache.allocate(length + _CHECKED_STEPS)
+        written = [RowWork(cache, 0, length) for cache, length in zip(caches, lengths, strict=True) if length]
+        if written:
+            runner.forward(written, draw(sum(lengths)), runner.span)
         inputs = [draw(num_rows) for _ in range(_CHECKED_STEPS)]
         # The replays come first: keys and values that they do not write must not be there already.
         runner.decode_graphs = graphs
@@ -116,5 +116,5 @@ def _steps(runner: Runner, caches: list[SessionCache], lengths: list[int], input
     outputs: list[Tensor] = []
     for step, hidden in enumerate(inputs):
         rows = [RowWork(cache, length + step, 1) for cache, length in zip(caches, lengths, strict=True)]
-        outputs.append(runner.run(rows, hidden, runner.span).float())
+        outputs.append(runner.forward(rows, hidden, runner.span).float())
     return torch.stack(outputs)

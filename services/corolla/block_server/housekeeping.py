@@ -1,35 +1,98 @@
-"""What a block server does on a timer: leases end, gauges are refreshed."""
+"""What a block server does on a timer: leases end, gauges are refreshed, and the books are compared."""
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from typing import Final
 
+from corolla.block_server.books import Breach, compare
+from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.block_server.outputs import OutputStore
+from corolla.block_server.peers import PeerTable
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.sessions import SessionTable
 
+log = logging.getLogger(__name__)
+
 _INTERVAL_S: Final = 1.0
+# The event loop and all steps wait for a slice of the comparison.
+_SLICE_S: Final = 0.002
 
 
-async def keep_house(
-    engine: Engine,
-    scheduler: Scheduler[StepWork],
-    sessions: SessionTable[SessionCache],
-    outputs: OutputStore,
-    metrics: BlockServerMetrics,
-    *,
-    page_bytes: Callable[[], int],
-) -> None:
-    """Runs for ever."""
+class Housekeeping:
+    """The timer of one block server.
 
-    def expire() -> None:
-        metrics.expired.inc(sessions.expire(engine.clock()))
+    Args:
+        page_bytes: of one page of the KV cache.
 
-    while True:
-        engine.between_iterations(expire, max_released_pages=0)  # nobody is told to wait for a lease to run out
-        metrics.observe_sessions(sessions, outputs, page_bytes(), len(scheduler))
-        await asyncio.sleep(_INTERVAL_S)
+    Attributes:
+        breaches: in the books, when they were last compared.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler[StepWork],
+        sessions: SessionTable[SessionCache],
+        outputs: BoundaryActivations,
+        peers: PeerTable,
+        metrics: BlockServerMetrics,
+        *,
+        page_bytes: Callable[[], int],
+    ) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._outputs = outputs
+        self._peers = peers
+        self._metrics = metrics
+        self._page_bytes = page_bytes
+        self.breaches: list[Breach] = []
+
+    async def run(self) -> None:
+        """Once a second, for ever."""
+        while True:
+            # To wait for a lease to run out is no way to get pages.
+            self._engine.between_iterations(self._tidy, max_released_pages=0)
+            self._metrics.observe_sessions(self._sessions, self._outputs, self._page_bytes(), len(self._scheduler))
+            await asyncio.sleep(_INTERVAL_S)
+
+    def compare_books(self) -> None:
+        """Ends leases and compares all books at once. Only while nothing is computed, copied or about to change."""
+        self._note([*chain.from_iterable(self._begin())])
+
+    def _tidy(self) -> None:
+        self._compare_slice(self._begin(), [])
+
+    def _begin(self) -> Iterator[list[Breach]]:
+        """Ends leases. Returns a comparison of the books that has not begun."""
+        now_s = self._engine.clock()
+        self._metrics.expired.inc(self._sessions.expire(now_s))
+        return compare(self._sessions, self._outputs, self._peers.numbers, now_s)
+
+    def _compare_slice(self, parts: Iterator[list[Breach]], found: list[Breach]) -> None:
+        """Compares books for one slice, and schedules the next one; under load it drops the comparison."""
+        if self._engine.has_more_to_do:
+            return
+        end_s = self._engine.clock() + _SLICE_S
+        for part in parts:
+            found += part
+            if self._engine.clock() >= end_s:
+                next_slice = partial(self._compare_slice, parts, found)
+                asyncio.get_running_loop().call_soon(
+                    partial(self._engine.between_iterations, next_slice, max_released_pages=0)
+                )
+                return
+        self._note(found)
+
+    def _note(self, found: list[Breach]) -> None:
+        for breach in found:
+            self._metrics.book_breaches.labels(breach.book).inc()
+            if breach not in self.breaches:
+                log.error("books do not agree", extra={"book": breach.book, "what": breach.text})
+        self.breaches = found

@@ -4,8 +4,10 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from corolla.block_server.outputs import OutputStore
+from corolla.block_server.books import BOOKS
+from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.sessions import SessionTable
+from corolla.chassis.errors import NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS
 
 DIRECTIONS: Final = ("in", "out")
@@ -16,6 +18,7 @@ class BlockServerMetrics:
     """Pages, sessions, steps. No label names a session or a request."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._exported: dict[Counter, int] = {}
         self.sessions = Gauge("corolla_hop_sessions", "Sessions held by this server.", registry=registry)
         self.pages = Gauge(
             "corolla_kv_pages",
@@ -30,9 +33,8 @@ class BlockServerMetrics:
             registry=registry,
         )
         self.cache_bytes = Gauge("corolla_kv_cache_bytes", "Bytes of the KV pages in use.", registry=registry)
-        self._num_asked_told = self._num_found_told = 0
         self.prefix_queries = Counter(
-            "corolla_prefix_cache_queries", "Tokens that opened sessions looked for in the prefix cache.",
+            "corolla_prefix_cache_queries", "Tokens that opened sessions looked for in this server's prefix cache.",
             registry=registry,
         )  # fmt: skip
         self.prefix_hits = Counter(
@@ -56,18 +58,35 @@ class BlockServerMetrics:
             "corolla_hop_tokens", "Tokens computed, by kind (decode, prefill).", ["kind"], registry=registry
         )
         self.faults = Counter("corolla_hop_faults", "Rows refused or failed, by reason.", ["reason"], registry=registry)
+        # Alerts see only what was there before it grew.
+        for error in (NonFiniteOutput, StepFailed, OutOfMemory):
+            self.faults.labels(error.reason)
+        self.split_iterations = Counter(
+            "corolla_hop_split_iterations",
+            "Iterations that failed and were computed again row by row, so that only bad rows fail.",
+            registry=registry,
+        )
+        self.book_breaches = Counter(
+            "corolla_hop_book_breaches",
+            "Times that accounts of this server did not agree while it was idle, by book: each is a fault of ours.",
+            ["book"],
+            registry=registry,
+        )
+        for book in BOOKS:
+            self.book_breaches.labels(book)
         self.expired = Counter(
             "corolla_hop_sessions_expired", "Sessions freed because their lease ran out.", registry=registry
         )
-        self.kept_output_bytes = Gauge(
-            "corolla_kept_output_bytes", "Bytes of outputs kept to rebuild a lost next hop.", registry=registry
+        self.boundary_activation_bytes = Gauge(
+            "corolla_boundary_activation_bytes", "Bytes of outputs kept to rebuild a lost next hop.", registry=registry
         )
         self.resent_tokens = Counter(
-            "corolla_hop_resent_tokens", "Tokens whose kept outputs were sent again.", registry=registry
+            "corolla_hop_resent_tokens", "Tokens whose boundary activations were sent again.", registry=registry
         )
-        self._num_outputs_evicted_told = 0
         self.outputs_evicted = Counter(
-            "corolla_kept_outputs_evicted", "Sessions whose kept outputs gave way to others'.", registry=registry
+            "corolla_boundary_activations_evicted",
+            "Sessions whose boundary activations gave way to others'.",
+            registry=registry,
         )
         self.handover_bytes = Counter(
             "corolla_handover_bytes",
@@ -88,11 +107,10 @@ class BlockServerMetrics:
         self.drain_seconds = Gauge(
             "corolla_drain_seconds", "How long the drain of this server took, in seconds.", registry=registry
         )
-        self._num_evicted_told = 0
         self.evicted = Counter("corolla_hop_sessions_evicted", "Idle sessions freed for others.", registry=registry)
 
     def observe_sessions(
-        self, sessions: SessionTable[Any], outputs: OutputStore, page_bytes: int, num_steps_waiting: int
+        self, sessions: SessionTable[Any], outputs: BoundaryActivations, page_bytes: int, num_steps_waiting: int
     ) -> None:
         """Refreshes the gauges."""
         pool = sessions.pool
@@ -107,12 +125,14 @@ class BlockServerMetrics:
             self.pages.labels(state).set(num_pages)
         self.usage.set(1 - pool.num_available / pool.num_pages)
         self.cache_bytes.set(pool.num_used * page_bytes)
-        self.prefix_queries.inc(pool.num_prefix_tokens_asked - self._num_asked_told)
-        self.prefix_hits.inc(pool.num_prefix_tokens_found - self._num_found_told)
-        self._num_asked_told, self._num_found_told = pool.num_prefix_tokens_asked, pool.num_prefix_tokens_found
+        self._export(self.prefix_queries, pool.num_prefix_tokens_asked)
+        self._export(self.prefix_hits, pool.num_prefix_tokens_found)
         self.waiting.set(num_steps_waiting)
-        self.evicted.inc(sessions.num_evicted - self._num_evicted_told)
-        self._num_evicted_told = sessions.num_evicted
-        self.kept_output_bytes.set(outputs.nbytes)
-        self.outputs_evicted.inc(outputs.num_evicted - self._num_outputs_evicted_told)
-        self._num_outputs_evicted_told = outputs.num_evicted
+        self._export(self.evicted, sessions.num_evicted)
+        self.boundary_activation_bytes.set(outputs.nbytes)
+        self._export(self.outputs_evicted, outputs.num_evicted)
+
+    def _export(self, counter: Counter, total: int) -> None:
+        """Raises a counter to a total that is counted elsewhere."""
+        counter.inc(total - self._exported.get(counter, 0))
+        self._exported[counter] = total

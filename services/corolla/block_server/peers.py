@@ -21,8 +21,8 @@ class Peer:
         self.client_id = client_id
         self.number = next(_numbers)
         self.outbox = Outbox()
-        self.has_piled_up = asyncio.Event()
-        """Set when it did not read for so long that its stream must end."""
+        self.overflowed = asyncio.Event()
+        """Set when it reads so slowly that its stream must end."""
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         """Queues a frame. A peer that does not read loses its stream rather than filling our memory."""
@@ -30,7 +30,7 @@ class Peer:
             self.outbox.put(control, payload)
         except OutboxFull:
             self.outbox.close()
-            self.has_piled_up.set()
+            self.overflowed.set()
 
 
 class PeerTable:
@@ -52,6 +52,10 @@ class PeerTable:
             streams.remove(peer)
             if not streams:
                 del self._streams[peer.client_id]
+
+    def numbers(self, client_id: bytes) -> frozenset[int]:
+        """Of all streams of the client."""
+        return frozenset(peer.number for peer in self._streams.get(client_id, []))
 
     def get(self, client_id: bytes) -> Peer | None:
         streams = self._streams.get(client_id)

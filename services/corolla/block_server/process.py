@@ -3,41 +3,48 @@
 import asyncio
 import gc
 import logging
+from functools import partial
 from typing import Final
 
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import where
-from corolla.chassis.lifecycle import TaskGroup
+from corolla.chassis.lifecycle import fail
+from corolla.chassis.tasks import TaskGroup
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
 
-_RETRY_INTERVAL_S: Final = 2.0
+RETRY_INTERVAL_S: Final = 2.0
 
 
 class BlockServerProcess:
-    """Starts a block server. Told to move, it leaves as one incarnation and comes back at its address as the next.
+    """Runs one incarnation of a block server after another, at one address.
 
-    So a move is what everybody knows already: a server that drains, and one that joins.
+    To move is to drain as one incarnation and to join as the next; other servers and clients see nothing else.
     """
 
     def __init__(self, settings: BlockServerSettings) -> None:
         self._settings = settings
         self._server: BlockServer | None = BlockServer(settings)
         self._leaving: asyncio.Task[None] | None = None
-        self._tasks = TaskGroup()
+        self._tasks = TaskGroup(lambda: fail(self._not_serving))
+
+    @property
+    def incarnation(self) -> BlockServer | None:
+        """The block server that is there now; None while one has left and the next has not come."""
+        return self._server
 
     async def start(self) -> None:
         if self._server is not None:
             await self._server.start()
             if self._settings.span is None:
-                self._tasks.start(self._follow_orders(self._server), "moves")
+                self._tasks.start_essential(partial(self._follow_orders, self._server), "moves")
 
     async def stop(self) -> None:
         await self._tasks.close()
-        await self._leave()
+        await self._stop_server()
 
     async def _follow_orders(self, server: BlockServer) -> None:
         ports = {"port": server.port, "metrics_port": server.metrics_port}
@@ -45,31 +52,39 @@ class BlockServerProcess:
         while True:
             span = await server.ordered_span()
             try:
-                # Minutes of fetching are spent serving; an order that was withdrawn meanwhile is not obeyed.
+                # The server serves while it fetches, for minutes maybe; the router may withdraw its order meanwhile.
                 is_wanted = await server.fetch(span)
             except StartupError as failure:
                 log.error("cannot move", extra={"blocks": str(span), "reason": failure.message})
                 is_wanted = False
+            except Exception as failure:
+                # Such as a full disk: the span that is served does not need it.
+                log.error("cannot move", extra={"blocks": str(span), "where": where(failure)})
+                is_wanted = False
             if not is_wanted:
-                await asyncio.sleep(_RETRY_INTERVAL_S)
+                await asyncio.sleep(RETRY_INTERVAL_S)
                 continue
             log.info("moving", extra={"blocks": str(span)})
-            # The weights of both need not fit at the same time.
+            # Frees the weights first: those of both incarnations may not fit at once.
             del server
-            await self._leave()
+            await self._stop_server()
             gc.collect()
-            server = await self._come_back(settings, span)
+            server = await self._start_again(settings, span)
 
-    async def _leave(self) -> None:
-        """Ends the present incarnation; whoever stops the process in the middle of that waits for the same end."""
+    async def _not_serving(self) -> None:
+        if self._server is not None:
+            await self._server.not_serving()
+
+    async def _stop_server(self) -> None:
+        """Ends the present incarnation; a second call waits for the same end."""
         if self._server is not None:
             self._leaving = asyncio.create_task(self._server.stop())
             self._server = None
         if self._leaving is not None:
             await asyncio.shield(self._leaving)
 
-    async def _come_back(self, settings: BlockServerSettings, span: Span | None) -> BlockServer:
-        """A new incarnation that serves, however long that takes."""
+    async def _start_again(self, settings: BlockServerSettings, span: Span | None) -> BlockServer:
+        """Starts a new incarnation, and tries again until it serves."""
         while True:
             try:
                 server = self._server = BlockServer(settings, span)
@@ -77,6 +92,6 @@ class BlockServerProcess:
                 return server
             except Exception as failure:
                 log.error("could not come back; trying again", extra={"where": where(failure)})
-            await self._leave()
-            span = None  # by now the router may want something else
-            await asyncio.sleep(_RETRY_INTERVAL_S)
+            await self._stop_server()
+            span = None  # the router may want another span by now
+            await asyncio.sleep(RETRY_INTERVAL_S)

@@ -51,7 +51,7 @@ class BlockPrompts:
         return cls(rows.view(num_blocks, description.num_tokens, width))
 
     def copy(self) -> "BlockPrompts":
-        """The same in memory of its own, so that the message that brought it can go."""
+        """A copy that does not keep the received message alive."""
         return BlockPrompts(self.values.clone())
 
     def part(self, block: int, position: int, num_tokens: int) -> Tensor:

@@ -27,9 +27,10 @@ class Registration:
 
     Args:
         router: host:port.
-        server: what the router is told; the same at each registration of this incarnation.
+        server: what the router learns; the same at each registration of this incarnation.
         load: called for each heartbeat.
         channels: to the router.
+        interval_s: between heartbeats, until a router says another.
     """
 
     def __init__(
@@ -38,13 +39,14 @@ class Registration:
         server: router_pb2.ServerDescription,
         load: Callable[[], router_pb2.ServerLoad],
         channels: Channels = open_channel,
+        interval_s: float = 1.0,
     ) -> None:
         self._router = router
         self._channel = channels(router)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._server = server
         self._load = load
-        self._interval_s = 1.0
+        self._interval_s = interval_s
         self._span: Span | None = None
         self._soon = asyncio.Event()
         self._num_heartbeats = 0
@@ -53,7 +55,7 @@ class Registration:
         self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
 
     async def register(self, span: Span | None) -> Span:
-        """Waits for a router, however long that takes, and returns the span that it gave.
+        """Waits for a router without a time limit, and returns the span that it assigned.
 
         Raises:
             StartupError: the router refuses this server.
@@ -61,7 +63,7 @@ class Registration:
         request = router_pb2.RegisterServerRequest(server=self._server)
         if span is not None:
             request.span.CopyFrom(common_pb2.BlockSpan(start=span.start, end=span.end))
-        told = False
+        has_logged = False
         while True:
             try:
                 answer = await self._stub.RegisterServer(request, timeout=_CALL_TIMEOUT_S)
@@ -69,23 +71,23 @@ class Registration:
                 error = from_rpc_error(failure)
                 if isinstance(error, StartupError) or error.code is grpc.StatusCode.INVALID_ARGUMENT:
                     raise SpanRefused(error.message) from None
-                if not told:
+                if not has_logged:
                     log.warning("waiting for the router", extra={"router": self._router, "reason": error.reason})
-                    told = True
+                    has_logged = True
                 await asyncio.sleep(_RETRY_INTERVAL_S)
                 continue
             self._interval_s = answer.heartbeat_interval_ms / 1000
-            self._span = Span(answer.span.start, answer.span.end)
+            self._span = Span.of(answer.span)
             return self._span
 
-    async def keep(self) -> None:
-        """Heartbeats for ever. Nothing that the router says or fails to say stops the data plane."""
+    async def run(self) -> None:
+        """Sends heartbeats for ever. No answer or failure of the router stops the data plane."""
         reachable = True
         while True:
-            # Before: who hurries while a heartbeat is under way has something to say that this one does not.
+            # Cleared before the heartbeat: a request that comes during it is for a state that it does not carry.
             self._soon.clear()
             try:
-                await self.heartbeat()
+                await self.send_heartbeat()
                 if not reachable:
                     log.info("router is back", extra={"router": self._router})
                 reachable = True
@@ -94,30 +96,30 @@ class Registration:
                     log.warning("heartbeat failed; streams go on", extra={"reason": error.reason})
                 reachable = False
             with contextlib.suppress(TimeoutError):
-                # Who was not heard tries again soon: routes return as soon as the router does.
+                # After a failure the server retries soon, so that its routes return as soon as the router does.
                 interval_s = self._interval_s if reachable else min(self._interval_s, _RETRY_INTERVAL_S)
                 async with asyncio.timeout(interval_s):
                     await self._soon.wait()
 
     async def ordered_span(self) -> Span:
-        """Waits until the router wants this server to hold another span, and returns that."""
+        """Waits until the router orders this server to another span, and returns that."""
         while self._ordered is None:
             await self._order_came.wait()
         return self._ordered
 
-    async def is_ordered(self, span: Span) -> bool:
-        """Asks whether the router still wants that: it takes an order back when servers come or go."""
+    async def still_ordered(self, span: Span) -> bool:
+        """Asks whether the order still stands: the router withdraws orders when servers join or leave."""
         try:
-            await self.heartbeat()
+            await self.send_heartbeat()
         except CorollaError:
             return False
         return self._ordered == span
 
-    def hurry(self) -> None:
+    def request_heartbeat(self) -> None:
         """The next heartbeat goes out now: the state has changed."""
         self._soon.set()
 
-    async def heartbeat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """One heartbeat with the current state and load."""
         request = router_pb2.HeartbeatRequest(
             model=self._server.model,
@@ -137,7 +139,7 @@ class Registration:
         except grpc.RpcError as failure:
             raise from_rpc_error(failure) from None
         if answer.HasField("move_to"):
-            self._ordered = Span(answer.move_to.start, answer.move_to.end)
+            self._ordered = Span.of(answer.move_to)
             self._order_came.set()
         else:
             self._ordered = None
@@ -162,8 +164,8 @@ class Registration:
         except grpc.RpcError as failure:
             raise from_rpc_error(failure) from None
 
-    async def leave(self, num_moved_sessions: int = 0, num_left_sessions: int = 0) -> None:
-        """Gives the lease back; if no router answers, the lease runs out by itself."""
+    async def deregister(self, num_moved_sessions: int = 0, num_left_sessions: int = 0) -> None:
+        """Gives the lease back; if no router answers, the lease runs out."""
         request = router_pb2.DeregisterServerRequest(
             model=self._server.model, server_id=self._server.server_id,
             num_moved_sessions=num_moved_sessions, num_left_sessions=num_left_sessions,

@@ -1,7 +1,7 @@
 """Streams to the next hops: outputs go straight to the server that continues with them.
 
-Nothing comes back from a next hop that took a step over, so nobody here knows which steps it still had when its stream
-breaks. Clients are then told of all recent ones; of those that were answered they know themselves.
+A next hop does not acknowledge steps, so this hop cannot tell which ones were lost when the stream breaks. It then
+notifies the clients of all recent ones, and they ignore those that were answered.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ import grpc
 from corolla.block_server.peers import PeerTable, step_fault
 from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import HopUnavailable
-from corolla.chassis.lifecycle import TaskGroup
 from corolla.chassis.status import cause_of
+from corolla.chassis.tasks import TaskGroup, until_first_ends
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import EXCHANGE, Buffer, decode
 from corolla.wire.outbox import Outbox, OutboxFull
@@ -59,7 +59,7 @@ class Relay:
         self._tasks = TaskGroup()
         self._links: dict[str, _Link] = {}
 
-    def forward(self, address: str, step: pb.Step, payload: Buffer) -> None:
+    def send(self, address: str, step: pb.Step, payload: Buffer) -> None:
         """Queues a step for the next hop; if that cannot be reached, the originating client gets a fault."""
         link = self._links.get(address)
         if link is None:
@@ -80,16 +80,11 @@ class Relay:
         channel = self._channels(address)
         try:
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
-            reader = asyncio.create_task(self._read(call))
-            writer = asyncio.create_task(self._write(call, link.outbox))
             try:
-                (ended, *_), _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                # Also when this server stops: neither may outlive the channel that it uses.
-                for task in (reader, writer):
-                    task.cancel()
-                await asyncio.gather(reader, writer, return_exceptions=True)
-            cause = "cancelled" if ended.cancelled() else cause_of(ended.exception())
+                await until_first_ends(relay_reader=self._read(call), relay_writer=self._write(call, link.outbox))
+                cause = cause_of(None)
+            except (grpc.RpcError, asyncio.InvalidStateError) as failure:
+                cause = cause_of(failure)
             log.warning("stream to the next hop ended", extra={"address": address, "cause": cause})
         finally:
             if self._links.get(address) is link:
@@ -106,7 +101,7 @@ class Relay:
             await call.write(message)
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
-        """The next hop answers clients itself; here come only faults for clients that it has no stream from."""
+        """Passes on faults for clients without a stream to the next hop. It answers all others itself."""
         async for message in call:
             for frame in decode(message):
                 if isinstance(frame.control, pb.Fault):

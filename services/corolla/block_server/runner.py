@@ -63,11 +63,11 @@ class Runner:
 
     Args:
         model: the span; the runner decides on its attention function from now on.
-        num_pages: of the KV cache; on a CPU those that nobody uses take no memory.
+        num_pages: of the KV cache; on a CPU unused ones take no memory.
         page_tokens: tokens of a page.
         max_step_tokens: new tokens of one row, at most.
         attention: see `choose_backend`.
-        is_lean: whether to look for a faster way than the family's own code; the numbers stay the same up to rounding.
+        is_fused: whether to look for a faster way than the family's own code; the numbers stay the same up to rounding.
         tuning_budget_s: how long multiplication may be measured.
         has_scratch_page: see `KVStore`; recorded decode steps need it.
 
@@ -83,15 +83,15 @@ class Runner:
         page_tokens: int = 32,
         max_step_tokens: int = 512,
         attention: str = "auto",
-        is_lean: bool = True,
+        is_fused: bool = True,
         tuning_budget_s: float = 2.0,
         has_scratch_page: bool = False,
     ) -> None:
         self.model = model
         self.decode_graphs: DecodeGraphs | None = None
         self.backend: AttentionBackend = choose_backend(attention, model.device, model.dtype, page_tokens)
-        if is_lean:
-            model.make_lean(tuning_budget_s)
+        if is_fused:
+            model.make_fused(tuning_budget_s)
         self.store = KVStore(
             num_pages, page_tokens, page_windows(model), max_step_tokens=max_step_tokens,
             has_scratch_page=has_scratch_page,
@@ -107,25 +107,33 @@ class Runner:
         return self.store.new_cache()
 
     def warm_up(self) -> None:
-        """Computes one token, so that all memory for keys and values is taken now and not found missing later."""
+        """Computes one token of no session.
+
+        At the start this takes all memory for keys and values; after a failure it shows whether the device still works.
+
+        Raises:
+            OutOfPages: sessions have been promised all pages.
+        """
         cache = self.new_cache()
         cache.reserve(1)
-        self.run_each([RowWork(cache, 0, 1)], torch.zeros(1, self.model.hidden_size), self.span)
-        cache.clear()
+        try:
+            self.forward_each([RowWork(cache, 0, 1)], torch.zeros(1, self.model.hidden_size), self.span)
+        finally:
+            cache.clear()
 
-    def run(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        """As `run_each`, for callers to whom one bad row spoils the batch.
+    def forward(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        """As `forward_each`, for callers to whom one bad row spoils the batch.
 
         Raises:
             NonFiniteOutput: NaN or Inf in any row. The other rows' tokens are in their caches.
         """
-        output = self.run_each(rows, hidden, blocks)
+        output = self.forward_each(rows, hidden, blocks)
         if not all(output.finite):
             raise NonFiniteOutput(f"Blocks {blocks} produced a number that is not finite.")
         return output.hidden
 
     @torch.inference_mode()
-    def run_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
         """Runs `blocks` over the new tokens of all rows and stores their keys and values.
 
         If it raises, no cache holds a token more than before.
@@ -147,9 +155,9 @@ class Runner:
             row.cache.prepare(row.position, row.num_tokens)
         hidden = hidden.to(device=self.model.device, dtype=self.model.dtype)
         if any(row.takes_prompts for row in rows):
-            output = self._run_with_prompts(rows, hidden, blocks)
+            output = self._forward_with_prompts(rows, hidden, blocks)
         else:
-            output = self._run_blocks(rows, hidden, blocks)
+            output = self._forward_blocks(rows, hidden, blocks)
         finite = self._finite(rows, output)
         for row, sound in zip(rows, finite, strict=True):
             if sound:
@@ -157,11 +165,11 @@ class Runner:
                 row.cache.blocks = blocks
         return BatchOutput(output, finite)
 
-    def _run_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        run = self._run_packed if self.model.packs_rows else self._run_rows
-        return run(rows, hidden, blocks)
+    def _forward_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        forward = self._forward_packed if self.model.packs_rows else self._forward_rows
+        return forward(rows, hidden, blocks)
 
-    def _run_with_prompts(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+    def _forward_with_prompts(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         """Block by block. Only the first tokens of few sessions come here; the others pay nothing."""
         hidden = hidden.clone()  # what was given may be the received bytes
         for index in range(len(blocks)):
@@ -171,10 +179,10 @@ class Runner:
                     part = row.prompts.part(index, row.position, row.num_tokens)
                     hidden[start : start + len(part)] += part.to(hidden)
                 start += row.num_tokens
-            hidden = self._run_blocks(rows, hidden, Span(blocks.start + index, blocks.start + index + 1))
+            hidden = self._forward_blocks(rows, hidden, Span(blocks.start + index, blocks.start + index + 1))
         return hidden
 
-    def _run_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+    def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         packed: list[PackedRow] = []
         positions: list[int] = []
         for row in rows:
@@ -184,19 +192,20 @@ class Runner:
         if self.decode_graphs is not None and blocks == self.span:
             size = self.decode_graphs.size_for(packed)
             if size is not None:
-                return self.decode_graphs.run(packed, hidden, size)
+                return self.decode_graphs.replay(packed, hidden, size)
         position_ids = torch.tensor(positions, device=hidden.device)
         batch = AttentionBatch(self.store, packed, self.backend)
-        if self.model.lean is not None:
+        if self.model.fused is not None:
             end, layers = max(positions) + 1, self.model.layer_indices(blocks)
-            return self.model.lean.forward(hidden, position_ids, end, layers, batch.attend)
+            return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend)
         return self.model.forward(hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, batch=batch)[0]
 
-    def _run_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+    def _forward_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         outputs: list[Tensor] = []
         for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
             positions = torch.arange(row.position, row.position + row.num_tokens, device=hidden.device)
-            cache = _RowCache(row.cache, row.position)
+            packed = PackedRow(row.cache, row.position, 0, row.num_tokens)
+            cache = _RowCache(AttentionBatch(self.store, [packed], self.backend))
             outputs.append(
                 self.model.forward(part.unsqueeze(0), positions.unsqueeze(0), blocks=blocks, past_key_values=cache)[0]
             )
@@ -236,26 +245,17 @@ def page_windows(model: SpanModel) -> tuple[int | None, ...]:
 class _RowCache(Cache):
     """One row's cache as the library's own attention code sees it."""
 
-    def __init__(self, cache: SessionCache, position: int) -> None:
+    def __init__(self, batch: AttentionBatch) -> None:
         super().__init__(layers=[])
-        self._cache = cache
-        self._position = position
-        self._slots: Tensor | None = None
+        self._batch = batch
+        (self._row,) = batch.rows
+        self._position = self._row.position
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        end = self._position + key_states.shape[2]
-        store, layer = self._cache.store, layer_idx
-        key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        keys, values = store.layer_like(layer, key, value)
-        slots = self._slots
-        if slots is None:
-            numbers = self._cache.slots(self._position, key_states.shape[2], store.group_of(layer))
-            slots = self._slots = torch.tensor(list(numbers), device=key_states.device)
-        keys.index_copy_(0, slots, key)
-        values.index_copy_(0, slots, value)
-        keys, values = self._cache.gather(layer, end)
+        self._batch.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        keys, values = self._row.cache.gather(layer_idx, self._position + self._row.num_tokens)
         return keys.unsqueeze(0), values.unsqueeze(0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -5,7 +5,7 @@ decode steps and then prefill chunks up to a token budget, at least one of each 
 the other out. One iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
 
 What decodes waits for the prompts of its iteration, and of those that it just missed. So while sessions decode, prefill
-chunks have a smaller budget. Gangs come in turns; so the last few iterations tell whether sessions decode.
+chunks have a smaller budget. Microbatches come in turns; so the last few iterations tell whether sessions decode.
 
 Within decode steps and within prefill chunks, tenants share the server by start-time fair queueing (Goyal, Vin, Cheng:
 "Start-time Fair Queuing", 1996). A step that could run is stamped with the service, in tokens, after which its tenant
@@ -64,7 +64,7 @@ class _Account:
         return min(starts.values())
 
     def serve(self, stamp: int) -> None:
-        """A step of this stamp runs now. Who has nothing due any more is forgotten."""
+        """A step of this stamp runs now. Tenants with nothing due any more are forgotten."""
         if stamp > self._present:
             self._present = stamp
             self._ends = {tenant: end for tenant, end in self._ends.items() if end > stamp}
@@ -92,14 +92,14 @@ class Scheduler(Generic[Item]):
     Args:
         max_batch_tokens: tokens of one iteration, save that the first step of each kind goes whatever its length.
         max_queued_steps: a further step is refused.
-        max_prefill_tokens_beside_decode: prefill tokens of one iteration while sessions decode; None for no such limit.
+        max_prefill_tokens_during_decode: prefill tokens of one iteration while sessions decode; None for no such limit.
     """
 
     def __init__(
-        self, max_batch_tokens: int, max_queued_steps: int, *, max_prefill_tokens_beside_decode: int | None = None
+        self, max_batch_tokens: int, max_queued_steps: int, *, max_prefill_tokens_during_decode: int | None = None
     ) -> None:
         self._max_batch_tokens = max_batch_tokens
-        self._max_prefill_tokens_beside_decode = max_prefill_tokens_beside_decode or max_batch_tokens
+        self._max_prefill_tokens_during_decode = max_prefill_tokens_during_decode or max_batch_tokens
         self._num_batches_since_decode = _DECODE_MEMORY
         self._max_queued_steps = max_queued_steps
         # In order of arrival.
@@ -122,7 +122,7 @@ class Scheduler(Generic[Item]):
     def next_batch(self) -> list[QueuedStep[Item]]:
         """Takes the steps of the next iteration out of the queue: one run of blocks, each session at most once."""
         if len(self._queue) < 2:
-            # Who is alone shares with nobody, and is remembered by nobody.
+            # A single queued step skips fair queueing, and leaves no account.
             alone = [entry.step for entry in self._queue]
             if alone:
                 self._note(has_decode=alone[0].is_decode)
@@ -139,7 +139,7 @@ class Scheduler(Generic[Item]):
             waiting = [entry for entry in heads if (entry.step.blocks, entry.step.is_decode) == (blocks, is_decode)]
             max_tokens = self._max_batch_tokens - sum(entry.step.num_tokens for entry in batch)
             if not is_decode and self._num_batches_since_decode < _DECODE_MEMORY:
-                max_tokens = min(max_tokens, self._max_prefill_tokens_beside_decode)
+                max_tokens = min(max_tokens, self._max_prefill_tokens_during_decode)
             batch += _first_due(waiting, self._accounts[blocks, is_decode], max_tokens)
         self._remove(batch, blocks)
         return [entry.step for entry in batch]

@@ -4,34 +4,36 @@ import asyncio
 import logging
 import secrets
 
-from corolla.block_server.cuda_capture import CudaCapture
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.decode_graphs import CudaCapture
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.graph_choice import choose_graphs
-from corolla.block_server.handover.intake import Intake
+from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
-from corolla.block_server.housekeeping import keep_house
+from corolla.block_server.hop_session import SessionFacts
+from corolla.block_server.housekeeping import Housekeeping
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
 from corolla.block_server.runner import Runner, page_windows
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
-from corolla.block_server.servicer_admin import AdminDoor
+from corolla.block_server.servicer_admin import AdminEndpoint
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
 from corolla.block_server.speed import measure_decode_step, measure_speed
-from corolla.chassis.channels import MAX_FRAME_BYTES
+from corolla.chassis.channels import MAX_FRAME_BYTES, Channels, open_channel
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import service_handler, where
-from corolla.chassis.lifecycle import TaskGroup
-from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
-from corolla.chassis.rpc_server import RpcServer
+from corolla.chassis.lifecycle import fail
+from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
+from corolla.chassis.rpc_server import Listen, RpcServer
+from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.weight_formats import weight_format
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.hub import Hub
@@ -50,41 +52,55 @@ class BlockServer:
 
     Args:
         span: to hold where the settings leave that to the router; None: the router chooses.
+        channels: to the router, to next hops and to servers that take sessions over.
+        listen: binds the port that others call.
+
+    Attributes:
+        registry: its metrics, which can be read also when it has stopped.
 
     Raises:
         StartupError: a port is taken; the others are left free.
     """
 
-    def __init__(self, settings: BlockServerSettings, span: Span | None = None) -> None:
+    def __init__(
+        self,
+        settings: BlockServerSettings,
+        span: Span | None = None,
+        *,
+        channels: Channels = open_channel,
+        listen: Listen = RpcServer,
+    ) -> None:
         self.settings = settings
         self._wanted = settings.span or span
+        self._channels = channels
         self.server_id = secrets.token_hex(16)
-        self._registry = new_registry()
-        self._metrics = BlockServerMetrics(self._registry)
-        self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
+        self.registry = new_registry()
+        self._metrics = BlockServerMetrics(self.registry)
+        self._metrics_endpoint = MetricsEndpoint(self.registry, settings.metrics_host, settings.metrics_port)
         try:
-            # Last of what listens from here on: only a server that was built can let go of it.
-            self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection)
+            # The last port to be taken: only a server that was built frees it.
+            self._rpc = listen(settings.host, settings.port, with_reflection=settings.reflection)
         except StartupError:
             self._metrics_endpoint.close()
             raise
-        self._tasks = TaskGroup()
+        self._tasks = TaskGroup(self._fail, TaskMetrics(self.registry))
         self._peers = PeerTable()
         self._scheduler: Scheduler[StepWork] = Scheduler(
             settings.max_batch_tokens,
             settings.max_queued_steps,
-            max_prefill_tokens_beside_decode=settings.prefill_tokens_beside_decode,
+            max_prefill_tokens_during_decode=settings.prefill_tokens_during_decode,
         )
         self._sessions: SessionTable[SessionCache] | None = None
         self._engine: Engine | None = None
         self._relay: Relay | None = None
+        self._housekeeping: Housekeeping | None = None
         self._hub = Hub(settings.offline, settings.hub_patience_s)
         self._checkpoint: Checkpoint | None = None
         self._registration: Registration | None = None
         self._heartbeats: asyncio.Task[None] | None = None
         self._drain: Drain | None = None
-        self._rpc_metrics = RpcMetrics(self._registry)
-        self._admin = AdminDoor(settings.admin_host, settings.admin_port, self._rpc_metrics)
+        self._rpc_metrics = RpcMetrics(self.registry)
+        self._admin = AdminEndpoint(settings.admin_host, settings.admin_port, self._rpc_metrics)
 
     @property
     def port(self) -> int:
@@ -98,11 +114,37 @@ class BlockServer:
     def address(self) -> str:
         return f"{self.settings.reachable_host}:{self.port}"
 
+    @property
+    def sessions(self) -> tuple[SessionFacts, ...]:
+        """What it holds now; nothing before it has started."""
+        return tuple(session.facts for session in self._sessions or ())
+
+    @property
+    def has_started(self) -> bool:
+        """Whether its span is loaded, and it served, or serves."""
+        return self._housekeeping is not None
+
+    @property
+    def engine(self) -> Engine:
+        """Only of a server that has started."""
+        if self._engine is None:
+            raise RuntimeError("this server has not started")
+        return self._engine
+
+    @property
+    def housekeeping(self) -> Housekeeping:
+        """Only of a server that has started."""
+        if self._housekeeping is None:
+            raise RuntimeError("this server has not started")
+        return self._housekeeping
+
     async def start(self) -> None:
         """Takes a span, loads it and serves it."""
         settings = self.settings
-        await self._admin.open()
-        checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision, hub=self._hub)
+        await self._admin.start()
+        checkpoint = await asyncio.to_thread(
+            Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
+        )
         self._checkpoint = checkpoint
         dtype = DTYPES[settings.dtype]
         fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype, settings.quantization)
@@ -126,11 +168,11 @@ class BlockServer:
             pod_uid=settings.pod_uid,
             movable=settings.span is None,
         )
-        self._registration = Registration(settings.router, description, self._load)
+        self._registration = Registration(settings.router, description, self._load, self._channels)
         self._rpc.announce(_SERVICE)
         await self._rpc.start()
         span = await self._registration.register(self._wanted)
-        self._heartbeats = self._tasks.start(self._registration.keep(), "heartbeats")
+        self._heartbeats = self._tasks.start_essential(self._registration.run, "heartbeats")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
 
         model = await asyncio.to_thread(
@@ -139,12 +181,13 @@ class BlockServer:
         runner = await asyncio.to_thread(self._make_runner, model, speed.cache_bytes_per_token)
         pool = runner.store.pool
         self._sessions = SessionTable(pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
-        outputs = OutputStore(settings.kept_outputs_mib << 20)
+        outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
         self._sessions.on_forget = outputs.forget
-        self._relay = Relay(fingerprint, self._peers)
+        self._relay = Relay(fingerprint, self._peers, self._channels)
         engine = self._engine = Engine(
-            runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics
-        )
+            runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
+            fail=self._fail,
+        )  # fmt: skip
         engine.decode_speed.observe(await asyncio.to_thread(measure_decode_step, runner), len(span))
         identity = Identity(
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
@@ -153,12 +196,14 @@ class BlockServer:
             prefix_page_tokens=settings.num_page_tokens if settings.prefix_cache else 0,
         )  # fmt: skip
         most = settings.max_tokens_per_frame
-        intake = Intake(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
+        receiver = HandoverReceiver(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
         servicer = BlockServicer(
-            identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, intake
+            identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, receiver
         )
         sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
-        self._drain = Drain(description, self._sessions, engine, self._peers, self._registration, sender, self._metrics)
+        self._drain = Drain(
+            description, self._sessions, engine, self._peers, self._registration, sender, self._metrics, self._channels
+        )
         self._rpc.add(
             _SERVICE,
             service_handler(
@@ -169,14 +214,15 @@ class BlockServer:
                 raw_methods=["Exchange"],
             ),
         )
-        self._tasks.start(engine.run(), "engine")
-        housekeeping = keep_house(
-            engine, self._scheduler, self._sessions, outputs, self._metrics, page_bytes=lambda: runner.store.page_bytes
-        )
-        self._tasks.start(housekeeping, "housekeeping")
+        self._tasks.start_essential(engine.run, "engine")
+        self._housekeeping = Housekeeping(
+            engine, self._scheduler, self._sessions, outputs, self._peers, self._metrics,
+            page_bytes=lambda: runner.store.page_bytes,
+        )  # fmt: skip
+        self._tasks.start_essential(self._housekeeping.run, "housekeeping")
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
-        self._registration.hurry()
+        self._registration.request_heartbeat()
         log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": pool.num_pages})
 
     async def ordered_span(self) -> Span:
@@ -194,7 +240,14 @@ class BlockServer:
         if self._registration is None or self._checkpoint is None:
             raise RuntimeError("this server has not started")
         await asyncio.to_thread(fetch_span, self._checkpoint, span)
-        return await self._registration.is_ordered(span)
+        return await self._registration.still_ordered(span)
+
+    async def not_serving(self) -> None:
+        """Health says NOT_SERVING from now on."""
+        await self._rpc.not_ready()
+
+    def _fail(self) -> None:
+        fail(self.not_serving)
 
     async def stop(self) -> None:
         """Hands sessions over, leaves the placement and frees everything."""
@@ -202,19 +255,19 @@ class BlockServer:
         await self._rpc.not_ready()
         if self._drain is not None:
             try:
-                await self._drain.run(self.settings.grace_s)
+                await self._drain.drain(self.settings.grace_s)
             except Exception as failure:
-                # Whatever kept sessions here: the placement must not go on naming a server that ends.
+                # Whatever failed: the placement must not keep a server that ends.
                 log.error("sessions could not be handed over", extra={"where": where(failure)})
         num_moved, num_left = (self._drain.num_moved, self._drain.num_left) if self._drain is not None else (0, 0)
-        await self._admin.close(num_left)
+        await self._admin.stop(num_left)
         if self._heartbeats is not None:
-            # A heartbeat after the farewell would find the lease gone and register a server that is about to end.
-            self._heartbeats.cancel()
+            # A heartbeat after deregistration would register the server again.
+            self._tasks.cancel(self._heartbeats)
             await asyncio.wait({self._heartbeats})
         if self._registration is not None:
-            await self._registration.leave(num_moved, num_left)
-        # Streams do not end by themselves; those who still use them had their time.
+            await self._registration.deregister(num_moved, num_left)
+        # Streams do not end by themselves, and the time for draining is over.
         await self._rpc.stop(0)
         await self._tasks.close()
         if self._relay is not None:
@@ -227,15 +280,16 @@ class BlockServer:
 
     def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> Runner:
         settings = self.settings
-        num_places = LayerGroups.of(page_windows(model)).num_places
+        layers_per_group = LayerGroups.of(page_windows(model)).layers_per_group
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
         runner = Runner(
             model,
-            num_pages=self._num_pages(cache_bytes_per_token * num_places),
+            num_pages=self._num_pages(cache_bytes_per_token * layers_per_group),
             page_tokens=settings.num_page_tokens,
             max_step_tokens=settings.max_tokens_per_frame,
             attention=settings.attention,
-            is_lean=settings.lean_blocks,
+            is_fused=settings.fused_blocks,
+            tuning_budget_s=settings.tuning_budget_s,
             has_scratch_page=may_replay,
         )
         runner.warm_up()

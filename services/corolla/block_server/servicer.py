@@ -9,12 +9,13 @@ from typing import Final
 import psutil
 from grpc import aio
 
+from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, is_decode
-from corolla.block_server.handover.intake import Intake
+from corolla.block_server.handover.receiver import HandoverReceiver
+from corolla.block_server.hop_session import SessionState
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import KVStore, SessionCache
-from corolla.block_server.outputs import OutputStore
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
@@ -27,6 +28,7 @@ from corolla.chassis.errors import (
     QueueFull,
 )
 from corolla.chassis.handlers import Context
+from corolla.chassis.tasks import until_first_ends
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Frame, decode
@@ -44,10 +46,10 @@ class BlockServicer:
         engine: Engine,
         scheduler: Scheduler[StepWork],
         sessions: SessionTable[SessionCache],
-        outputs: OutputStore,
+        outputs: BoundaryActivations,
         peers: PeerTable,
         store: KVStore,
-        intake: Intake,
+        receiver: HandoverReceiver,
     ) -> None:
         self._identity = identity
         self._checks = FrameChecks(identity)
@@ -57,8 +59,8 @@ class BlockServicer:
         self._outputs = outputs
         self._peers = peers
         self._store = store
-        self._intake = intake
-        self._frame_handlers: dict[type, Callable[[Frame, Peer], None]] = {
+        self._receiver = receiver
+        self._handlers: dict[type, Callable[[Frame, Peer], None]] = {
             pb.Open: self._open,
             pb.Step: self._step,
             pb.Resend: self._resend,
@@ -83,27 +85,20 @@ class BlockServicer:
         if not frames or not isinstance(frames[0].control, pb.Hello):
             raise MalformedMessage("frame", "a stream begins with Hello")
         peer = self._welcome(frames[0].control)
-        reader = asyncio.create_task(self._read(frames[1:], messages, peer))
-        helpers = [asyncio.create_task(self._write(peer, context)), asyncio.create_task(peer.has_piled_up.wait())]
         try:
-            await asyncio.wait({reader, *helpers}, return_when=asyncio.FIRST_COMPLETED)
-            if reader.done():
-                reader.result()
-            elif peer.has_piled_up.is_set():
-                raise QueueFull("the caller of this stream does not read what it is sent")
+            await until_first_ends(
+                peer_reader=self._read(frames[1:], messages, peer),
+                peer_writer=self._write(peer, context),
+                peer_watch=_until_overflow(peer),
+            )
         except aio.BaseError:
             return  # this server stops, or the peer is gone
         finally:
+            # Also when gRPC cancels this handler, since the caller is gone.
             peer.outbox.close()
-            for task in (reader, *helpers):
-                task.cancel()
-            try:
-                await asyncio.gather(reader, *helpers, return_exceptions=True)
-            finally:
-                # A caller that vanishes ends the requests and cancels this handler: the second may come while it ends.
-                self._peers.remove(peer)
-                if peer.client_id:
-                    self._engine.between_iterations(lambda: self._forget(peer))
+            self._peers.remove(peer)
+            if peer.client_id:
+                self._engine.between_iterations(lambda: self._forget(peer))
 
     async def GetStatus(self, request: pb.GetBlockServerStatusRequest, context: Context) -> pb.BlockServerStatus:
         """What the server holds now."""
@@ -154,7 +149,7 @@ class BlockServicer:
 
     def _handle(self, frames: Iterable[Frame], peer: Peer) -> None:
         for frame in frames:
-            handler = self._frame_handlers.get(type(frame.control))
+            handler = self._handlers.get(type(frame.control))
             if handler is None:
                 raise MalformedMessage("frame", "callers do not send frames of this kind")
             handler(frame, peer)
@@ -167,7 +162,7 @@ class BlockServicer:
 
         try:
             request = self._checks.open_request(control, frame.payload, peer)
-            # An iteration may be long; what cannot fit after it either need not wait for its end.
+            # An iteration may be long: an open that cannot fit after it is refused at once.
             max_released_pages = self._engine.max_released_pages
             if max_released_pages is not None:
                 self._sessions.check_room(request, max_released_pages)
@@ -205,15 +200,15 @@ class BlockServicer:
         try:
             self._engine.submit(self._queued_step(step, frame, peer))
         except CorollaError as error:
-            # Whoever speaks in another client's name is told itself: the other may have a step of this number.
+            # A caller that uses another client's id gets the answer itself: that client may have a step of this number.
             is_own = peer.client_id in (b"", step.client_id)
-            told = self._peers.get(step.client_id) if is_own else None
-            (told or peer).send(step_fault(step, error, list(step.rows)))
+            recipient = self._peers.get(step.client_id) if is_own else None
+            (recipient or peer).send(step_fault(step, error, list(step.rows)))
 
     def _resend(self, frame: Frame, peer: Peer) -> None:
         step = frame.control.step  # type: ignore[attr-defined]
         try:
-            self._checks.addressed(step, peer)
+            self._checks.step_blocks(step, peer)
             self._checks.num_tokens(step)
             if not step.route:
                 raise MalformedMessage("route", "must name the hop to send to")
@@ -221,55 +216,71 @@ class BlockServicer:
             peer.send(step_fault(step, error, list(step.rows)))
             return
         step.dtype, step.hidden_size = self._identity.dtype, self._identity.hidden_size
-        # In order with the opens before it, and not in the middle of an iteration.
+        # After the opens that came before it, and not during an iteration.
         self._engine.between_iterations(lambda: self._engine.resend(StepWork(step, b"", peer)), max_released_pages=0)
 
     def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
         identity = self._identity
-        blocks = self._checks.addressed(step, peer)
-        num_tokens, places = self._checks.num_tokens(step), self._checks.places(step)
+        blocks = self._checks.step_blocks(step, peer)
+        num_tokens, session_ids = self._checks.num_tokens(step), self._checks.session_ids(step)
         if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
             raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
-        # A step that cannot be read must be refused by itself, not in the middle of a batch with those of others.
+        # An unreadable step is refused here, not within a batch with steps of others.
         check_payload(frame.payload, step.dtype, num_tokens, step.hidden_size)
         is_urgent = all(map(is_decode, step.rows))
         tenant_tokens: Counter[str] = Counter()
         for row in step.rows:
             tenant_tokens[self._sessions.tenant_of(row.session_id)] += row.num_tokens
-        return QueuedStep(places, tenant_tokens, is_urgent, blocks, StepWork(step, frame.payload, peer))
+        return QueuedStep(session_ids, tenant_tokens, is_urgent, blocks, StepWork(step, frame.payload, peer))
 
     def _close(self, frame: Frame, peer: Peer) -> None:
         control: pb.Close = frame.control  # type: ignore[assignment]
-        self._engine.between_iterations(
-            lambda: self._sessions.close(control.session_id, control.epoch),
-            max_released_pages=self._sessions.num_pages_in_use(control.session_id),
-        )
+
+        def close() -> None:
+            if self._has_say(control.session_id, peer):
+                self._sessions.end(control.session_id, control.epoch)
+
+        self._engine.between_iterations(close, max_released_pages=self._sessions.num_pages_in_use(control.session_id))
 
     def _truncate(self, frame: Frame, peer: Peer) -> None:
         control: pb.Truncate = frame.control  # type: ignore[assignment]
+
+        def truncate() -> None:
+            if self._has_say(control.session_id, peer):
+                self._sessions.truncate(control.session_id, control.epoch, control.position, idle=control.idle)
+
         self._engine.between_iterations(
-            lambda: self._sessions.truncate(control.session_id, control.epoch, control.position, idle=control.idle),
-            max_released_pages=self._sessions.num_pages_in_use(control.session_id),
+            truncate, max_released_pages=self._sessions.num_pages_in_use(control.session_id)
         )
+
+    def _has_say(self, session_id: bytes, peer: Peer) -> bool:
+        """A server that handed a session over has no say in it once the client has opened it here, in any epoch."""
+        held = self._sessions.get(session_id)
+        return bool(peer.client_id) or held is None or held.state is not SessionState.RUNNING
 
     def _holds(self, frame: Frame, peer: Peer) -> None:
         control: pb.Holds = frame.control  # type: ignore[assignment]
         hashes = self._checks.page_hashes(control.text)
         self._engine.between_iterations(
-            lambda: self._sessions.describe(control.session_id, control.epoch, hashes), max_released_pages=0
+            lambda: self._sessions.set_page_hashes(control.session_id, control.epoch, hashes), max_released_pages=0
         )
 
     def _handover(self, frame: Frame, peer: Peer) -> None:
         control: pb.Handover = frame.control  # type: ignore[assignment]
-        request = self._checks.handover(control, frame.payload, peer)
-        self._engine.between_iterations(lambda: self._intake.offered(request, control.transfer_id, peer))
+        request = self._checks.handover_request(control, frame.payload, peer)
+        self._engine.between_iterations(lambda: self._receiver.on_offer(request, control.transfer_id, peer))
 
     def _handover_tokens(self, frame: Frame, peer: Peer) -> None:
         if peer.client_id:
             raise MalformedMessage("handover", "only servers hand sessions over")
-        self._intake.part(frame.control, frame.payload, peer)  # type: ignore[arg-type]
+        self._receiver.on_part(frame.control, frame.payload, peer)  # type: ignore[arg-type]
 
     def _forget(self, peer: Peer) -> None:
-        """A client's stream ended, and with it what was opened on it; with the last one, all that is its."""
+        """A client's stream ended: ends the sessions opened on it; with the last stream, all sessions of the client."""
         is_gone = self._peers.get(peer.client_id) is None
-        self._sessions.forsake(peer.client_id, None if is_gone else peer.number)
+        self._sessions.end_stream(peer.client_id, None if is_gone else peer.number)
+
+
+async def _until_overflow(peer: Peer) -> None:
+    await peer.overflowed.wait()
+    raise QueueFull("the caller of this stream does not read what it is sent")

@@ -1,4 +1,4 @@
-"""AdminService: what an operator asks of this server, at a door of its own."""
+"""AdminService, on its own port."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"]
 _FAREWELL_S = 1.0
 
 
-class AdminDoor:
+class AdminEndpoint:
     """Serves AdminService, if a port was given."""
 
     def __init__(self, host: str, port: int, metrics: RpcMetrics) -> None:
@@ -22,7 +22,7 @@ class AdminDoor:
         self._metrics = metrics
         self._rpc: RpcServer | None = None
 
-    async def open(self) -> None:
+    async def start(self) -> None:
         """Raises StartupError when the port is taken."""
         if self._port:
             self._rpc = RpcServer(self._host, self._port, with_reflection=False)
@@ -31,12 +31,12 @@ class AdminDoor:
             await self._rpc.ready()
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        # Whoever asks again, or ends the pod meanwhile, waits for the same end.
+        # A repeated call waits for the same end.
         ask_to_stop()
         return pb.DrainResponse(num_sessions_left=await asyncio.shield(self._num_sessions_left))
 
-    async def close(self, num_sessions_left: int) -> None:
-        """Answers those who asked for the drain that has ended now."""
+    async def stop(self, num_sessions_left: int) -> None:
+        """Answers the calls of Drain: it has ended."""
         if not self._num_sessions_left.done():
             self._num_sessions_left.set_result(num_sessions_left)
         if self._rpc is not None:

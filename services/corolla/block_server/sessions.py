@@ -1,15 +1,18 @@
 """The sessions that this hop holds: epochs, owners, leases and reserved pages. Pure: time is passed in."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
-from corolla.block_server.held import AnyCache, HopSession, OpenRequest
+from corolla.block_server.hop_session import AnyCache, HopSession, OpenRequest, SessionEvent, SessionState
 from corolla.block_server.kv.pages import PagePool, too_few_pages
 from corolla.block_server.kv.prefixes import salt_of
-from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
+
+if TYPE_CHECKING:
+    from corolla.block_server.prompts import BlockPrompts
 
 
 class SessionTable(Generic[AnyCache]):
@@ -21,7 +24,7 @@ class SessionTable(Generic[AnyCache]):
         max_prompt_bytes: of the trained prompts of all sessions together.
 
     Attributes:
-        on_forget: is told of each session whose tokens are all forgotten, so that nothing of them stays elsewhere.
+        on_forget: is called for each session whose tokens are all forgotten, so that nothing of them stays elsewhere.
         is_draining: no session comes any more; those that are held may be reopened until they leave.
     """
 
@@ -32,6 +35,7 @@ class SessionTable(Generic[AnyCache]):
         self._max_prompt_bytes = max_prompt_bytes
         # Least recently used first.
         self._sessions: dict[bytes, HopSession[AnyCache]] = {}
+        self._versions = itertools.count(1)
         self.num_evicted = 0
         self.is_draining = False
 
@@ -44,43 +48,45 @@ class SessionTable(Generic[AnyCache]):
     @property
     def num_available_pages(self) -> int:
         """Pages that a new session could have: what the pool has, and those of idle sessions."""
-        return self.pool.num_available + sum(held.num_pages for held in self if held.is_idle)
+        return self.pool.num_available + sum(session.num_pages for session in self if session.is_idle)
 
     @property
     def max_session_tokens(self) -> int:
         """Tokens of the longest session that could be opened now."""
-        return self._new_cache().longest(self.num_available_pages)
+        return self._new_cache().max_tokens_within(self.num_available_pages)
 
     def tenant_of(self, session_id: bytes) -> str:
         """Whose the session is; empty where it is not held."""
-        held = self._sessions.get(session_id)
-        return "" if held is None else held.request.tenant
+        session = self._sessions.get(session_id)
+        return "" if session is None else session.request.tenant
 
     def num_pages_in_use(self, session_id: bytes) -> int:
         """Pages of a session that only its own end, or another open of it, makes available."""
-        held = self._sessions.get(session_id)
-        return 0 if held is None or held.is_idle else held.num_pages
+        session = self._sessions.get(session_id)
+        return 0 if session is None or session.is_idle else session.num_pages
 
     def check_room(self, request: OpenRequest, max_released_pages: int) -> None:
         """Says early what `open` could only confirm. It may be asked while steps are computed.
 
         Steps give back none of what their sessions were promised, and idle sessions have no steps; so a new or an idle
-        session will find at most the pages that are available now, and those that are released before its turn.
-
-        Args:
-            request: as for `open`.
-            max_released_pages: that the changes before its turn may give back.
-
-        Raises:
-            OutOfPages: the worst case will not fit.
+        session will find at most the pages that are available now, and those that are released before its turn, which
+        are at most `max_released_pages`. Raises OutOfPages where the worst case will not fit.
         """
-        held = self._sessions.get(request.session_id)
-        if held is not None and not held.is_idle:
+        session = self._sessions.get(request.session_id)
+        if session is not None and not session.is_idle:
             return
         num_pages = self._new_cache().worst_case(request.max_tokens)
         num_available = self.num_available_pages + max_released_pages
         if num_pages > num_available:
             raise too_few_pages(num_pages, num_available)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Evicts idle sessions until there is room for so many tokens of nobody; where that is not enough, none.
+
+        Raises:
+            OutOfPages: there is none.
+        """
+        self._make_room(self._new_cache().worst_case(num_tokens), keep=b"")
 
     def get(self, session_id: bytes) -> HopSession[AnyCache] | None:
         return self._sessions.get(session_id)
@@ -89,83 +95,80 @@ class SessionTable(Generic[AnyCache]):
         """Opens a session, or reopens it with a higher epoch.
 
         Raises:
-            HopLeaving: this server drains.
-            StaleEpoch: it was opened with a higher epoch before, or with this one and not taken back.
-            HopSessionLost: it belongs to another tenant.
+            HopLeaving, HopSessionLost, StaleEpoch: as `HopSession.check_open`; or this server drains.
             OutOfPages: the worst case does not fit, or its prompts; a session that was there before stays as it was.
         """
-        held = self._sessions.get(request.session_id)
-        if (held is None and self.is_draining) or (held is not None and held.is_leaving):
+        return self._begin(request, SessionEvent.OPENED, now_s)
+
+    def _begin(self, request: OpenRequest, event: SessionEvent, now_s: float) -> HopSession[AnyCache]:
+        session = self._sessions.get(request.session_id)
+        if session is not None:
+            session.check_open(request)
+        elif self.is_draining:
             raise HopLeaving("a block server takes no new sessions")
-        if held is not None:
-            if held.request.tenant != request.tenant:
-                raise HopSessionLost("the session is not held here")
-            if held.request.epoch >= request.epoch and not held.makes_way_for(request):
-                raise StaleEpoch("the session was opened with this epoch or a later one")
         if request.prompts is not None:
             self._check_prompts(request.prompts, except_of=request.session_id)
-        cache = self._new_cache() if held is None else held.cache
+        cache = self._new_cache() if session is None else session.cache
         self._make_room(cache.worst_case(request.max_tokens) - cache.num_pages, keep=request.session_id)
-        if held is None:
-            held = HopSession(request, cache, 0.0)
-            self._sessions[request.session_id] = held
-        elif not request.resume or held.is_arriving or not held.request.agrees_with(request):
+        if session is None:
+            session = HopSession(request, cache)
+        elif not request.resume or session.state is SessionState.ARRIVING or not session.request.agrees_with(request):
             cache.clear()
             self.on_forget(request.session_id)
         elif cache.num_tokens > request.max_tokens:
             cache.truncate(cache.nearest_position(request.max_tokens))
-        cache.open(request.max_tokens, request.text)
-        held.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
-        held.is_idle = held.is_copy = held.is_forsaken = False
-        held.transfer_id = b""
-        self._touch(held, now_s)
-        return held
+        cache.allocate(request.max_tokens, request.text)
+        if session.request.client_id != request.client_id:
+            session.newest_step_id = 0  # each client counts by itself
+        session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
+        session.version = next(self._versions)
+        session.apply(event)
+        self._touch(session, now_s)
+        return session
 
     def receive(self, request: OpenRequest, transfer_id: bytes, now_s: float) -> HopSession[AnyCache]:
-        """Makes room for a session that another server hands over, or goes on with it after a broken stream.
+        """Makes room for a session that another server hands over, or continues after a broken stream.
 
-        Args:
-            transfer_id: of the handover, random; only who knows it can send the rest.
+        Only the sender knows `transfer_id`, which is random, and can send the rest.
 
         Raises:
-            HopLeaving: this server drains, too.
+            HopLeaving, HopSessionLost, OutOfPages: as `open`.
             StaleEpoch: its client opened it here meanwhile, or knows of a later epoch; or other blocks of it are here.
-            HopSessionLost: it belongs to another tenant.
-            OutOfPages: the worst case does not fit, or its prompts.
         """
         if self.is_draining:
             raise HopLeaving("a block server takes no new sessions")
-        held = self._sessions.get(request.session_id)
-        if held is not None and held.request.tenant == request.tenant:
-            if held.request.epoch == request.epoch and held.request.blocks != request.blocks:
+        session = self._sessions.get(request.session_id)
+        if session is not None and session.request.tenant == request.tenant:
+            if session.request.epoch == request.epoch and session.request.blocks != request.blocks:
                 raise StaleEpoch("this server has other blocks of the session")
-            if held.is_copy:
-                if held.request.epoch > request.epoch:
-                    raise StaleEpoch("the session was handed over with a later epoch")
-                if held.transfer_id == transfer_id and held.request.epoch == request.epoch:
-                    self._touch(held, now_s)
-                    return held
-                self._free(held)
-        held = self.open(request, now_s)
-        held.transfer_id = transfer_id
-        held.is_copy = True
-        return held
+            if session.is_filled_by(request.epoch, transfer_id):
+                self._touch(session, now_s)
+                return session
+            if session.is_unclaimed and session.request.epoch <= request.epoch:
+                self._free(session)
+        session = self._begin(request, SessionEvent.OFFERED, now_s)
+        session.transfer_id = transfer_id
+        return session
 
-    def arriving(self, session_id: bytes, epoch: int, transfer_id: bytes, now_s: float) -> HopSession[AnyCache]:
+    def get_arriving(self, session_id: bytes, epoch: int, transfer_id: bytes, now_s: float) -> HopSession[AnyCache]:
         """The session that is being handed over. Raises HopSessionLost where this handover fills none."""
-        held = self._sessions.get(session_id)
-        if held is None or not transfer_id or (held.request.epoch, held.transfer_id) != (epoch, transfer_id):
+        session = self._sessions.get(session_id)
+        if session is None or not session.is_filled_by(epoch, transfer_id):
             raise HopSessionLost("no such session is being handed over")
-        # Its place in the order of use stays: this is asked in the compute thread, and others may be looking.
-        held.touched_s = now_s
-        return held
+        # The order of use stays: this runs in the compute thread, while the event loop may iterate over the sessions.
+        session.last_used_s = now_s
+        return session
 
-    def arrived(self, held: HopSession[AnyCache], *, is_idle: bool) -> None:
+    def arrived(self, session: HopSession[AnyCache], *, is_idle: bool) -> None:
         """All of it is here. An idle one keeps no more pages than it needs, and gives way to others."""
-        held.transfer_id = b""
-        held.is_idle = is_idle
+        session.apply(SessionEvent.ARRIVED_PARKED if is_idle else SessionEvent.ARRIVED)
         if is_idle:
-            held.cache.reserve(held.cache.num_tokens)
+            session.cache.reserve(session.cache.num_tokens)
+
+    def note_step(self, session_id: bytes, epoch: int, client_id: bytes, step_id: int) -> bool:
+        """Whether a step comes for the first time; see `HopSession.note_step`."""
+        session = self._sessions.get(session_id)
+        return session is None or session.note_step(epoch, client_id, step_id)
 
     def for_step(
         self,
@@ -182,35 +185,24 @@ class SessionTable(Generic[AnyCache]):
     ) -> HopSession[AnyCache]:
         """The session of a step, checked. `forked`, if given, becomes its cache. What computes looks at earlier tokens.
 
-        Raises:
-            HopLeaving, HopSessionLost, StaleEpoch, PositionGap, OutOfPages: the step must not be computed.
-
-        An epoch ends with its turn: a step that was forwarded by another hop may come after the client's own word that
-        the turn is over, and must not wake the session.
+        Raises HopLeaving, HopSessionLost, StaleEpoch, PositionGap or OutOfPages where it must not be computed.
         """
-        held = self._sessions.get(session_id)
-        if held is None or held.request.client_id != client_id or held.request.blocks != blocks:
+        session = self._sessions.get(session_id)
+        if session is None:
             raise HopSessionLost("the session is not held here")
-        if held.is_leaving:
-            raise HopLeaving("the session is handed over to another block server")
-        if held.is_forsaken and held.request.epoch == epoch:
-            raise HopSessionLost("the stream on which the session was opened has ended")
-        if held.request.epoch != epoch or held.is_idle or held.is_arriving:
-            raise StaleEpoch("the session was opened with another epoch, or its turn is over")
-        cache = held.cache if forked is None else forked
+        session.check_step(epoch, client_id, blocks)
+        cache = session.cache if forked is None else forked
         if position > cache.num_tokens:
             raise PositionGap("the hop holds fewer tokens than the step assumes", cache.num_tokens)
         if computes and not cache.can_continue_from(position):
-            raise PositionGap(
-                "the hop has given back tokens that this step would see", cache.nearest_position(position)
-            )
-        if self.pool.pages_for(position + num_tokens) > self.pool.pages_for(held.cache.num_reserved_tokens):
+            raise PositionGap("the hop gave back tokens that this step would see", cache.nearest_position(position))
+        if self.pool.pages_for(position + num_tokens) > self.pool.pages_for(session.cache.num_reserved_tokens):
             raise OutOfPages("the step goes beyond the pages reserved for its session")
         if forked is not None:
             forked.truncate(position)
-            held.cache.adopt(forked)
-        self._touch(held, now_s)
-        return held
+            session.cache.adopt(forked)
+        self._touch(session, now_s)
+        return session
 
     def fork(self, source_id: bytes, session_id: bytes, client_id: bytes, blocks: Span) -> AnyCache:
         """What a session of the same client holds, for another of its sessions.
@@ -219,80 +211,107 @@ class SessionTable(Generic[AnyCache]):
             HopSessionLost: it is not held here, is another client's, uses other blocks, or only one of the two has
                 trained prompts.
         """
-        held, taker = self._sessions.get(source_id), self._sessions.get(session_id)
-        if held is None or held.request.client_id != client_id or held.request.blocks != blocks:
+        session, taker = self._sessions.get(source_id), self._sessions.get(session_id)
+        if session is None or session.request.client_id != client_id or session.request.blocks != blocks:
             raise HopSessionLost("the session to fork from is not held here")
-        if taker is not None and not held.request.agrees_with(taker.request):
+        if taker is not None and not session.request.agrees_with(taker.request):
             raise HopSessionLost("a session with trained prompts and one without do not share tokens")
-        return held.cache.fork()
+        return session.cache.fork()
 
     def truncate(self, session_id: bytes, epoch: int, position: int, *, idle: bool) -> None:
-        """Forgets tokens and gives back pages; an idle session may be evicted. A stale request changes nothing."""
+        """Forgets tokens and gives back pages. A stale request changes nothing.
+
+        Args:
+            idle: its turn is over, and it may be evicted. Without this, no turn that is over begins again.
+        """
         # A turn may end in a later epoch than that in which it was opened here: in the midst of a recovery.
-        held = self._sessions.get(session_id)
-        if held is None or held.request.epoch > epoch:
+        session = self._sessions.get(session_id)
+        if session is None or session.request.epoch > epoch:
             return
-        if position < held.cache.num_tokens:
-            held.cache.truncate(held.cache.nearest_position(position))
-        held.cache.reserve(held.cache.num_tokens)
-        held.is_idle = idle
+        if position < session.cache.num_tokens:
+            session.cache.truncate(session.cache.nearest_position(position))
+        session.cache.reserve(session.cache.num_tokens)
+        if idle:
+            session.apply(SessionEvent.TURN_ENDED)
 
-    def describe(self, session_id: bytes, epoch: int, hashes: Sequence[bytes]) -> None:
-        """Says what the session's first pages hold. A stale word counts nothing, nor one of other than text."""
-        held = self._sessions.get(session_id)
-        if held is not None and held.request.epoch == epoch and held.request.prompts is None:
-            held.cache.describe(salt_of(held.request.tenant, held.request.blocks), hashes)
+    def set_page_hashes(self, session_id: bytes, epoch: int, hashes: Sequence[bytes]) -> None:
+        """Notes what the session's first pages hold; ignored if stale, or if the session has trained prompts."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.request.epoch == epoch and session.request.prompts is None:
+            session.cache.set_page_hashes(salt_of(session.request.tenant, session.request.blocks), hashes)
 
-    def close(self, session_id: bytes, epoch: int) -> None:
+    def end(self, session_id: bytes, epoch: int) -> None:
         """Frees the session, unless it was reopened since."""
-        held = self._sessions.get(session_id)
-        if held is not None and held.request.epoch <= epoch:
-            self._free(held)
+        session = self._sessions.get(session_id)
+        if session is not None and session.request.epoch <= epoch:
+            self._free(session)
 
-    def forsake(self, client_id: bytes, stream: int | None = None) -> int:
+    def in_version(self, session_id: bytes, version: int) -> HopSession[AnyCache]:
+        """The session as it was opened with this version. Raises HopSessionLost where it ended or was opened again."""
+        session = self._sessions.get(session_id)
+        if session is None or session.version != version:
+            raise HopSessionLost("the session ended, or continues in another epoch")
+        return session
+
+    def mark_leaving(self, session: HopSession[AnyCache]) -> None:
+        """The last part of the session was read for another server: from now on it takes no steps here."""
+        session.apply(SessionEvent.LAST_PART_READ)
+
+    def cancel_leaving(self, session_id: bytes, version: int) -> None:
+        """Ends a handover that failed: the session stays here, if it was leaving in this version."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.version == version and session.is_leaving:
+            session.apply(SessionEvent.STAYS)
+
+    def end_stream(self, client_id: bytes, stream: int | None = None) -> int:
         """The client's streams ended, or just this: frees the sessions that live only with it, and returns how many.
 
-        The others stay for whoever opens them next, with the pages of their tokens, and make room where there is none:
-        the client has gone on without this hop, or is gone itself. Which of them nobody will come back for, only the
-        router knows.
+        The others keep the pages of their tokens for their next open: the client has left this hop out, or has ended
+        itself. Only the router knows which sessions will not be opened again.
         """
-        gone = [held for held in self if held.request.client_id == client_id and stream in (None, held.request.stream)]
-        for held in gone:
-            if held.request.transient:
-                self._free(held)
-            else:
-                held.is_idle = held.is_forsaken = True
-                if not held.is_arriving:
-                    held.cache.reserve(held.cache.num_tokens)
-        return sum(1 for held in gone if held.request.transient)
+        mine = [
+            session
+            for session in self
+            if session.request.client_id == client_id and stream in (None, session.request.stream)
+        ]
+        for session in mine:
+            if session.request.transient:
+                self._free(session)
+                continue
+            session.apply(SessionEvent.STREAM_ENDED)
+            if session.is_idle:
+                session.cache.reserve(session.cache.num_tokens)
+        return sum(1 for session in mine if session.request.transient)
 
     def expire(self, now_s: float) -> int:
         """Frees the sessions whose lease ran out. Returns how many."""
-        gone = [held for held in self if held.lease_deadline_s < now_s]
-        for held in gone:
-            self._free(held)
+        gone = [session for session in self if session.lease_deadline_s < now_s]
+        for session in gone:
+            self._free(session)
         return len(gone)
 
-    def _check_prompts(self, prompts: BlockPrompts, *, except_of: bytes) -> None:
+    def _check_prompts(self, prompts: "BlockPrompts", *, except_of: bytes) -> None:
         others = (each.request for each in self if each.request.session_id != except_of)
         if prompts.nbytes + sum(each.prompts.nbytes for each in others if each.prompts) > self._max_prompt_bytes:
             raise OutOfPages("the trained prompts of all sessions do not fit into the memory for them")
 
     def _make_room(self, num_pages: int, keep: bytes) -> None:
-        idle = [held for held in self if held.is_idle and held.request.session_id != keep]
-        if num_pages > self.pool.num_available + sum(held.num_pages for held in idle):
+        idle = [session for session in self if session.is_idle and session.request.session_id != keep]
+        if num_pages > self.pool.num_available + sum(session.num_pages for session in idle):
             self.pool.promise(num_pages)  # says what is missing; evicting would not have helped
-        for held in idle:
+        for session in idle:
             if num_pages <= self.pool.num_available:
                 return
-            self._free(held)
+            self._free(session)
             self.num_evicted += 1
 
-    def _touch(self, held: HopSession[AnyCache], now_s: float) -> None:
-        held.touched_s = now_s
-        self._sessions[held.request.session_id] = self._sessions.pop(held.request.session_id)
+    def _touch(self, session: HopSession[AnyCache], now_s: float) -> None:
+        session.last_used_s = now_s
+        self._sessions.pop(session.request.session_id, None)
+        self._sessions[session.request.session_id] = session
 
-    def _free(self, held: HopSession[AnyCache]) -> None:
-        del self._sessions[held.request.session_id]
-        held.cache.clear()
-        self.on_forget(held.request.session_id)
+    def _free(self, session: HopSession[AnyCache]) -> None:
+        session.apply(SessionEvent.FREED)
+        del self._sessions[session.request.session_id]
+        session.cache.clear()
+        self.on_forget(session.request.session_id)

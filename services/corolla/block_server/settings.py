@@ -39,19 +39,25 @@ class BlockServerSettings(ServiceSettings):
     attention: Literal["auto", "flash", "paged", "sdpa"] = Field(
         "auto", description="Attention kernel; `auto` takes the fastest one that is right on this device."
     )
-    lean_blocks: bool = Field(
+    fused_blocks: bool = Field(
         True, description="Run blocks of the usual shape with fused projections; off, with the family's own code."
+    )
+    tuning_budget_s: float = Field(
+        2.0,
+        ge=0,
+        le=60,
+        description="Seconds at start in which the server measures which kernels multiply fastest; 0 measures none.",
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
-        description="On CUDA with lean blocks and paged attention, replay decode steps as CUDA graphs if a check at "
+        description="On CUDA with fused blocks and paged attention, replay decode steps as CUDA graphs if a check at "
         "start finds them right; `off`: launch them kernel by kernel.",
     )
     threads: int = Field(
         0, ge=0, le=1024, description="Torch threads of this process; 0 measures how many of its cores pay."
     )
     kv_cache_mib: int = Field(1024, ge=1, description="Memory for keys and values in MiB.")
-    kept_outputs_mib: int = Field(
+    boundary_activations_mib: int = Field(
         256, ge=0, description="Memory in MiB for outputs that rebuild a lost next hop; 0: they are computed again."
     )
     prompt_mib: int = Field(
@@ -69,7 +75,7 @@ class BlockServerSettings(ServiceSettings):
         True, description="Whether sessions of one tenant whose texts begin alike share the KV pages of that beginning."
     )
     max_batch_tokens: int = Field(256, ge=1, description="Tokens of one iteration; longer prompts come in chunks.")
-    prefill_tokens_beside_decode: int = Field(
+    prefill_tokens_during_decode: int = Field(
         64,
         ge=1,
         description="Prompt tokens of one iteration while others decode here: fewer keep answers flowing evenly, more "

@@ -57,7 +57,7 @@ def measure_decode_step(runner: Runner) -> float:
     cache = runner.new_cache()
     cache.reserve(1)
     hidden = torch.zeros(1, runner.model.hidden_size)
-    seconds = _best_seconds(lambda: runner.run_each([RowWork(cache, 0, 1)], hidden, runner.span))
+    seconds = _best_seconds(lambda: runner.forward_each([RowWork(cache, 0, 1)], hidden, runner.span))
     cache.clear()
     return seconds
 
@@ -79,11 +79,11 @@ def measure_speed(
     cache = runner.new_cache()
     cache.reserve(_PREFILL_TOKENS + 1)
 
-    def run(position: int, num_tokens: int) -> Callable[[], object]:
+    def a_step(position: int, num_tokens: int) -> Callable[[], object]:
         hidden = torch.zeros(num_tokens, checkpoint.hidden_size, dtype=dtype)
-        return lambda: runner.run([RowWork(cache, position, num_tokens)], hidden, block)
+        return lambda: runner.forward([RowWork(cache, position, num_tokens)], hidden, block)
 
-    prefill, decode = run(0, _PREFILL_TOKENS), run(_PREFILL_TOKENS, 1)
+    prefill, decode = a_step(0, _PREFILL_TOKENS), a_step(_PREFILL_TOKENS, 1)
 
     def seconds() -> float:
         # Both matter alike, and neither hides the other.

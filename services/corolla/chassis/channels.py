@@ -53,6 +53,20 @@ _SERVER: Final[list[tuple[str, Any]]] = [
 ]
 
 
+_SILENCE_LIMITS: Final = frozenset(
+    {"grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms", "grpc.min_reconnect_backoff_ms"}
+)
+
+
+def tolerate_silence(silence_ms: int) -> None:
+    """Connections that this process opens or takes from now on bear that the other end is silent for so long.
+
+    For machines that stop processes for seconds, where a frozen peer noticed late is the lesser evil.
+    """
+    for options in (_CHANNEL, _PEERS, _CALLERS):
+        options[:] = [(name, silence_ms if name in _SILENCE_LIMITS else value) for name, value in options]
+
+
 Channels = Callable[[str], grpc.aio.Channel]
 """What opens channels: `open_channel`, or a network that does not exist."""
 

@@ -25,6 +25,8 @@ class CorollaError(Exception):
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
     retry_after_default_s: ClassVar[float | None] = None
+    is_callers_fault: ClassVar[bool] = False
+    """Whether the service did what it should by failing the call: nothing that its objectives count."""
 
     def __init__(
         self, message: str, *, metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
@@ -39,11 +41,33 @@ class InternalError(CorollaError):
     """A fault of our own. The caller learns nothing but that."""
 
 
-class NonFiniteOutput(CorollaError):
-    """A block produced NaN or Inf, or nothing at all; no token is made of it. `address` is the hop, if known."""
+class NotComputed(CorollaError):
+    """A hop has no output for a row, and says why by the class. Another hop may have one; the same row fails alone.
+
+    `address` is the hop, if known.
+    """
+
+    address = ""
+
+
+class NonFiniteOutput(NotComputed):
+    """A block produced NaN or Inf; no token is made of it."""
 
     reason = "NON_FINITE"
-    address = ""
+
+
+class StepFailed(NotComputed):
+    """Computing a row raised an exception: a device that fails, or a bug of ours."""
+
+    reason = "STEP_FAILED"
+
+
+class OutOfMemory(NotComputed):
+    """A hop's memory does not suffice to compute a row, not even by itself. Becomes `google.rpc.QuotaFailure`."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "OUT_OF_MEMORY"
+    retry_after_default_s = 1.0
 
 
 class RequestKillsServers(CorollaError):
@@ -60,6 +84,7 @@ class InvalidRequest(CorollaError):
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_REQUEST"
+    is_callers_fault = True
 
     def __init__(self, field: str, description: str, *more: tuple[str, str]) -> None:
         self.violations: Sequence[tuple[str, str]] = ((field, description), *more)
@@ -83,11 +108,13 @@ class MessageTooLarge(CorollaError):
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "MESSAGE_TOO_LARGE"
+    is_callers_fault = True
 
 
 class Unauthenticated(CorollaError):
     code = grpc.StatusCode.UNAUTHENTICATED
     reason = "UNAUTHENTICATED"
+    is_callers_fault = True
 
 
 class ResourceNotFound(CorollaError):
@@ -95,6 +122,7 @@ class ResourceNotFound(CorollaError):
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "NOT_FOUND"
+    is_callers_fault = True
     resource_type: ClassVar[str] = "resource"
 
     def __init__(self, message: str, resource_name: str = "") -> None:
@@ -113,7 +141,7 @@ class SessionNotFound(ResourceNotFound):
 
 
 class LeaseLost(CorollaError):
-    """The router does not know this block server, and was not told enough to register it."""
+    """The router does not know this block server, and does not know enough to register it."""
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "LEASE_LOST"
@@ -130,6 +158,7 @@ class SessionBusy(CorollaError):
 
     code = grpc.StatusCode.ABORTED
     reason = "SESSION_BUSY"
+    is_callers_fault = True
     retry_after_default_s = 1.0
 
 
@@ -148,6 +177,12 @@ class QueueFull(CorollaError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "QUEUE_FULL"
     retry_after_default_s = 1.0
+
+
+class ShareExceeded(QueueFull):
+    """The caller's tenant alone has more than its share of a full service. To the caller it is any QueueFull."""
+
+    is_callers_fault = True
 
 
 # --- the chain ----------------------------------------------------------------------------------------------------
@@ -265,6 +300,7 @@ class CallerStalled(DeadlineExceeded):
     """The caller stayed and took nothing of its answer for too long. It learns so when it reads again."""
 
     reason = "CALLER_STALLED"
+    is_callers_fault = True
 
 
 class StartupError(CorollaError):

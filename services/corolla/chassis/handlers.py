@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from corolla.chassis import errors
-from corolla.chassis.metrics import RpcMetrics
+from corolla.chassis.metrics import Fault, RpcMetrics
 from corolla.chassis.status import trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -88,13 +88,13 @@ def _parser(request_class: type[message.Message], max_request_bytes: int) -> Cal
 class _Responses:
     """What a streaming method gives, until its caller has taken nothing for too long: then it is closed.
 
-    A write that hangs cannot be taken back, and nothing can be sent beside it. So it is left alone, and only what it
+    A write that hangs cannot be taken back, and nothing can be sent next to it. So it is left alone, and only what it
     keeps waiting ends.
 
     Args:
         generator: nothing in it may belong to the task that runs it.
         timeout_s: None waits for ever.
-        on_stalled: is told at once; the caller hears of it when it reads again.
+        on_stalled: is called at once; the caller hears of it when it reads again.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class _Guard:
 
     async def _abort(self, failure: BaseException, context: Context, started: float) -> None:
         if isinstance(failure, asyncio.CancelledError):
-            self._metrics.done(self._method, "CANCELLED", time.perf_counter() - started)
+            self._metrics.done(self._method, "CANCELLED", time.perf_counter() - started, "caller")
             return
         if isinstance(failure, errors.CorollaError):
             error = failure
@@ -193,7 +193,8 @@ class _Guard:
             error = errors.InternalError("internal error")
         else:
             return
-        self._metrics.done(self._method, error.code.name, time.perf_counter() - started)
+        fault: Fault = "caller" if error.is_callers_fault else "service"
+        self._metrics.done(self._method, error.code.name, time.perf_counter() - started, fault)
         if not isinstance(error, errors.CallerStalled):  # which was counted when it came about
             self._metrics.error(error.reason)
         await context.abort(error.code, error.message, trailing_metadata=trailing_metadata(error))

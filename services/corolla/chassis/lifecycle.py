@@ -1,22 +1,23 @@
-"""A service's life: settings, start, run until a signal, stop in order; and supervised background tasks."""
+"""A service's life: settings, start, run until a signal, stop in order; or fail, and end at once."""
 
 import asyncio
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol, TypeVar
 
 import uvloop
 
 from corolla.chassis import failpoints, logs
 from corolla.chassis.errors import StartupError
-from corolla.chassis.handlers import where
 from corolla.chassis.settings import ServiceSettings, load
 
 log = logging.getLogger(__name__)
 
+EXIT_FAILED = 1
 EXIT_STARTUP = 2
 
 
@@ -32,10 +33,14 @@ class Service(Protocol):
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 
-_CANCEL_AGAIN_S: Final = 5.0
+# In which health's last word reaches those who watch it.
+_LAST_WORD_S: Final = 0.1
+# The end comes then also where the event loop is stuck.
+_FAILED_WITHIN_S: Final = 0.8
 
 # Of the service that this process runs.
 _stops: list[Callable[[], None]] = []
+_ends: set[asyncio.Task[None]] = set()
 
 
 def ask_to_stop() -> None:
@@ -44,12 +49,40 @@ def ask_to_stop() -> None:
         stop()
 
 
+def fail(say_not_serving: Callable[[], Awaitable[None]]) -> None:
+    """An essential part of the service has failed: health says so, and the process ends with status 1 within a second.
+
+    Nothing is handed over, which would need the part that is gone. Peers see their streams break at once and recover
+    the sessions, as after any death.
+
+    A service that is not this process' own, as where tests run several in one, stays there and says NOT_SERVING.
+    """
+    is_own = bool(_stops)
+    if is_own:
+        timer = threading.Timer(_FAILED_WITHIN_S, os._exit, (EXIT_FAILED,))
+        timer.daemon = True
+        timer.start()
+
+    async def end() -> None:
+        try:
+            await say_not_serving()
+            await asyncio.sleep(_LAST_WORD_S)
+        finally:
+            if is_own:
+                os._exit(EXIT_FAILED)
+
+    task = asyncio.get_running_loop().create_task(end())
+    _ends.add(task)
+    task.add_done_callback(_ends.discard)
+
+
 def run_service(settings_class: type[Settings], build: Callable[[Settings], Service], /, **overrides: Any) -> int:
     """Reads the settings, builds the service and runs it until SIGTERM or SIGINT. Returns the exit status.
 
     A second signal does not wait for the service's end: the process dies by it.
 
-    A StartupError ends the process with its sentence on standard error and status 2.
+    A StartupError ends the process with its sentence on standard error and status 2, the failure of an essential part
+    with status 1.
     """
     try:
         settings = load(settings_class, **overrides)
@@ -95,34 +128,3 @@ async def _serve_until_signal(build: Callable[[], Service]) -> None:
         await asyncio.gather(starting, waiting, return_exceptions=True)
         await service.stop()
         _stops.remove(stopping.set)
-
-
-class TaskGroup:
-    """Background tasks of one owner: held against the garbage collector, cancelled and awaited on close."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Runs `work` until it ends or the group closes; a failure is logged, not raised."""
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (failure := task.exception()) is not None:
-            log.error("background task failed", extra={"task": task.get_name(), "where": where(failure)})
-
-    async def close(self) -> None:
-        """Cancels all tasks and waits for their ends.
-
-        More than once, if need be: before Python 3.12, `asyncio.wait_for` loses a cancellation that comes together with
-        what was waited for, and libraries use it.
-        """
-        tasks = set(self._tasks)
-        while tasks:
-            for task in tasks:
-                task.cancel()
-            _, tasks = await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)

@@ -1,4 +1,4 @@
-"""Log lines: one event, its facts beside it, never a prompt, an answer or a session id."""
+"""Log lines: one event, its facts next to it, never a prompt, an answer or a session id."""
 
 import json
 import logging

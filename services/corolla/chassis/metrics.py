@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from socket import create_connection
 from threading import Thread
-from typing import Final
+from typing import Final, Literal
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
@@ -29,6 +29,8 @@ RECOVERY_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 7.5, 
 TOKEN_COUNT_BUCKETS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 BATCH_ROWS_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
+Fault = Literal["none", "caller", "service"]
+
 
 def new_registry() -> CollectorRegistry:
     """A registry with the process's own figures in it."""
@@ -44,7 +46,11 @@ class RpcMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._calls = Counter(
-            "corolla_rpcs", "RPCs by method and gRPC status code.", ["method", "code"], registry=registry
+            "corolla_rpcs",
+            "RPCs by method, gRPC status code, and whose fault a failure is: none, caller (bad input, a message that "
+            "is too large, more than its share of a full service) or service.",
+            ["method", "code", "fault"],
+            registry=registry,
         )
         self._seconds = Histogram(
             "corolla_rpc_seconds",
@@ -60,12 +66,24 @@ class RpcMetrics:
         for reason in _reasons_of_calls(CorollaError):
             self._errors.labels(reason)
 
-    def done(self, method: str, code: str, seconds: float) -> None:
-        self._calls.labels(method, code).inc()
+    def done(self, method: str, code: str, seconds: float, fault: Fault = "none") -> None:
+        self._calls.labels(method, code, fault).inc()
         self._seconds.labels(method).observe(seconds)
 
     def error(self, reason: str) -> None:
         self._errors.labels(reason).inc()
+
+
+class TaskMetrics:
+    """Restarts of background tasks that the service does without for a while."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.restarts = Counter(
+            "corolla_task_restarts",
+            "Background tasks that failed and were started again, by task.",
+            ["task"],
+            registry=registry,
+        )
 
 
 class MetricsEndpoint:

@@ -26,7 +26,7 @@ def to_status(error: errors.CorollaError) -> status_pb2.Status:
 
 
 def trailing_metadata(error: errors.CorollaError) -> tuple[tuple[str, bytes], ...]:
-    """What a handler hands to `context.abort` beside code and message."""
+    """What a handler hands to `context.abort` next to code and message."""
     return ((DETAILS_KEY, to_status(error).SerializeToString()),)
 
 

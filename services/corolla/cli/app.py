@@ -1,5 +1,6 @@
 """The commands and their options. Whatever is slow to import is imported when a command runs."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,6 +37,8 @@ def version() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, 1 for a failure, 2 for a wrong call, 130 after Ctrl-C."""
+    # Else gRPC, which reads this when it is imported, prints notes of ended connections between a command's output.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         return _run(sys.argv[1:] if arguments is None else list(arguments))
     except KeyboardInterrupt:

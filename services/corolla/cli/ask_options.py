@@ -40,7 +40,7 @@ MaxTokens = Annotated[int | None, _answer("max-tokens", "New tokens at most.")]
 Temperature = Annotated[float | None, _answer("temperature", "0 always takes the likeliest token.")]
 TopK = Annotated[int | None, _answer("top-k", "Keep the k likeliest tokens.")]
 TopP = Annotated[float | None, _answer("top-p", "Keep the smallest set with this probability.")]
-MinP = Annotated[float | None, _answer("min-p", "Keep tokens this likely beside the likeliest.")]
+MinP = Annotated[float | None, _answer("min-p", "Keep tokens this likely next to the likeliest.")]
 RepetitionPenalty = Annotated[float | None, _answer("repetition-penalty", "Above 1: fewer repetitions.")]
 PresencePenalty = Annotated[float | None, _answer("presence-penalty", "Above 0: fewer tokens used before.")]
 FrequencyPenalty = Annotated[float | None, _answer("frequency-penalty", "Above 0: fewer tokens used often.")]
@@ -49,7 +49,7 @@ Stop = Annotated[list[str] | None, _answer("stop", "End before this text; may be
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.", rich_help_panel=_ANSWER)]
 TimeLimit = Annotated[float | None, _answer("time-limit", "End with what there is after this many seconds.")]
 Speculation = Annotated[
-    str | None, _answer("speculation", "Guess ahead: off, prompt_lookup or draft_model. Tokens stay the same.")
+    str | None, _answer("speculation", "Draft tokens ahead: off, prompt_lookup or draft_model. Tokens stay the same.")
 ]
 
 

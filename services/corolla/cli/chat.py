@@ -9,8 +9,8 @@ from typing import Any
 
 from corolla.chassis.errors import CorollaError, InvalidRequest, SessionNotFound
 from corolla.cli.advice import sentence_of
+from corolla.cli.generate import usage_text
 from corolla.cli.interruption import interruption
-from corolla.cli.usage_line import usage_text
 from corolla.sdk.client import Client
 from corolla.sdk.sessions import Chat
 
@@ -18,7 +18,7 @@ _HELP = "/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops 
 
 
 def run_chat(client: Client, system: str | None, session: str | None, options: dict[str, Any], *, as_json: bool) -> int:
-    """Each line is a turn. On a terminal a failed turn is told and the conversation goes on; over a pipe it ends."""
+    """Each line is a turn. On a terminal a failed turn is shown and the conversation goes on; over a pipe it ends."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     if is_terminal:
         model = client.models()[0].name
@@ -64,13 +64,13 @@ def _terminal_talk(chat: Chat) -> bool:
 
 
 def _answer_on_terminal(chat: Chat, text: str) -> None:
-    with interruption() as told:
+    with interruption() as interrupted:
         stream = chat.stream(text)
-        told.closes(stream)
+        interrupted.closes(stream)
         for chunk in stream:
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
-    if told.came:
+    if interrupted.came:
         _say("\n(stopped)")
         return
     sys.stdout.write("\n")

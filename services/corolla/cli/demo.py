@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from corolla.chassis.errors import InternalError
+from corolla.cli.generate import usage_text
 from corolla.cli.interruption import EXIT_INTERRUPTED, Interrupted, interruptible
 from corolla.cli.placement_table import placement_table
 from corolla.cli.stack_console import StackConsole
-from corolla.cli.usage_line import usage_text
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
 from corolla.sdk.client import Client

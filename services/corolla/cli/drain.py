@@ -4,6 +4,7 @@ import sys
 
 import grpc
 
+from corolla.chassis.errors import StartupError
 from corolla.sdk.transport import CHANNEL_OPTIONS, error_of
 from corolla.v1 import admin_pb2
 from corolla.v1.admin_pb2_grpc import AdminServiceStub
@@ -15,7 +16,11 @@ def run_drain(address: str, timeout_s: float) -> int:
         try:
             answer = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s)
         except grpc.RpcError as failure:
-            raise error_of(failure, address) from None
+            error = error_of(failure, address)
+            if error.reason == "SERVICE_UNAVAILABLE":
+                # Not as a client service that nobody reaches: to start a stack is no advice here.
+                raise StartupError(f"no block server answers at {address}") from None
+            raise error from None
     left = answer.num_sessions_left
     sys.stdout.write("drained" + (f"; nobody had room for {left} sessions, they are replayed" if left else "") + "\n")
     return 0

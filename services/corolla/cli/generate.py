@@ -6,8 +6,14 @@ import sys
 from typing import Any
 
 from corolla.cli.interruption import EXIT_INTERRUPTED, interruption
-from corolla.cli.usage_line import print_usage
 from corolla.sdk.client import Client
+from corolla.sdk.results import FinishReason, Usage
+
+_NOTES = {
+    FinishReason.LENGTH: "cut at its token limit",
+    FinishReason.TIME_LIMIT: "cut at its time limit",
+    FinishReason.CANCELLED: "cancelled",
+}
 
 
 def run_generate(
@@ -37,8 +43,8 @@ def read_stdin() -> str:
 
 
 def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_json: bool, with_index: bool) -> int:
-    with interruption() as told, client.stream(prompt, **options) as stream:
-        told.closes(stream)
+    with interruption() as interrupted, client.stream(prompt, **options) as stream:
+        interrupted.closes(stream)
         for chunk in stream:
             if as_json:
                 sys.stdout.write(json.dumps(dataclasses.asdict(chunk)) + "\n")
@@ -49,7 +55,7 @@ def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_js
             else:
                 sys.stdout.write(chunk.text)
             sys.stdout.flush()
-    if told.came:
+    if interrupted.came:
         return EXIT_INTERRUPTED
     if not as_json:
         if not with_index:
@@ -75,3 +81,28 @@ def _print_whole(client: Client, prompt: str, options: dict[str, Any], *, as_jso
 
 def _print_numbered(index: int, text: str) -> None:
     sys.stdout.write(f"[{index + 1}] {text.strip()}\n")
+
+
+def usage_text(usage: Usage, finish_reason: FinishReason | None = None) -> str:
+    """For example `24 tokens, 15.2 tokens/s, first after 0.21 s, 40 of 52 prompt tokens cached`."""
+    parts = [f"{usage.completion_tokens} tokens"]
+    if usage.tokens_per_s:
+        parts.append(f"{usage.tokens_per_s:.1f} tokens/s")
+    parts.append(f"first after {usage.time_to_first_token_s:.2f} s")
+    if usage.cached_tokens:
+        parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached")
+    if usage.drafted_tokens:
+        parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} draft tokens accepted")
+    if usage.recoveries:
+        parts.append(f"{usage.recoveries} recoveries took {usage.stall_s:.2f} s")
+    if finish_reason in _NOTES:
+        parts.append(_NOTES[finish_reason])
+    return ", ".join(parts)
+
+
+def print_usage(usage: Usage | None, finish_reason: FinishReason | None = None) -> None:
+    if usage is None or not (sys.stderr.isatty() and sys.stdout.isatty()):
+        return
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(usage_text(usage, finish_reason), style="dim", markup=False)

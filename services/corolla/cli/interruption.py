@@ -68,9 +68,9 @@ def interruption() -> Iterator[Interruption]:
     An exception out of the middle of gRPC's waiting can leave its locks in disorder: the next call would fail or hang.
     Outside the main thread, signals are left alone.
     """
-    told = Interruption()
-    with _handled((signal.SIGINT,), told.signalled):
-        yield told
+    interrupted = Interruption()
+    with _handled((signal.SIGINT,), interrupted.signalled):
+        yield interrupted
 
 
 @contextmanager

@@ -99,7 +99,10 @@ def client(
     device: Device = None,
     threads: Threads = None,
     api_keys_file: Annotated[
-        str | None, typer.Option(help="File with a line tenant:key for each caller.", show_default=False)
+        str | None,
+        typer.Option(
+            help="File with a line tenant:key for each caller; a key has at least 16 characters.", show_default=False
+        ),
     ] = None,
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,

@@ -53,7 +53,7 @@ def up(
 ) -> int:
     """Starts Redis, router, block servers and client service, and runs them until Ctrl-C."""
     from corolla.cli.up import run_up
-    from corolla.local.folders import new_log_folder
+    from corolla.local.log_files import new_log_folder
     from corolla.local.options import StackOptions
 
     if blocks not in ("", "auto") and servers is not None and servers != blocks.count(",") + 1:
@@ -73,7 +73,7 @@ def demo(
 ) -> int:
     """Shows it all: starts a stack with a real model, streams an answer and a chat, and stops it."""
     from corolla.cli.demo import run_demo
-    from corolla.local.folders import new_log_folder
+    from corolla.local.log_files import new_log_folder
     from corolla.local.options import StackOptions
 
     options = StackOptions(num_servers=servers, num_threads=threads, log_folder=log_folder or new_log_folder())

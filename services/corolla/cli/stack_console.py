@@ -20,7 +20,7 @@ from corolla.v1 import router_pb2
 _COLOURS = ("cyan", "magenta", "blue", "yellow", "green", "bright_cyan", "bright_magenta", "bright_blue")
 _NAME_WIDTH = 9
 _IMPORTANT = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|^corolla: |^Traceback|^\w*(Error|Exception)\b")
-_EVENT_STYLES = {"problem": "bold red", "mended": "green", "ready": "bold green"}
+_EVENT_STYLES = {"problem": "bold red", "recovered": "green", "ready": "bold green"}
 
 
 class StackConsole:

@@ -13,17 +13,13 @@ Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Keeps torch off the event loop.
-
-    Args:
-        busy_seconds: counts the time in which the thread works.
-    """
+    """Keeps torch off the event loop; `busy_seconds` counts the time in which the thread works."""
 
     def __init__(self, busy_seconds: Counter) -> None:
         self._busy_seconds = busy_seconds
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
 
-    async def run(self, work: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
+    async def submit(self, work: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
         """Runs `work` in the thread. Cancelling the wait does not stop work that has begun."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work, args)
 

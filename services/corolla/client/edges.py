@@ -31,8 +31,6 @@ class Edges:
     """What the client applies before block 0 and after the last block.
 
     Attributes:
-        config: the model's configuration, with no layers.
-        dtype: of embeddings and hidden states.
         is_lookup: whether `embed` only looks rows up, so that for a few tokens it takes microseconds.
     """
 
@@ -78,40 +76,20 @@ class Edges:
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """The input of block 0.
-
-        Args:
-            token_ids: int64 `[T]`.
-            position_ids: int64 `[T]`, absolute positions.
-
-        Returns:
-            `[T, H]` in the model's dtype.
-        """
+        """The input of block 0, `[T, H]` in the model's dtype, for int64 `[T]` ids and `[T]` absolute positions."""
         if self.is_lookup:
             return cast(Tensor, self._embedding(token_ids.to(self.device)))
         return self._first_input(position_ids, input_ids=token_ids.to(self.device).unsqueeze(0))
 
     @torch.no_grad()
     def embed_given(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
-        """Like `embed`, where the tokens were already looked up: adds and scales what the family does afterwards.
-
-        Args:
-            embeddings: `[T, H]`, as the token embedding gives them, or trained ones.
-            position_ids: int64 `[T]`, absolute positions.
-        """
+        """Like `embed`, for `[T, H]` token embeddings or trained ones: adds and scales what the family does then."""
         rows = embeddings.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         return self._first_input(position_ids, inputs_embeds=rows)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        """Next-token logits.
-
-        Args:
-            hidden: `[R, H]`, rows of the last block's output; each row is one position of any session.
-
-        Returns:
-            float32 `[R, V]`.
-        """
+        """Next-token logits, float32 `[R, V]`, of `[R, H]` rows of the last block's output, of any sessions."""
         rows = hidden.to(device=self.device, dtype=self.dtype).unsqueeze(0)
         output = self._head_model(inputs_embeds=rows, use_cache=False)
         return cast(Tensor, output.logits)[0].float().contiguous()

@@ -5,18 +5,20 @@ import logging
 
 from transformers import GenerationConfig
 
+from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import CheckpointError, SettingsError
 from corolla.chassis.handlers import service_handler
-from corolla.chassis.lifecycle import TaskGroup
-from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
+from corolla.chassis.lifecycle import fail
+from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
-from corolla.client.api.servicer import GenerationServicer, ModelFacts
+from corolla.chassis.tasks import TaskGroup
+from corolla.client.api.servicer import FAREWELL_S, GenerationServicer
 from corolla.client.api.tenants import Tenants
 from corolla.client.chain.control import ControlPlane
-from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.placement import PlacementWatch
 from corolla.client.chain.reservations import ChainLimits
 from corolla.client.chain.routes import Routes
+from corolla.client.chain.session import ChainSessions
 from corolla.client.chain.streams import DataPlane
 from corolla.client.compute import ComputeThread
 from corolla.client.edges import load_edges
@@ -39,24 +41,33 @@ log = logging.getLogger(__name__)
 
 
 class ClientService:
-    """One client service in this process."""
+    """One client service in this process.
 
-    def __init__(self, settings: ClientSettings) -> None:
+    Args:
+        channels: to the router and to block servers.
+        farewell_s: how long before its deadline a caller is notified that there will be no answer.
+    """
+
+    def __init__(
+        self, settings: ClientSettings, *, channels: Channels = open_channel, farewell_s: float = FAREWELL_S
+    ) -> None:
         self.settings = settings
         if settings.max_held_request_bytes < settings.max_request_bytes:
             raise SettingsError("COROLLA_MAX_HELD_REQUEST_BYTES must allow one request of COROLLA_MAX_REQUEST_BYTES")
+        self._channels = channels
+        self._farewell_s = farewell_s
         self._hub = Hub(settings.offline, settings.hub_patience_s)
         self._tenants = Tenants(settings.api_keys_file)
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
         self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection, for_callers=True)
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
-        self._tasks = TaskGroup()
+        self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(self._registry))
         self._compute = ComputeThread(self._metrics.compute_seconds)
         self._control: ControlPlane | None = None
         self._plane: DataPlane | None = None
         self._routes: Routes | None = None
-        self._opener: ChainOpener | None = None
+        self._sessions: ChainSessions | None = None
         self._transcripts: Transcripts | None = None
 
     @property
@@ -67,49 +78,77 @@ class ClientService:
     def metrics_port(self) -> int:
         return self._metrics_endpoint.port
 
+    @property
+    def num_pending(self) -> int:
+        """Steps and openings that block servers have not answered yet; 0 when no request runs."""
+        return self._plane.num_pending if self._plane is not None else 0
+
     async def start(self) -> None:
         """Loads tokenizer, embedding and head, and serves."""
         settings = self.settings
-        checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model, revision=settings.revision, hub=self._hub)
+        checkpoint = await asyncio.to_thread(
+            Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
+        )
         fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype, settings.quantization)
-        control = self._control = ControlPlane(settings.router, checkpoint.name)
+        control = self._control = ControlPlane(settings.router, checkpoint.name, self._channels)
         placement = PlacementWatch(control)
-        self._tasks.start(placement.run(), "placement watch")
+        self._tasks.start_essential(placement.run, "placement_watch")
         tokenizer = await asyncio.to_thread(TextTokenizer.load, checkpoint.folder)
         edges = await asyncio.to_thread(load_edges, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
         await asyncio.to_thread(set_num_threads, settings.threads, edges.seconds_of_head)
         await asyncio.to_thread(edges.tune_head)
         plane = self._plane = DataPlane(
-            fingerprint, settings.probe_after_s, settings.probe_timeout_s, settings.open_timeout_s
+            fingerprint,
+            self._tasks.subgroup(),
+            settings.probe_after_s,
+            settings.probe_timeout_s,
+            settings.open_timeout_s,
+            self._channels,
         )
-        routes = self._routes = Routes(control, placement, fingerprint, checkpoint.num_blocks, self._metrics.quarantine)
+        routes = self._routes = Routes(
+            control,
+            placement,
+            fingerprint,
+            checkpoint.num_blocks,
+            on_quarantine=lambda cause: self._metrics.quarantines.labels(cause).inc(),
+        )
         clock = asyncio.get_running_loop().time
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
-        opener = self._opener = ChainOpener(
-            routes, plane, edges, self._compute, _limits(settings), self._metrics.recovered
+        sessions = self._sessions = ChainSessions(
+            routes, plane, edges, self._compute, _limits(settings), self._metrics.count_recovery
         )
-        transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s)
+        transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = ChatTemplate(tokenizer)
+        # A tenant that is alone at the moment has no right to the whole, where others may come.
+        min_shares = min(2, self._tenants.count)
         admission, tokenizations = (
-            Admission(max_running, settings.max_waiting_requests, settings.max_held_request_bytes, self._metrics)
+            Admission(max_running, settings.max_waiting_requests, settings.max_held_request_bytes, min_shares)
             # One after the other: threads that look up tokens take time from the one that serves answers.
             for max_running in (settings.max_running_requests, 1)
         )
         answering = Answering(
-            opener,
+            sessions,
             transcripts,
             tokenizer,
-            ModelLimits(checkpoint.context_length, settings.default_max_tokens, _eos_token_ids(checkpoint)),
+            ModelLimits(
+                checkpoint.context_length,
+                settings.default_max_tokens,
+                _eos_token_ids(checkpoint),
+                checkpoint.vocab_size,
+            ),
             admission,
             await asyncio.to_thread(self._speculators, checkpoint, tokenizer),
+            self._metrics,
         )
-        facts = ModelFacts(
-            checkpoint.name, checkpoint.family.model_type, checkpoint.num_blocks, checkpoint.context_length,
-            checkpoint.vocab_size, settings.dtype, fingerprint,
+        model = generation_pb2.Model(
+            name=checkpoint.name, family=checkpoint.family.model_type, num_blocks=checkpoint.num_blocks,
+            context_length=checkpoint.context_length, vocab_size=checkpoint.vocab_size, dtype=settings.dtype,
+            fingerprint=fingerprint, has_chat_template=chat.exists,
         )  # fmt: skip
         servicer = GenerationServicer(
-            facts, self._tenants, answering, tokenizations, transcripts, opener, placement, tokenizer, chat
-        )
+            model, self._tenants, answering, tokenizations, transcripts, sessions, placement, tokenizer, chat,
+            farewell_s=self._farewell_s,
+        )  # fmt: skip
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
         handler = service_handler(
             service,
@@ -128,7 +167,7 @@ class ClientService:
         self._hub.stop()
         await self._rpc.stop(self.settings.grace_s)
         await self._tasks.close()
-        for part in (self._transcripts, self._opener, self._routes, self._plane, self._control):
+        for part in (self._transcripts, self._sessions, self._routes, self._plane, self._control):
             if part is not None:
                 await part.close()
         self._compute.close()
@@ -140,11 +179,11 @@ class ClientService:
         draft_model = None
         if settings.draft_model is not None:
             draft_model = DraftModel.load(
-                Checkpoint.open(settings.draft_model, hub=self._hub), tokenizer,
+                Checkpoint.from_pretrained(settings.draft_model, hub=self._hub), tokenizer,
                 vocab_size=checkpoint.vocab_size, dtype=DTYPES[settings.dtype], device=settings.device,
             )  # fmt: skip
         elif mode is SpeculationMode.DRAFT_MODEL:
-            raise SettingsError("COROLLA_SPECULATION=draft_model needs COROLLA_DRAFT_MODEL, the model that guesses")
+            raise SettingsError("COROLLA_SPECULATION=draft_model needs COROLLA_DRAFT_MODEL, the model that drafts")
         return Speculators(
             self._compute, mode, settings.max_draft_tokens, draft_model, is_adaptive=settings.adaptive_drafts
         )
@@ -153,7 +192,7 @@ class ClientService:
 def _limits(settings: ClientSettings) -> ChainLimits:
     return ChainLimits(
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
-        prefill_chunk_tokens_beside_decode=settings.prefill_chunk_tokens_beside_decode,
+        prefill_chunk_tokens_during_decode=settings.prefill_chunk_tokens_during_decode,
         step_timeout_s=settings.step_timeout_s,
         lease_ms=round(settings.lease_s * 1000),
         max_recoveries=settings.max_recoveries,

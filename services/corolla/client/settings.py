@@ -31,7 +31,9 @@ class ClientSettings(ServiceSettings):
         0, ge=0, le=1024, description="Torch threads of this process; 0 measures how many of its cores pay."
     )
     api_keys_file: Path | None = Field(
-        None, description="File with a line `tenant:key` for each caller; without it everybody is the tenant `public`."
+        None,
+        description="File with a line `tenant:key` for each caller, keys of at least 16 characters; without it "
+        "everybody is the tenant `public`.",
     )
     max_request_bytes: int = Field(4 << 20, ge=1024, le=32 << 20, description="Larger requests are refused.")
     max_running_requests: int = Field(256, ge=1, description="Requests served at a time; further ones wait.")
@@ -49,7 +51,7 @@ class ClientSettings(ServiceSettings):
     )
     default_max_tokens: int = Field(256, ge=1, description="New tokens when the request does not say.")
     prefill_chunk_tokens: int = Field(256, ge=1, description="Tokens of one prefill step.")
-    prefill_chunk_tokens_beside_decode: int = Field(
+    prefill_chunk_tokens_during_decode: int = Field(
         64, ge=1, description="Tokens of one prefill step while other requests decode on the same chain, at most."
     )
     step_timeout_s: float = Field(60.0, gt=0, description="Seconds after which a step counts as lost.")
@@ -83,12 +85,12 @@ class ClientSettings(ServiceSettings):
     )
     session_ttl_s: float = Field(1800.0, gt=0, description="Seconds that an idle conversation is kept.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
-        "off", description="How answers are guessed ahead where the request does not say; tokens stay the same."
+        "off", description="How answers are drafted ahead where the request does not say; tokens stay the same."
     )
     draft_model: str | None = Field(
-        None, description="Checkpoint of a small model with the same tokenizer, run here to guess ahead."
+        None, description="Checkpoint of a small model with the same tokenizer, run here to draft tokens ahead."
     )
-    max_draft_tokens: int = Field(16, ge=1, le=64, description="Tokens guessed ahead in one step at most.")
+    max_draft_tokens: int = Field(16, ge=1, le=64, description="Tokens drafted ahead in one step at most.")
     adaptive_drafts: bool = Field(
-        True, description="Whether the number of guesses follows their success and cost; else always the most."
+        True, description="Whether the number of draft tokens follows their success and cost; else always the most."
     )

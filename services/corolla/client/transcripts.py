@@ -5,11 +5,19 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 from corolla.chassis import failpoints
-from corolla.chassis.errors import CorollaError, RouterUnavailable, SessionNotFound, StoreUnavailable
-from corolla.chassis.lifecycle import TaskGroup
+from corolla.chassis.errors import (
+    CorollaError,
+    RouterUnavailable,
+    SessionBusy,
+    SessionNotFound,
+    StaleEpoch,
+    StoreUnavailable,
+)
+from corolla.chassis.tasks import TaskGroup
 from corolla.client.chain.control import ControlPlane
 from corolla.v1 import router_pb2 as pb
 
@@ -34,8 +42,7 @@ class Turn:
     async def commit(self) -> None:
         """Makes what `record` holds the session's, and ends the turn.
 
-        Raises:
-            RouterUnavailable, StoreUnavailable: it could not be written; the session stays as it was.
+        Raises RouterUnavailable or StoreUnavailable where it could not be written; the session stays as it was.
         """
         failpoints.passed("before_commit")
         await self._write_back(self.record)
@@ -44,32 +51,29 @@ class Turn:
 
 
 class Transcripts:
-    """Creates, locks and writes session records.
+    """Creates, locks and writes session records; an idle conversation is kept for `session_ttl_s` seconds."""
 
-    Args:
-        session_ttl_s: how long an idle conversation is kept.
-    """
-
-    def __init__(self, control: ControlPlane, session_ttl_s: float) -> None:
+    def __init__(self, control: ControlPlane, session_ttl_s: float, tasks: TaskGroup) -> None:
         self._control = control
-        self._ttl_ms = round(session_ttl_s * 1000)
-        self._tasks = TaskGroup()
-
-    @property
-    def ttl_ms(self) -> int:
-        return self._ttl_ms
+        self.ttl_ms = round(session_ttl_s * 1000)
+        self._tasks = tasks
 
     async def create(self, tenant: str) -> pb.SessionRecord:
         record = pb.SessionRecord(session_id=secrets.token_hex(16), tenant=tenant, model=self._control.model)
-        return await self._control.create_session(record, self._ttl_ms)
+        request = pb.CreateSessionRecordRequest(record=record, ttl_ms=self.ttl_ms)
+        return await self._control.call(self._control.stub.CreateSessionRecord, request)
 
     async def get(self, session_id: str, tenant: str) -> pb.SessionRecord:
         """Raises SessionNotFound, also for another tenant's."""
-        return await self._control.get_session(_checked(session_id), tenant)
+        model = self._control.model
+        request = pb.GetSessionRecordRequest(model=model, session_id=_checked(session_id), tenant=tenant)
+        return await self._control.call(self._control.stub.GetSessionRecord, request)
 
     async def delete(self, session_id: str, tenant: str) -> pb.SessionRecord:
         """The record that was there. Raises SessionNotFound, or SessionBusy while a turn runs."""
-        return await self._control.delete_session(_checked(session_id), tenant)
+        model = self._control.model
+        request = pb.DeleteSessionRecordRequest(model=model, session_id=_checked(session_id), tenant=tenant)
+        return await self._control.call(self._control.stub.DeleteSessionRecord, request)
 
     @asynccontextmanager
     async def turn(self, session_id: str, tenant: str, name: str = "") -> AsyncIterator[Turn]:
@@ -84,11 +88,14 @@ class Transcripts:
         turn_id = f"{name}.{secrets.token_hex(15)}" if name else secrets.token_hex(16)
         record = await self._begin(_checked(session_id), tenant, turn_id)
         turn = Turn(record, lambda changed: self._write_back(changed, turn_id))
-        renewing = asyncio.create_task(self._keep_lock(session_id, turn_id))
+        renewing = self._tasks.start_restartable(partial(self._keep_lock, session_id, turn_id), "turn_lock")
         try:
             yield turn
+        except StaleEpoch:
+            # A turn of the same name took the session over, or Redis lost it. The next turn has a higher epoch.
+            raise SessionBusy("block servers have opened the session for a later turn") from None
         finally:
-            renewing.cancel()
+            self._tasks.cancel(renewing)
             if not turn.committed:
                 # The lock must go also when the caller is gone.
                 await asyncio.shield(asyncio.ensure_future(self._discard(turn.record, turn_id)))
@@ -97,7 +104,10 @@ class Transcripts:
         await self._tasks.close()
 
     async def _begin(self, session_id: str, tenant: str, turn_id: str) -> pb.SessionRecord:
-        beginning = asyncio.ensure_future(self._control.begin_turn(session_id, tenant, turn_id, _LOCK_MS))
+        request = pb.BeginTurnRequest(
+            model=self._control.model, session_id=session_id, tenant=tenant, turn_id=turn_id, lock_ms=_LOCK_MS
+        )
+        beginning = asyncio.ensure_future(self._control.call(self._control.stub.BeginTurn, request))
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
@@ -121,7 +131,7 @@ class Transcripts:
         for _ in range(_MAX_RELEASES):
             await asyncio.sleep(_RELEASE_INTERVAL_S)
             try:
-                return await self._control.end_turn(record, turn_id, self._ttl_ms, discard=True)
+                return await self._end(record, turn_id, discard=True)
             except (RouterUnavailable, StoreUnavailable):
                 continue
             except CorollaError:
@@ -133,7 +143,7 @@ class Transcripts:
         give_up_s = clock() + _WRITE_PATIENCE_S
         while True:
             try:
-                return await self._control.end_turn(record, turn_id, self._ttl_ms, discard=False)
+                return await self._end(record, turn_id, discard=False)
             except (RouterUnavailable, StoreUnavailable):
                 # The same call again is no error, should the first one have got through.
                 if clock() >= give_up_s:
@@ -142,15 +152,21 @@ class Transcripts:
 
     async def _discard(self, record: pb.SessionRecord, turn_id: str) -> None:
         try:
-            await self._control.end_turn(record, turn_id, self._ttl_ms, discard=True)
+            await self._end(record, turn_id, discard=True)
         except CorollaError as error:
             log.warning("turn lock not given back; it will run out", extra={"reason": error.reason})
 
+    async def _end(self, record: pb.SessionRecord, turn_id: str, *, discard: bool) -> None:
+        request = pb.EndTurnRequest(record=record, turn_id=turn_id, ttl_ms=self.ttl_ms, discard=discard)
+        await self._control.call(self._control.stub.EndTurn, request)
+
     async def _keep_lock(self, session_id: str, turn_id: str) -> None:
+        model = self._control.model
+        request = pb.RenewTurnRequest(model=model, session_id=session_id, turn_id=turn_id, lock_ms=_LOCK_MS)
         while True:
             await asyncio.sleep(_RENEW_INTERVAL_S)
             try:
-                await self._control.renew_turn(session_id, turn_id, _LOCK_MS)
+                await self._control.call(self._control.stub.RenewTurn, request)
             except CorollaError as error:
                 log.warning("turn lock not renewed", extra={"reason": error.reason})
 

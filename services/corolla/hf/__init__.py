@@ -1,15 +1,14 @@
 """The library face: `generate()` of transformers over blocks that are served elsewhere.
 
-Besides the names below, the package has one class for each family: `DistributedLlamaForCausalLM` and so on,
-and one that guesses ahead: `DistributedLlamaForSpeculativeGeneration`.
+Apart from the names below, the package has one class for each family: `DistributedLlamaForCausalLM` and so on,
+and one that drafts tokens ahead: `DistributedLlamaForSpeculativeGeneration`.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from corolla.hf.auto import AutoDistributedModelForCausalLM
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import RemotePastKeyValues
-from corolla.hf.families import CLASSES_BY_NAME
+from corolla.hf.families import CLASSES_BY_NAME, AutoDistributedModelForCausalLM
 from corolla.hf.generation import RemoteGenerationMixin
 from corolla.hf.modeling import DistributedModelForCausalLM
 from corolla.hf.session import InferenceSession

@@ -5,7 +5,7 @@ from typing import overload
 
 from torch import Tensor
 
-from corolla.hf.places import RemoteBlockRun
+from corolla.hf.places import RemoteSpan
 from corolla.hf.session import InferenceSession
 from corolla.wire.span import Span
 
@@ -14,17 +14,17 @@ class RemoteBlocks:
     """Consecutive blocks, wherever they are served; a slice is fewer of them.
 
     Args:
-        run: the blocks.
+        remote: which blocks, and where they are reached.
     """
 
-    def __init__(self, run: RemoteBlockRun) -> None:
-        self.run = run
+    def __init__(self, remote: RemoteSpan) -> None:
+        self.remote = remote
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.run.span})"
+        return f"{type(self).__name__}({self.remote.span})"
 
     def __len__(self) -> int:
-        return len(self.run.span)
+        return len(self.remote.span)
 
     @overload
     def __getitem__(self, blocks: int) -> "RemoteBlocks": ...
@@ -44,8 +44,8 @@ class RemoteBlocks:
             chosen = range(chosen, chosen + 1)
         if chosen.step != 1 or not chosen:
             raise ValueError("A slice of blocks must be consecutive and not empty.")
-        start = self.run.span.start
-        return RemoteBlocks(replace(self.run, span=Span(start + chosen.start, start + chosen.stop)))
+        start = self.remote.span.start
+        return RemoteBlocks(replace(self.remote, span=Span(start + chosen.start, start + chosen.stop)))
 
     def __call__(self, hidden: Tensor, *, block_prompts: Tensor | None = None) -> Tensor:
         """One pass from position 0 that leaves nothing behind.
@@ -72,4 +72,4 @@ class RemoteBlocks:
         block_prompts: Tensor | None = None,
     ) -> InferenceSession:
         """A session over these blocks. See `InferenceSession`."""
-        return InferenceSession(self.run, max_length=max_length, prompts=prompts, block_prompts=block_prompts)
+        return InferenceSession(self.remote, max_length=max_length, prompts=prompts, block_prompts=block_prompts)

@@ -70,7 +70,7 @@ class RemotePastKeyValues(Cache):
         self.session.position = self.session.num_prefix
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: hops can go back by a whole step, whatever the layer's window; no guess is longer."""
+        """Nothing to do: hops can go back by a whole step, whatever the layer's window; no draft token is longer."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError("Keys and values are written by the block servers; nothing can be added here.")

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final, TypeVar
 
 from corolla.chassis.errors import CorollaError, HopUnavailable, StartupError
-from corolla.chassis.lifecycle import TaskGroup
-from corolla.client.chain.account import RecoveryAccount
+from corolla.chassis.tasks import TaskGroup
 from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.identity import SessionIdentity
 from corolla.client.chain.placement import PlacementWatch
 from corolla.client.chain.recovery import Recovery
-from corolla.client.chain.replay import Places, Replayer
+from corolla.client.chain.recovery_budget import RecoveryBudget
+from corolla.client.chain.replay import Replayer
 from corolla.client.chain.reservations import ChainLimits, OpenOptions, Reservations
 from corolla.client.chain.routes import Routes
 from corolla.client.chain.rows import RowGroup
@@ -32,7 +32,7 @@ _PROBE_TIMEOUT_S: Final = 4.0
 
 # A session lives as long as this process keeps its streams; its lease only has to outlast a thinking user.
 LIMITS: Final = ChainLimits(
-    prefill_chunk_tokens=256, prefill_chunk_tokens_beside_decode=256, step_timeout_s=60.0, lease_ms=3_600_000
+    prefill_chunk_tokens=256, prefill_chunk_tokens_during_decode=256, step_timeout_s=60.0, lease_ms=3_600_000
 )
 
 
@@ -100,27 +100,27 @@ class Connection:
                 self._loop.call_soon_threadsafe(work)
 
     async def open_rows(
-        self, new: Sequence[SessionIdentity], options: OpenOptions, earlier: RowGroup | None = None
+        self, new: Sequence[SessionIdentity], open_options: OpenOptions, earlier: RowGroup | None = None
     ) -> RowGroup:
         """Opens sequences on one chain.
 
         Args:
             new: more sequences than there were, if any, in the first epoch.
-            options: for all of them.
+            open_options: for all of them.
             earlier: sequences that stay where they are, opened again.
 
         Raises:
             NoChain, OutOfPages, HopUnavailable, RouterUnavailable: nothing new stays allocated.
         """
-        account = RecoveryAccount(LIMITS.max_recoveries)
+        budget = RecoveryBudget(LIMITS.max_recoveries)
         while True:
             identities = tuple(new)
             if earlier is not None:
-                kept = earlier.reopened()
+                kept = earlier.raise_epoch()
                 identities = (*kept, *(replace(identity, epoch=kept[0].epoch) for identity in new))
-                options = replace(options, recorded=earlier.chain, chain=earlier.chain)
+                open_options = replace(open_options, recorded_chain=earlier.chain, only_chain=earlier.chain)
             try:
-                reservation = await self._planes.reservations.reserve(identities, options)
+                binding = await self._planes.reservations.reserve(identities, open_options)
                 break
             except BaseException as failure:
                 if earlier is None:
@@ -129,16 +129,16 @@ class Connection:
                 self._planes.reservations.give_back(identities[len(kept) :], earlier.chain.hops)
                 if not isinstance(failure, CorollaError):
                     raise
-                await earlier.recover(failure, account)
+                await earlier.recover(failure, budget)
         return RowGroup(
-            Places(identities, reservation.chain, options, reservation.max_step_tokens),
+            binding,
             self._planes.data,
             self._planes.recovery,
             earlier=earlier,
             max_step_tokens=max(LIMITS.prefill_chunk_tokens, len(identities)),
             step_timeout_s=LIMITS.step_timeout_s,
             max_recoveries=LIMITS.max_recoveries,
-            num_cached_tokens=reservation.num_cached_tokens if earlier is None else 0,
+            num_cached_tokens=binding.num_cached_tokens if earlier is None else 0,
         )
 
 
@@ -147,14 +147,15 @@ class _Planes:
 
     def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int) -> None:
         self.control = ControlPlane(router, model)
-        self.data = DataPlane(fingerprint, probe_timeout_s=_PROBE_TIMEOUT_S)
-        placement = PlacementWatch(self.control)
+        # The process is its caller's: whatever fails here is restarted, and ends nothing.
         self.tasks = TaskGroup()
-        self.tasks.start(placement.run(), "placement watch")
+        self.data = DataPlane(fingerprint, self.tasks.subgroup(), probe_timeout_s=_PROBE_TIMEOUT_S)
+        placement = PlacementWatch(self.control)
+        self.tasks.start_essential(placement.run, "placement_watch")
         self.routes = Routes(self.control, placement, fingerprint, num_blocks)
         self.reservations = Reservations(self.routes, self.data, LIMITS)
         replayer = Replayer(self.reservations, self.data, LIMITS)
-        self.recovery = Recovery(self.routes, self.reservations, replayer, self.data.moves, LIMITS)
+        self.recovery = Recovery(self.routes, self.reservations, replayer, self.data.handovers, LIMITS)
 
     async def close(self) -> None:
         await self.tasks.close()

@@ -1,4 +1,4 @@
-"""What a further call of `generate` in one session continues. Pure."""
+"""What a further call of `generate` in one session continues."""
 
 from dataclasses import dataclass
 

@@ -1,11 +1,13 @@
 """A class for each family, made from the table of families: `LlamaForCausalLM` gives `DistributedLlamaForCausalLM`."""
 
-from typing import Final
+from typing import Any, Final
 
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corolla.hf.modeling import DistributedModelForCausalLM
-from corolla.models.families import FAMILIES
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.families import FAMILIES, family_of
 
 PREFIX: Final = "Distributed"
 
@@ -24,3 +26,25 @@ MODEL_CLASSES: Final = {model_type: _make(model_type) for model_type in FAMILIES
 """By `config.model_type`."""
 
 CLASSES_BY_NAME: Final = {model_class.__name__: model_class for model_class in MODEL_CLASSES.values()}
+
+
+class AutoDistributedModelForCausalLM:
+    """Makes the distributed class of a checkpoint's family; it has no instances of its own."""
+
+    def __init__(self) -> None:
+        raise TypeError(f"{type(self).__name__} is made by `from_pretrained` or `from_config`.")
+
+    @staticmethod
+    def from_pretrained(name_or_path: str, **options: Any) -> DistributedModelForCausalLM:
+        """See `DistributedModelForCausalLM.from_pretrained`.
+
+        Raises:
+            UnsupportedFamily: no row of the table of families serves it.
+        """
+        checkpoint = Checkpoint.from_pretrained(name_or_path, revision=options.get("revision"))
+        return MODEL_CLASSES[checkpoint.family.model_type].from_pretrained(name_or_path, **options)
+
+    @staticmethod
+    def from_config(config: PretrainedConfig, **options: Any) -> DistributedModelForCausalLM:
+        """See `DistributedModelForCausalLM.from_config`."""
+        return MODEL_CLASSES[family_of(config).model_type].from_config(config, **options)

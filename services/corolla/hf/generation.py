@@ -12,20 +12,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.streamers import BaseStreamer
 
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import RemotePastKeyValues
 from corolla.hf.continuation import Continuation, continuation_of
-from corolla.hf.drafts import DraftsWithinLength
 from corolla.hf.refusals import refuse_alone, refuse_in_session, refuse_unsupported
 from corolla.hf.session import InferenceSession, active_session
-from corolla.hf.streamers import NewTextStreamer
+from corolla.hf.vocabulary import num_tokens_of, require_token_ids
 
 _SIGNATURE: Final = inspect.signature(GenerationMixin.generate)
 
-# Sessions that a running call of `generate` opened by itself, its own and those of logits processors.
-_opened: ContextVar[list[InferenceSession] | None] = ContextVar("sessions opened by generate", default=None)
+# Sessions that a running call of `generate` made by itself, its own and those of logits processors.
+_new_sessions: ContextVar[list[InferenceSession] | None] = ContextVar("sessions that generate made", default=None)
 
 
 class RemoteGenerationMixin(GenerationMixin):
@@ -55,7 +56,7 @@ class RemoteGenerationMixin(GenerationMixin):
     @property
     def active_session(self) -> InferenceSession | None:
         """The session of this model that the running code has entered, if any."""
-        return active_session(self.blocks.run)
+        return active_session(self.blocks.remote)
 
     @contextmanager
     def use_session(self, session: InferenceSession) -> Iterator[InferenceSession]:
@@ -82,7 +83,7 @@ class RemoteGenerationMixin(GenerationMixin):
             args: as transformers' own `generate` takes them; `kwargs` likewise.
 
         Raises:
-            ValueError: something is asked for that remote blocks cannot do.
+            ValueError: something is asked for that remote blocks cannot do, or a token id is outside the vocabulary.
             CorollaError: the chain failed.
         """
         bound = _SIGNATURE.bind_partial(self, inputs, *args)
@@ -98,15 +99,18 @@ class RemoteGenerationMixin(GenerationMixin):
             return self._generate(call)
         if not isinstance(session, InferenceSession):
             raise ValueError("`session` must be what `inference_session()` of this model returned.")
-        if session.blocks.connection is not self.blocks.run.connection or session.blocks.span != self.blocks.run.span:
+        if (
+            session.blocks.connection is not self.blocks.remote.connection
+            or session.blocks.span != self.blocks.remote.span
+        ):
             raise ValueError("The session runs through other blocks than this model's.")
         refuse_in_session(call, config, has_text=session.output_ids is not None)
         return self._generate_in(session, call)
 
     def _generate(self, call: dict[str, Any]) -> Any:
-        """One call of transformers' `generate`. What it opened ends with it, or with the cache that it returns."""
-        opened: list[InferenceSession] = []
-        token = _opened.set(opened)
+        """Calls transformers' `generate`. A session that it makes ends with the call, or with the returned cache."""
+        new_sessions: list[InferenceSession] = []
+        token = _new_sessions.set(new_sessions)
         kept: InferenceSession | None = None
         try:
             upstream: Any = super()
@@ -115,8 +119,8 @@ class RemoteGenerationMixin(GenerationMixin):
             kept = cache.session if isinstance(cache, RemotePastKeyValues) else None
             return answer
         finally:
-            _opened.reset(token)
-            for session in opened:
+            _new_sessions.reset(token)
+            for session in new_sessions:
                 if session is not kept:
                     session.close()
 
@@ -157,12 +161,12 @@ class RemoteGenerationMixin(GenerationMixin):
         config: GenerationConfig = upstream._prepare_generation_config(call.get("generation_config"), **options)[0]
         return config
 
-    def open_automatically(self, expected_length: int) -> RemotePastKeyValues:
+    def new_cache(self, expected_length: int) -> RemotePastKeyValues:
         """A cache for one call, or for as long as somebody holds it."""
-        session = InferenceSession(self.blocks.run, expected_length=expected_length)
-        opened = _opened.get()
-        if opened is not None:
-            opened.append(session)
+        session = InferenceSession(self.blocks.remote, expected_length=expected_length)
+        new_sessions = _new_sessions.get()
+        if new_sessions is not None:
+            new_sessions.append(session)
         return RemotePastKeyValues(session)
 
     # --- where transformers asks ----------------------------------------------------------------------------------
@@ -172,9 +176,13 @@ class RemoteGenerationMixin(GenerationMixin):
         upstream: Any = super()
         input_ids, model_kwargs = upstream._expand_inputs_for_generation(*args, **kwargs)
         cache = model_kwargs.get("past_key_values")
-        if isinstance(cache, RemotePastKeyValues) and input_ids is not None and input_ids.shape[1]:
+        if input_ids is not None and input_ids.shape[1]:
             mask = model_kwargs.get("attention_mask")
-            cache.session.align(input_ids, torch.ones_like(input_ids).bool() if mask is None else mask.bool())
+            mask = torch.ones_like(input_ids).bool() if mask is None else mask.bool()
+            if mask.shape == input_ids.shape:
+                require_token_ids("input_ids", input_ids[mask], num_tokens_of(self))
+            if isinstance(cache, RemotePastKeyValues):
+                cache.session.align(input_ids, mask)
         return input_ids, model_kwargs
 
     def _prepare_cache_for_generation(
@@ -187,7 +195,7 @@ class RemoteGenerationMixin(GenerationMixin):
     ) -> Any:
         cache = model_kwargs.get("past_key_values")
         if cache is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = self.open_automatically(max_cache_length + 1)
+            model_kwargs["past_key_values"] = self.new_cache(max_cache_length + 1)
         elif isinstance(cache, RemotePastKeyValues):
             limit = cache.session.max_length
             if limit is not None and cache.session.num_prefix + max_cache_length > limit:
@@ -242,3 +250,52 @@ def _grown(mask: Tensor, sequences: Tensor) -> Tensor:
     num_rows, num_columns = sequences.shape
     rows = mask.repeat_interleave(num_rows // mask.shape[0], dim=0).to(sequences.device)
     return torch.cat([rows, rows.new_ones(num_rows, num_columns - rows.shape[1])], dim=1)
+
+
+class DraftsWithinLength(CandidateGenerator):
+    """Cuts drafts at the end of the text, so that no position beyond it is ever sent or reserved.
+
+    Args:
+        generator: of the drafts.
+        max_length: of the text; the token after the last draft belongs to it, too.
+    """
+
+    def __init__(self, generator: CandidateGenerator, max_length: int) -> None:
+        self._generator: Any = generator
+        self._max_length = max_length
+        self.requires_model_outputs = generator.requires_model_outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def get_candidates(self, input_ids: Any, **options: Any) -> Any:
+        candidates, logits = self._generator.get_candidates(input_ids, **options)
+        num_kept = max(self._max_length - 1, input_ids.shape[1])
+        if logits is not None:
+            logits = logits[:, : num_kept - input_ids.shape[1]]
+        return candidates[:, :num_kept], logits
+
+    def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> None:
+        self._generator.update_candidate_strategy(input_ids, scores, num_matches)
+
+
+class NewTextStreamer(BaseStreamer):
+    """Leaves out of the prompt what the caller did not give in this call.
+
+    Args:
+        streamer: the caller's.
+        num_omitted: leading tokens of each row.
+    """
+
+    def __init__(self, streamer: BaseStreamer, num_omitted: int) -> None:
+        self._streamer: Any = streamer
+        self._num_omitted = num_omitted
+        self._is_prompt = True
+
+    def put(self, value: Any) -> None:
+        if self._is_prompt:
+            value, self._is_prompt = value[:, self._num_omitted :], False
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        self._streamer.end()

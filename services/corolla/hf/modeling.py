@@ -15,15 +15,19 @@ from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import RemotePastKeyValues
 from corolla.hf.connection import Connection
 from corolla.hf.generation import RemoteGenerationMixin
-from corolla.hf.places import RemoteBlockRun
+from corolla.hf.places import RemoteSpan
+from corolla.hf.vocabulary import num_tokens_of, require_token_ids
 from corolla.models.checkpoint import Checkpoint
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES
 
 DEFAULT_ROUTER = "127.0.0.1:50050"
 
-# Besides `return_dict`, what transformers hands from `generate` through to any model.
+# Apart from `return_dict`, what transformers hands from `generate` through to any model.
 _HARMLESS = frozenset({"return_dict", "tokenizer", "assistant_tokenizer"})
+
+_NO_LABEL = -100
+"""What transformers leaves out of a loss."""
 
 
 class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
@@ -84,7 +88,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             HubUnavailable: it is on the hub, and that cannot be reached.
             ValueError: the dtype or the quantisation is none that block servers run.
         """
-        checkpoint = Checkpoint.open(name_or_path, revision=revision)
+        checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
         if cls.model_type not in (None, checkpoint.family.model_type):
             raise CheckpointError(
                 f"{name_or_path} is of the family {checkpoint.family.model_type!r}, and {cls.__name__} is for "
@@ -96,7 +100,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         if quantization not in get_args(QuantizationName):
             raise ValueError(f"`quantization` must be one of {', '.join(get_args(QuantizationName))}.")
         fingerprint = checkpoint.fingerprint(dtype_name, quantization)
-        run = RemoteBlockRun(
+        remote = RemoteSpan(
             connection=Connection.shared(router, checkpoint.name, fingerprint, checkpoint.num_blocks),
             span=Span(0, checkpoint.num_blocks),
             hidden_size=checkpoint.hidden_size,
@@ -106,7 +110,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             reuses_prefixes=reuse_prefixes,
         )
         edges = load_edges(checkpoint, dtype=DTYPES[dtype_name], device=device)
-        model = cls(copy.deepcopy(checkpoint.config), edges=edges, blocks=RemoteBlocks(run))
+        model = cls(copy.deepcopy(checkpoint.config), edges=edges, blocks=RemoteBlocks(remote))
         model.generation_config = _generation_config(checkpoint)
         return model
 
@@ -153,7 +157,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             Logits as float32 `[B, kept, V]`.
 
         Raises:
-            ValueError: an argument asks for what remote blocks cannot do.
+            ValueError: an argument asks for what remote blocks cannot do, or a token id is outside the vocabulary.
             CorollaError: the chain failed.
         """
         _refuse_unknown(kwargs)
@@ -162,9 +166,11 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             raise ValueError("Give tokens as `input_ids` or as `inputs_embeds`, one of them, and at least one token.")
         if past_key_values is not None and not isinstance(past_key_values, RemotePastKeyValues):
             raise ValueError("`past_key_values` must be what this library returned: the cache of a remote session.")
+        if labels is not None:
+            require_token_ids("labels", labels[labels != _NO_LABEL], num_tokens_of(self))
         keeps_cache = use_cache if use_cache is not None else bool(getattr(self.config, "use_cache", True))
         held: RemotePastKeyValues | None = past_key_values
-        cache = held if held is not None else self.open_automatically(given.shape[1])
+        cache = held if held is not None else self.new_cache(given.shape[1])
         try:
             logits = self._logits(cache, given, attention_mask, position_ids, logits_to_keep)
         finally:
@@ -189,13 +195,15 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         session = cache.session
         num_rows, num_columns = given.shape[:2]
         mask = _new_columns(attention_mask, cache.get_seq_length(), num_rows, num_columns)
-        columns = _kept_columns(logits_to_keep, num_columns)
-        num_last = num_columns - int(columns.min())
-        held = session.prepare(num_rows, num_columns, None if given.dim() == 3 else _texts(given, mask, num_last))
-        positions = torch.tensor(held.row_positions)[:, None] + mask.long().cumsum(dim=1) - 1
-        _check_positions(position_ids, positions - session.num_prefix, mask)
         is_embedded = given.dim() == 3
         where = mask.to(given.device)
+        if not is_embedded:
+            require_token_ids("input_ids", given[where], num_tokens_of(self))
+        columns = _kept_columns(logits_to_keep, num_columns)
+        num_last = num_columns - int(columns.min())
+        held = session.prepare(num_rows, num_columns, None if is_embedded else _texts(given, mask, num_last))
+        positions = torch.tensor(held.row_positions)[:, None] + mask.long().cumsum(dim=1) - 1
+        _check_positions(position_ids, positions - session.num_prefix, mask)
         embed = self.edges.embed_given if is_embedded else self.edges.embed
         counts: list[int] = mask.sum(dim=1).tolist()
         hidden = torch.split(embed(given[where], positions[mask]), counts)

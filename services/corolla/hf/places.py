@@ -16,7 +16,7 @@ from corolla.wire.span import Span
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteBlockRun:
+class RemoteSpan:
     """Consecutive blocks of one model, on whatever block servers.
 
     Attributes:
@@ -48,7 +48,7 @@ class HopPlaces:
         prompts: for each sequence of the batch that they are for `[blocks, P, H]`, in the dtype of the blocks.
     """
 
-    def __init__(self, blocks: RemoteBlockRun, prompts: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, blocks: RemoteSpan, prompts: Sequence[Tensor] | None = None) -> None:
         self._blocks = blocks
         self._prompts = prompts
         self._group: RowGroup | None = None
@@ -56,7 +56,7 @@ class HopPlaces:
         self._num_cached_tokens = 0
         self._origins: tuple[int, ...] = ()
 
-    def suit(self, origins: Sequence[int], num_positions: int) -> bool:
+    def fit(self, origins: Sequence[int], num_positions: int) -> bool:
         """Whether there is room, and the place of each row has the prompts of the row's origin.
 
         Args:
@@ -69,8 +69,8 @@ class HopPlaces:
         """Tokens of every row that the hops held when they were first opened."""
         return self._num_cached_tokens
 
-    def open(self, origins: Sequence[int], capacity: int, texts: Sequence[Sequence[int]] | None = None) -> None:
-        """Opens places, or opens them again.
+    def reserve(self, origins: Sequence[int], capacity: int, texts: Sequence[Sequence[int]] | None = None) -> None:
+        """Opens a session on every hop for each row that has none, and gives all of them the capacity.
 
         Args:
             texts: what each row is going to hold, from its beginning, where that is known.
@@ -88,7 +88,7 @@ class HopPlaces:
             SessionIdentity(secrets.token_bytes(16), 1, self._blocks.tenant)
             for _ in range(len(self._origins) - num_open)
         ]
-        self._blocks.connection.call(self._open(new, options))
+        self._blocks.connection.call(self._reserve(new, options))
         self._capacity = capacity
 
     def step(self, steps: Sequence[RowStep]) -> list[Tensor]:
@@ -97,15 +97,59 @@ class HopPlaces:
         return self._blocks.connection.call(self._group.step(steps))
 
     def free(self) -> None:
-        self._blocks.connection.post(self._close)
+        self._blocks.connection.post(self._close_group)
 
     # --- in the connection's thread ---------------------------------------------------------------------------------
 
-    async def _open(self, new: Sequence[SessionIdentity], options: OpenOptions) -> None:
+    async def _reserve(self, new: Sequence[SessionIdentity], options: OpenOptions) -> None:
         # Noted here: an interrupt may keep whoever waits from what this returns.
         group = self._group = await self._blocks.connection.open_rows(new, options, self._group)
         self._num_cached_tokens = max(self._num_cached_tokens, group.num_cached_tokens)
 
-    def _close(self) -> None:
+    def _close_group(self) -> None:
         if self._group is not None:
             self._group.close()
+
+
+def require_prompts(prompts: object, blocks: RemoteSpan) -> None:
+    """Checks embeddings that stand before a text: `[P, H]`.
+
+    Raises:
+        ValueError: another shape, or numbers that are not finite.
+    """
+    if not isinstance(prompts, Tensor) or prompts.dim() != 2 or prompts.shape[1] != blocks.hidden_size:
+        raise ValueError(f"`prompts` must be a tensor of the shape [tokens, {blocks.hidden_size}].")
+    _require_finite("prompts", prompts, blocks.dtype)
+
+
+def prompts_by_sequence(block_prompts: object, blocks: RemoteSpan) -> list[Tensor]:
+    """For each sequence `[blocks, P, H]`, contiguous on the CPU in the dtype of the blocks; one stands for all.
+
+    Args:
+        block_prompts: `[blocks, P, H]` or `[blocks, B, P, H]`; a copy is taken.
+
+    Raises:
+        ValueError: another shape, or numbers that are not finite.
+    """
+    num_blocks, width = len(blocks.span), blocks.hidden_size
+    expected = (
+        f"must be a tensor of the shape [{num_blocks}, tokens, {width}] or [{num_blocks}, batch, tokens, {width}]"
+    )
+    if not isinstance(block_prompts, Tensor):
+        raise ValueError(f"`block_prompts` {expected}.")
+    shape = tuple(block_prompts.shape)
+    if len(shape) not in (3, 4) or 0 in shape or shape[0] != num_blocks or shape[-1] != width:
+        raise ValueError(f"`block_prompts` {expected}, not {list(shape)}.")
+    if shape[-2] > blocks.context_length:
+        raise ValueError(f"`block_prompts` are for more positions than the model's {blocks.context_length}.")
+    values = _require_finite("block_prompts", block_prompts, blocks.dtype)
+    by_sequence = values[:, None] if values.dim() == 3 else values
+    return [part.clone(memory_format=torch.contiguous_format) for part in by_sequence.unbind(1)]
+
+
+def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values on the CPU in the dtype that the blocks compute in."""
+    converted = values.detach().to(device="cpu", dtype=dtype)
+    if not converted.isfinite().all():
+        raise ValueError(f"`{name}` must be finite in {dtype}.")
+    return converted

@@ -1,4 +1,4 @@
-"""What the rows of a session hold, in tokens: the book by which a cache is found again, cut and forked. Pure.
+"""What the rows of a session hold, in tokens: the book by which a cache is found again, cut and forked.
 
 A row is one sequence. Positions count columns, the same for all rows; a column that is masked in a row (padding) was
 never sent for it, so a hop's own count of the row's tokens is smaller by as many.

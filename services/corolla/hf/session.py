@@ -12,8 +12,7 @@ from torch import Tensor
 
 from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.client.chain.rows import RowStep
-from corolla.hf.places import HopPlaces, RemoteBlockRun
-from corolla.hf.prompts import prompts_by_sequence, require_prompts
+from corolla.hf.places import HopPlaces, RemoteSpan, prompts_by_sequence, require_prompts
 from corolla.hf.rows import UNKNOWN_TOKEN, HeldRows
 
 _FIRST_CAPACITY: Final = 256
@@ -47,7 +46,7 @@ class InferenceSession:
 
     def __init__(
         self,
-        blocks: RemoteBlockRun,
+        blocks: RemoteSpan,
         *,
         max_length: int | None = None,
         expected_length: int = _FIRST_CAPACITY,
@@ -186,7 +185,7 @@ class InferenceSession:
             for row, states in enumerate(hidden)
             if len(states)
         ]
-        outputs = self._run(steps, held) if steps else []
+        outputs = self._step(steps, held) if steps else []
         held.extend(token_ids.cpu(), mask)
         by_row = {step.row: output for step, output in zip(steps, outputs, strict=True)}
         nothing = torch.empty(0, self.blocks.hidden_size, dtype=self.blocks.dtype)
@@ -217,10 +216,10 @@ class InferenceSession:
                 f"{self.max_length or self.blocks.context_length}."
             )
         origins = self._origins_of(num_rows) if self._held is None else self._held.origins
-        if not self._places.suit(origins, needed):
+        if not self._places.fit(origins, needed):
             capacity = self.max_length or min(self.blocks.context_length, self._room_for(needed))
             try:
-                self._places.open(origins, capacity, texts if self._prompts is None else None)
+                self._places.reserve(origins, capacity, texts if self._prompts is None else None)
             except BaseException:
                 self.close()  # what the hops held is between two epochs now
                 raise
@@ -254,7 +253,7 @@ class InferenceSession:
         """Frees the session on every hop. A closed session cannot be used again."""
         self._finalizer()
 
-    def _run(self, steps: list[RowStep], held: HeldRows) -> list[Tensor]:
+    def _step(self, steps: list[RowStep], held: HeldRows) -> list[Tensor]:
         resting = set(range(held.num_rows)) - {step.row for step in steps}
         if any(held.sources[row] != row for row in resting):
             raise ValueError("A sequence that took over another's tokens needs a token of its own in the next step.")
@@ -295,6 +294,6 @@ class InferenceSession:
             raise HopSessionLost("the session is closed, or was lost with a hop; open another one")
 
 
-def active_session(blocks: RemoteBlockRun) -> InferenceSession | None:
+def active_session(blocks: RemoteSpan) -> InferenceSession | None:
     """The innermost session over just these blocks that the running code has entered."""
     return next((session for session in reversed(_active.get()) if session.blocks is blocks), None)

@@ -1,4 +1,4 @@
-"""Generation that guesses several tokens by a small local model and checks them in one pass through the chain."""
+"""Generation that drafts several tokens by a small local model and checks them in one pass through the chain."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from transformers.generation import logits_process
 
 from corolla.client.edges import Edges
 from corolla.client.generation.draft_model import DraftModel, DraftReading
-from corolla.client.generation.rejection import checked_guess
 from corolla.client.generation.speculation import MAX_DRAFT_TOKENS
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.families import MODEL_CLASSES, PREFIX
 from corolla.hf.modeling import DistributedModelForCausalLM
-from corolla.hf.vocabulary import require_same_vocabulary
+from corolla.hf.rejection import checked_draft_token
+from corolla.hf.vocabulary import num_tokens_of, require_same_vocabulary, require_token_ids
 from corolla.models.checkpoint import context_length_of
 
 SUFFIX: Final = "ForSpeculativeGeneration"
@@ -39,16 +39,17 @@ _PURE_PROCESSORS: Final = (
 _REFUSED: Final = {
     "synced_gpus": "each process makes passes of its own number",
     "return_dict_in_generate": "a pass gives scores of tokens that are not taken",
-    "assistant_model": "the small model guesses already",
-    "prompt_lookup_num_tokens": "the small model guesses already",
+    "assistant_model": "the small model drafts already",
+    "prompt_lookup_num_tokens": "the small model drafts already",
     "inputs_embeds": "the small model reads tokens",
 }
 
-_iteration_size: ContextVar[int] = ContextVar("tokens guessed in one iteration", default=DEFAULT_ITERATION_SIZE)
+_iteration_size: ContextVar[int] = ContextVar("tokens drafted in one iteration", default=DEFAULT_ITERATION_SIZE)
 
 
 class SpeculativeGenerationMixin:
-    """Replaces transformers' loop of greedy decoding and sampling by one that guesses ahead. Batches have one row.
+    """Replaces transformers' loop of greedy decoding and sampling by one that drafts tokens ahead. Batches have one
+    row.
 
     Greedy answers are those of plain decoding, token for token. Sampled ones have the same distribution, by rejection
     sampling; they draw other random numbers, so a seed gives another answer of it.
@@ -69,14 +70,14 @@ class SpeculativeGenerationMixin:
 
         Args:
             inputs: int64 `[1, T]`.
-            speculative_inference_iteration_size: tokens guessed before each pass through the model.
+            speculative_inference_iteration_size: tokens drafted before each pass through the model.
 
         Raises:
             ValueError: there is no small model, or more than one row, beams, `synced_gpus`,
                 `return_dict_in_generate`, `assistant_model`, `inputs_embeds` or no cache.
         """
         if self.draft_model is None:
-            raise ValueError("Speculative generation needs a `small_model` that guesses.")
+            raise ValueError("Speculative generation needs a `small_model` that drafts.")
         if not 1 <= speculative_inference_iteration_size <= MAX_DRAFT_TOKENS:
             raise ValueError(f"`speculative_inference_iteration_size` must lie between 1 and {MAX_DRAFT_TOKENS}.")
         for name, reason in _REFUSED.items():
@@ -111,27 +112,28 @@ class SpeculativeGenerationMixin:
         if cache is None or not input_ids.shape[1]:
             raise ValueError("Speculative generation needs a cache and at least one token of text.")
         answer = _Answer(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        guesses = _Guesses(self.draft_model, logits_processor, do_sample=bool(generation_config.do_sample))
+        draft_tokens = _Drafter(self.draft_model, logits_processor, do_sample=bool(generation_config.do_sample))
         mask = model_kwargs.get("attention_mask")
         prompt = input_ids[0] if mask is None else input_ids[0][mask[0].bool()]
-        guesses.reading.token_ids.extend(prompt.tolist())
+        require_token_ids("input_ids", prompt, num_tokens_of(self))
+        draft_tokens.reading.token_ids.extend(prompt.tolist())
         while not answer.is_finished:
-            draft = guesses.draft(min(_iteration_size.get(), answer.num_tokens_left - 1))
-            guesses.reading.token_ids.extend(answer.check(draft, cache, model_kwargs.get("attention_mask")))
+            draft = draft_tokens.draft(min(_iteration_size.get(), answer.num_tokens_left - 1))
+            draft_tokens.reading.token_ids.extend(answer.check(draft, cache, model_kwargs.get("attention_mask")))
         if streamer is not None:
             streamer.end()
         return answer.input_ids
 
 
 @dataclass(frozen=True, slots=True)
-class _Guess:
+class _DraftToken:
     """A token, and where tokens are sampled the distribution `[V]` that it was drawn from."""
 
     token_id: int
     probabilities: Tensor | None
 
 
-class _Guesses:
+class _Drafter:
     """Drafts of one answer."""
 
     def __init__(self, model: DraftModel, processors: LogitsProcessorList, *, do_sample: bool) -> None:
@@ -139,12 +141,12 @@ class _Guesses:
         self._processors = LogitsProcessorList([each for each in processors if isinstance(each, _PURE_PROCESSORS)])
         self._do_sample = do_sample
 
-    def draft(self, num_tokens: int) -> list[_Guess]:
-        """At most so many guesses, one after the other."""
-        self.reading.forget_wrong_guesses()
+    def draft(self, num_tokens: int) -> list[_DraftToken]:
+        """At most so many draft tokens, one after the other."""
+        self.reading.forget_rejected_tokens()
         while self.reading.read_chunk():
             pass
-        guesses: list[_Guess] = []
+        draft_tokens: list[_DraftToken] = []
         text = torch.tensor([self.reading.token_ids])
         for _ in range(min(num_tokens, self.reading.num_tokens_left)):
             logits = self.reading.logits_after(int(text[0, -1]))
@@ -153,9 +155,9 @@ class _Guesses:
             newest = (
                 scores.argmax(dim=-1, keepdim=True) if probabilities is None else torch.multinomial(probabilities, 1)
             )
-            guesses.append(_Guess(int(newest), None if probabilities is None else probabilities[0]))
+            draft_tokens.append(_DraftToken(int(newest), None if probabilities is None else probabilities[0]))
             text = torch.cat([text, newest], dim=1)
-        return guesses
+        return draft_tokens
 
 
 class _Answer:
@@ -185,18 +187,18 @@ class _Answer:
             return MAX_DRAFT_TOKENS + 1
         return max(1, self._max_length - self.input_ids.shape[1])
 
-    def check(self, draft: list[_Guess], cache: Any, mask: Tensor | None) -> list[int]:
-        """One pass over the text's last token and what is guessed to follow.
+    def check(self, draft: list[_DraftToken], cache: Any, mask: Tensor | None) -> list[int]:
+        """One pass over the text's last token and what is drafted to follow.
 
         Args:
             cache: of the text so far; afterwards of the text then, without its last token.
             mask: `[1, P]` of the prompt; what follows counts.
 
         Returns:
-            The guesses that hold, and one token of the model's own.
+            The draft tokens that hold, and one token of the model's own.
         """
-        guessed = self.input_ids.new_tensor([[guess.token_id for guess in draft]], dtype=torch.int64)
-        candidate = torch.cat([self.input_ids, guessed], dim=1)
+        drafted = self.input_ids.new_tensor([[draft_token.token_id for draft_token in draft]], dtype=torch.int64)
+        candidate = torch.cat([self.input_ids, drafted], dim=1)
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(1, candidate.shape[1] - mask.shape[1])], dim=1)
         new_ids = candidate[:, cache.get_seq_length() :]
@@ -204,23 +206,25 @@ class _Answer:
             input_ids=new_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=len(draft) + 1
         )
         taken: list[int] = []
-        for row, guess in zip(output.logits[0].float(), [*draft, None], strict=True):
+        for row, draft_token in zip(output.logits[0].float(), [*draft, None], strict=True):
             scores = self._processors(cast(Any, self.input_ids), cast(Any, row[None]))[0]
-            taken.append(self._choose(scores, guess))
+            taken.append(self._choose(scores, draft_token))
             self._take(taken[-1])
-            if self.is_finished or guess is None or taken[-1] != guess.token_id:
+            if self.is_finished or draft_token is None or taken[-1] != draft_token.token_id:
                 break
         if (num_wrong := cache.get_seq_length() - (self.input_ids.shape[1] - 1)) > 0:
             cache.crop(-num_wrong)
         return taken
 
-    def _choose(self, scores: Tensor, guess: _Guess | None) -> int:
+    def _choose(self, scores: Tensor, draft_token: _DraftToken | None) -> int:
         if not self._do_sample:
             return int(scores.argmax())
         probabilities = scores.softmax(dim=-1)
-        if guess is None or guess.probabilities is None:
+        if draft_token is None or draft_token.probabilities is None:
             return int(torch.multinomial(probabilities, num_samples=1))
-        return checked_guess(probabilities, guess.probabilities.to(probabilities.device), guess.token_id)
+        return checked_draft_token(
+            probabilities, draft_token.probabilities.to(probabilities.device), draft_token.token_id
+        )
 
     def _take(self, token_id: int) -> None:
         newest = self.input_ids.new_tensor([[token_id]])
@@ -232,7 +236,7 @@ class _Answer:
 
 
 class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCausalLM):  # type: ignore[misc]
-    """A distributed model with a small local one that guesses.
+    """A distributed model with a small local one that drafts.
 
     Args:
         config: of the whole model, as read from its checkpoint.
@@ -254,24 +258,24 @@ class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCau
             edges, blocks = plain.edges, plain.blocks
         super().__init__(config, edges=edges, blocks=blocks)
         if small_model is not None:
-            self.guess_by(small_model)
+            self.draft_with(small_model)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
         cls, name_or_path: str, *, small_model: PreTrainedModel, **options: Any
     ) -> Self:
-        """As the distributed class of the family; `small_model` guesses.
+        """As the distributed class of the family; `small_model` drafts.
 
         Raises:
             CheckpointError: as there.
             ValueError: `small_model` has another vocabulary.
         """
         model = super().from_pretrained(name_or_path, **options)
-        model.guess_by(small_model)
+        model.draft_with(small_model)
         return model
 
-    def guess_by(self, small_model: PreTrainedModel) -> None:
-        """Lets another model guess from now on.
+    def draft_with(self, small_model: PreTrainedModel) -> None:
+        """Lets another model draft from now on.
 
         Raises:
             ValueError: it has another vocabulary.
@@ -287,7 +291,7 @@ def _make(model_type: str) -> type[_DistributedSpeculative]:
     facts = {
         "model_type": model_type,
         "__module__": __name__,
-        "__doc__": f"`{plain.__name__}` with a small local model that guesses ahead.",
+        "__doc__": f"`{plain.__name__}` with a small local model that drafts tokens ahead.",
     }
     return type(PREFIX + family + SUFFIX, (_DistributedSpeculative, plain), facts)
 

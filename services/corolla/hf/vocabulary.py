@@ -1,16 +1,44 @@
-"""Whether two models mean the same by a token id."""
+"""Which token ids a model has, and whether two models mean the same by one."""
 
+from typing import Any
+
+from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
 
+def num_tokens_of(model: Any) -> int:
+    """For how many token ids the embedding of a model of transformers has rows."""
+    embedding: Any = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
+
+
+def require_token_ids(name: str, token_ids: Tensor, num_tokens: int) -> None:
+    """Checks ids before the embedding looks them up.
+
+    Args:
+        name: of the caller's argument.
+        token_ids: int64, any shape; only tokens that count, no padding.
+        num_tokens: size of the vocabulary.
+
+    Raises:
+        ValueError: it names the first id that the vocabulary does not have.
+    """
+    outside = token_ids[(token_ids < 0) | (token_ids >= num_tokens)]
+    if outside.numel():
+        raise ValueError(
+            f"`{name}` has the token id {int(outside[0])} outside the model's vocabulary of {num_tokens} tokens; "
+            f"ids go from 0 to {num_tokens - 1}."
+        )
+
+
 def require_same_vocabulary(config: PretrainedConfig, small: PretrainedConfig) -> None:
-    """Compares what two checkpoints take tokens for, before one guesses for the other.
+    """Compares what two checkpoints take tokens for, before one drafts for the other.
 
     Their tokenizers decide, where both lie on this machine: embeddings of equal tokenizers may be padded to different
     sizes. A model that no checkpoint is known for, as one that was just made, is compared by its size only.
 
     Args:
-        config: of the model that answers; `small` of the one that guesses.
+        config: of the model that answers; `small` of the one that drafts.
 
     Raises:
         ValueError: they differ.

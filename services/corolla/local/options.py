@@ -51,7 +51,7 @@ class StackOptions:
 
 
 def server_blocks(options: StackOptions, num_blocks: int) -> list[str]:
-    """What each block server is told to hold: `start:end`, or `auto`.
+    """What each block server is ordered to hold: `start:end`, or `auto`.
 
     Raises:
         SettingsError: the spans are not such, leave blocks out, or there are more servers than blocks.

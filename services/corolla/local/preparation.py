@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if model == DEMO_MODEL:
             demo_checkpoint(progress=lambda stage, fraction: _tell("progress", stage=stage, fraction=fraction))
-        checkpoint = Checkpoint.open(model)
+        checkpoint = Checkpoint.from_pretrained(model)
         # The servers hold all blocks between them.
         checkpoint.fetch()
     except StartupError as failure:

@@ -20,7 +20,7 @@ class ManagedProcess:
         name: "redis", "router", "client" or "server-1" and so on.
         module: whose `main(arguments)` it runs.
         address: host:port where it serves.
-        blocks: of a block server: what it was told to hold.
+        blocks: of a block server: what it was ordered to hold.
         metrics_port: where it serves its metrics, on the loopback address; 0 for Redis, which has none.
     """
 
@@ -33,6 +33,12 @@ class ManagedProcess:
     metrics_port: int = 0
 
     @property
+    def title(self) -> str:
+        """What `ps` shows: role, span and port, as `corolla block-server 0:15 :50052`."""
+        role = "block-server" if self.is_block_server else self.name
+        return " ".join(["corolla", role, *filter(None, [self.blocks]), f":{self.address.rpartition(':')[2]}"])
+
+    @property
     def is_block_server(self) -> bool:
         return bool(self.blocks)
 
@@ -40,7 +46,7 @@ class ManagedProcess:
 def redis_process(folder: Path, port: int) -> ManagedProcess:
     arguments = (LOOPBACK, str(port), str(folder))
     return ManagedProcess(
-        "redis", "corolla.local.redis_child", arguments, f"{LOOPBACK}:{port}", LogFile(folder / "redis.log")
+        "redis", "corolla.local.redis_server", arguments, f"{LOOPBACK}:{port}", LogFile(folder / "redis.log")
     )
 
 
@@ -78,7 +84,7 @@ def client_process(options: StackOptions, port: int, metrics_port: int, router: 
 
 
 def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
-    """This process's environment, with what suits several processes that share few cores."""
+    """This process's environment, with what helps several processes that share few cores."""
     threads = str(options.num_threads)
     fixed: Mapping[str, str] = {
         # OpenMP and BLAS read these once, when torch and numpy are imported; spinning threads would starve neighbours.

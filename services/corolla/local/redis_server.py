@@ -7,9 +7,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from corolla.chassis.errors import StartupError
 from corolla.local.ports import Ports
@@ -129,3 +130,14 @@ def _answers(port: int, pid: int) -> bool:
             return f"process_id:{pid}\r\n".encode() in replies.read(length)
     except (OSError, ValueError):
         return False
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Becomes the Redis of a stack, a child of the fork server like the services: stopped in order, never an orphan.
+
+    Args:
+        arguments: host, port and the folder to run in.
+    """
+    host, port, folder = arguments
+    command = redis_command(host, int(port), Path(folder))
+    os.execv(command[0], command)

@@ -11,12 +11,12 @@ from typing import Self
 from corolla.chassis.errors import StartupError
 from corolla.local import processes, readiness
 from corolla.local.events import Report, StackEvent, ignore
+from corolla.local.fork_server import Exit, ForkServer
 from corolla.local.log_files import LogFile
-from corolla.local.nursery import Exit, Nursery
 from corolla.local.options import DEFAULT_CLIENT_PORT, DEFAULT_ROUTER_PORT, StackOptions, server_blocks
 from corolla.local.ports import Ports
 from corolla.local.processes import LOOPBACK, ManagedProcess
-from corolla.local.supervisor import Supervisor, describe_exit
+from corolla.local.supervisor import Supervisor
 from corolla.v1 import router_pb2
 
 _POLL_S = 0.05
@@ -49,7 +49,7 @@ class Stack:
         self._report: Report = ignore
         self._processes: dict[str, ManagedProcess] = {}
         self._probes: dict[str, readiness.Probe] = {}
-        self._nursery: Nursery | None = None
+        self._fork_server: ForkServer | None = None
         self._supervisor: Supervisor | None = None
         self._environment: dict[str, str] = {}
         self._stopping = threading.Event()
@@ -65,7 +65,7 @@ class Stack:
 
     def pid(self, name: str) -> int | None:
         """Process id of "redis", "router", "client" or "server-1" and so on; None while it does not live."""
-        return self._nursery.pid(name) if self._nursery else None
+        return self._fork_server.pid(name) if self._fork_server else None
 
     def start(self, report: Report = ignore) -> None:
         """Returns once every process serves and every block has a server.
@@ -87,9 +87,15 @@ class Stack:
             self.stop()
             raise
         ended = time.perf_counter()
-        imports_s = self._nursery.warm_s if self._nursery else 0.0
+        imports_s = self._fork_server.warm_s if self._fork_server else 0.0
         self.start_s = {"model": prepared - started, "processes": ended - prepared, "imports": imports_s}
-        self._supervisor = Supervisor(self, self._report, restarts=self.options.restarts)
+        self._supervisor = Supervisor(
+            self.processes,
+            self.take_exits,
+            self.launch if self.options.restarts else None,
+            self.is_serving,
+            self._report,
+        )
         self._supervisor.start()
         report(StackEvent("ready", "stack", f"ready after {ended - started:.1f} s"))
 
@@ -102,8 +108,8 @@ class Stack:
         """Sends a signal to a process, as a fault would; it is started again if the options say so."""
         if name not in self._processes:
             raise StartupError(f"there is no process {name!r}; there are {', '.join(self._processes)}")
-        if self._nursery is not None:
-            self._nursery.signal(name, number)
+        if self._fork_server is not None:
+            self._fork_server.signal(name, number)
 
     def launch(self, process: ManagedProcess, environment: Mapping[str, str] | None = None) -> None:
         """Starts a process of the stack, or starts it again. Another one of this name takes its place, or is added.
@@ -114,8 +120,9 @@ class Stack:
         if self._processes.get(process.name) != process:
             self._plan([process])
         variables = {**self._environment, **(environment or {})}
-        if self._nursery is not None and not self._stopping.is_set():
-            self._nursery.start(process.name, process.module, process.arguments, variables, process.log.path)
+        if self._fork_server is not None and not self._stopping.is_set():
+            what = (process.name, process.module, process.arguments)
+            self._fork_server.start(*what, variables, process.log.path, title=process.title)
 
     def is_serving(self, name: str) -> bool:
         """Whether the process answers that it is ready."""
@@ -124,21 +131,22 @@ class Stack:
 
     def take_exits(self) -> list[Exit]:
         """The ends of processes since the last call."""
-        return self._nursery.take_exits() if self._nursery else []
+        return self._fork_server.take_exits() if self._fork_server else []
 
     def stop(self) -> None:
         """Ends all processes, those that use others first. May be called twice."""
         self._stopping.set()
         if self._supervisor is not None:
             self._supervisor.stop()
-        if self._nursery is not None:
-            for kinds in _STOP_ORDER:
-                self._stop_kind(self._nursery, [name for name in self._processes if name.startswith(kinds)])
-            self._nursery.close()
-            self._nursery = None
+        # Before the services end: gRPC prints their GOAWAY on the console of a process that is still connected.
         for probe in self._probes.values():
             probe.close()
         self._probes.clear()
+        if self._fork_server is not None:
+            for kinds in _STOP_ORDER:
+                self._stop_kind(self._fork_server, [name for name in self._processes if name.startswith(kinds)])
+            self._fork_server.close()
+            self._fork_server = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -172,15 +180,15 @@ class Stack:
     def _start_control_plane(self) -> None:
         options = self.options
         self._environment = processes.child_environment(options, self.redis_url)
-        log = options.log_folder / "nursery.log"
+        log = options.log_folder / "fork-server.log"
         log.unlink(missing_ok=True)
-        self._nursery = Nursery(self._environment, log)
+        self._fork_server = ForkServer(self._environment, log)
         if options.redis_url:
             self._check_given_redis(options.redis_url)
         for process in self.processes:
             self.launch(process)
         # The router needs none of it, and comes up meanwhile.
-        self._nursery.warm(_HEAVY_MODULES)
+        self._fork_server.warm(_HEAVY_MODULES)
 
     def _check_given_redis(self, url: str) -> None:
         try:
@@ -192,15 +200,14 @@ class Stack:
 
     def _prepare_model(self) -> int:
         """Finds, fetches or converts the model. Returns its number of blocks."""
-        if self._nursery is None:
+        if self._fork_server is None:
             raise StartupError("the stack was stopped")
         log = LogFile(self.options.log_folder / "model.log")
         log.path.unlink(missing_ok=True)
         self._report(StackEvent("step", "model", f"opening the model {self.options.model}"))
-        arguments = (self.options.model,)
-        self._nursery.start("model", "corolla.local.preparation", arguments, self._environment, log.path)
+        self._fork_server.start("model", "corolla.local.preparation", [self.options.model], self._environment, log.path)
         while True:
-            is_last = self._nursery.is_gone("model")
+            is_last = self._fork_server.is_gone("model")
             for line in log.new_lines():
                 if not line.startswith('{"event"'):
                     continue
@@ -213,7 +220,7 @@ class Stack:
                     self._report(StackEvent("progress", "model", "ready", 1.0))
                     self.model_name = facts["name"]
                     family = facts["model_type"]
-                    self._nursery.warm([f"transformers.models.{family}.modeling_{family}"])
+                    self._fork_server.warm([f"transformers.models.{family}.modeling_{family}"])
                     return int(facts["num_blocks"])
             if is_last:
                 raise StartupError(_with_log("the model could not be opened", log))
@@ -273,19 +280,19 @@ class Stack:
         for ended in self.take_exits():
             process = self._processes.get(ended.name)
             if process is not None:
-                raise StartupError(_with_log(f"{ended.name} {describe_exit(ended.status)} while starting", process.log))
+                raise StartupError(_with_log(f"{ended.name} {ended.how} while starting", process.log))
             if ended.name != "model" or ended.status < 0:
-                raise StartupError(f"{ended.name} {describe_exit(ended.status)}; see {self.options.log_folder}")
+                raise StartupError(f"{ended.name} {ended.how}; see {self.options.log_folder}")
 
-    def _stop_kind(self, nursery: Nursery, names: list[str]) -> None:
+    def _stop_kind(self, fork_server: ForkServer, names: list[str]) -> None:
         for name in names:
             # A stopped process would not hear the other signal.
-            nursery.signal(name, signal.SIGCONT)
-            nursery.signal(name, signal.SIGTERM)
-        for name in nursery.wait_gone(names, self.options.grace_s):
+            fork_server.signal(name, signal.SIGCONT)
+            fork_server.signal(name, signal.SIGTERM)
+        for name in fork_server.wait_gone(names, self.options.grace_s):
             self._report(StackEvent("problem", name, f"did not end within {self.options.grace_s:.0f} s; killed"))
-            nursery.signal(name, signal.SIGKILL)
-        nursery.wait_gone(names, self.options.grace_s)
+            fork_server.signal(name, signal.SIGKILL)
+        fork_server.wait_gone(names, self.options.grace_s)
 
 
 def _choose(ports: Ports, wanted: int | None, usual: int, what: str, host: str) -> int:

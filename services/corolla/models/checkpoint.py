@@ -80,7 +80,7 @@ class Checkpoint:
     snapshot: HubSnapshot | None = field(default=None, repr=False)
 
     @classmethod
-    def open(cls, name_or_path: str, *, revision: str | None = None, hub: Hub | None = None) -> "Checkpoint":
+    def from_pretrained(cls, name_or_path: str, *, revision: str | None = None, hub: Hub | None = None) -> "Checkpoint":
         """Finds and checks a checkpoint. Of one on the hub, the weights are fetched when they are opened.
 
         Args:
@@ -94,7 +94,7 @@ class Checkpoint:
             HubUnavailable: the hub cannot be reached.
         """
         found = _find(name_or_path)
-        snapshot = HubSnapshot.open(hub or Hub(), found, revision) if isinstance(found, str) else None
+        snapshot = HubSnapshot.pin(hub or Hub(), found, revision) if isinstance(found, str) else None
         folder = snapshot.folder if snapshot is not None else Path(found)
         config = _read_config(folder)
         family = family_of(config)

@@ -32,7 +32,7 @@ Progress = Callable[[str, float], None]
 def demo_checkpoint(cache_folder: Path | None = None, progress: Progress | None = None) -> Path:
     """The folder of the converted demo model; converts it at the first call (half a minute).
 
-    A folder under the final name is complete: it is built beside and renamed. Several processes may call at once; one
+    A folder under the final name is complete: it is built next to and renamed. Several processes may call at once; one
     converts, the others wait.
 
     Args:
@@ -52,7 +52,7 @@ def demo_checkpoint(cache_folder: Path | None = None, progress: Progress | None 
         with FileLock(models / f".{_FOLDER_NAME}.lock"):
             if not folder.is_dir():
                 _remove_leftovers(models)
-                _convert_beside(gguf, folder, progress or (lambda _what, _fraction: None))
+                _convert_in_staging(gguf, folder, progress or (lambda _what, _fraction: None))
     except OSError as error:
         raise CheckpointError(
             f"The demo model cannot be written to {models}: {error.strerror or 'the folder is not writable'}; free "
@@ -88,7 +88,7 @@ def _remove_leftovers(models: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _convert_beside(gguf: Path, folder: Path, progress: Progress) -> None:
+def _convert_in_staging(gguf: Path, folder: Path, progress: Progress) -> None:
     if shutil.disk_usage(folder.parent).free < _NEEDED_BYTES:
         raise OSError(28, "no space left on the device")
     building = Path(tempfile.mkdtemp(prefix=f".{_FOLDER_NAME}.building-", dir=folder.parent))

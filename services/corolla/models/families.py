@@ -38,7 +38,7 @@ class Family:
         unit_scalars: attributes of the base model that multiply the embedding; 1.0 in a span.
         packs_rows: whether attention goes through transformers' AttentionInterface, so that rows of different sessions
             may be packed into one call.
-        is_lean: whether the blocks have the shape that `lean` knows.
+        is_fused: whether the blocks have the shape that `fused` knows.
     """
 
     model_type: str
@@ -49,15 +49,15 @@ class Family:
     learned_positions: str | None = None
     unit_scalars: tuple[str, ...] = ()
     packs_rows: bool = True
-    is_lean: bool = False
+    is_fused: bool = False
 
 
 _FAMILIES = (
-    Family("llama", is_lean=True),
-    Family("mistral", is_lean=True),
-    Family("qwen2", is_lean=True),
-    Family("qwen3", is_lean=True),
-    Family("gemma", is_lean=True),
+    Family("llama", is_fused=True),
+    Family("mistral", is_fused=True),
+    Family("qwen2", is_fused=True),
+    Family("qwen3", is_fused=True),
+    Family("gemma", is_fused=True),
     Family("gemma2"),
     Family("gemma3_text"),
     Family("phi", norm="final_layernorm"),
@@ -67,9 +67,9 @@ _FAMILIES = (
     Family("qwen3_moe"),
     Family("olmo2"),
     Family("olmo3"),
-    Family("granite", unit_scalars=("embedding_multiplier",), is_lean=True),
+    Family("granite", unit_scalars=("embedding_multiplier",), is_fused=True),
     Family("cohere2"),
-    Family("smollm3", is_lean=True),
+    Family("smollm3", is_fused=True),
     Family("starcoder2"),
     Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
     Family("gpt2", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),

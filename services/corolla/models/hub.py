@@ -1,8 +1,8 @@
 """The Hugging Face hub, and the cache that its client keeps: what a repository holds at one commit, and fetching it.
 
 The cache is laid out by the hub's client, so that other tools find what is in it and several processes may share it: a
-file appears there under its name when it is complete. Beside them lies the manifest of each commit. A start without the
-hub needs it, since weights are told apart also by files that are not here.
+file appears there under its name when it is complete. Next to them lies the manifest of each commit. A start without
+the hub needs it, since weights are distinguished also by files that are not here.
 """
 
 import logging
@@ -21,6 +21,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import tqdm
 
 from corolla.chassis.errors import CheckpointError, HubUnavailable
+from corolla.models.checked_files import OF_THIS_PROCESS, CheckedFiles
 from corolla.models.hub_failures import hub_failure
 from corolla.models.manifest import Manifest, StoredFile
 
@@ -45,12 +46,14 @@ class Hub:
             again.
         cache: where files are kept; by default, where the hub's client keeps them (`HF_HOME`, `HF_HUB_CACHE`).
         endpoint: address of the hub or a mirror; by default `HF_ENDPOINT`.
+        checked: files of the cache that need not be read to know that they are right.
     """
 
     offline: bool = False
     patience_s: float = 30.0
     cache: Path = field(default_factory=lambda: Path(constants.HF_HUB_CACHE))
     endpoint: str = field(default_factory=lambda: os.environ.get("HF_ENDPOINT") or constants.ENDPOINT)
+    checked: CheckedFiles = field(default=OF_THIS_PROCESS, repr=False, compare=False)
     _stopped: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     @property

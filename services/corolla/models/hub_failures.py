@@ -71,7 +71,7 @@ def hub_failure(error: Exception, repository: str, cache: str) -> CheckpointErro
 
 
 def _cause(error: Exception) -> Exception:
-    """What happened, where the hub's client says only that no file was found or that it was told to fetch one."""
+    """What happened, where the hub's client says only that no file was found or that it was asked to fetch one."""
     wrappers = (LocalEntryNotFoundError, RevisionResolutionError, ValueError)
     while isinstance(error, wrappers) and not isinstance(error, HfHubHTTPError):
         if not isinstance(error.__cause__, Exception):

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from corolla.chassis.errors import CheckpointError, HubUnavailable
+from corolla.models.checked_files import stamp_of
 from corolla.models.hub import Hub
 from corolla.models.hub_failures import hub_failure
 from corolla.models.manifest import Manifest, StoredFile
@@ -20,13 +21,8 @@ log = logging.getLogger(__name__)
 _SIMULTANEOUS_FILES: Final = 4
 # A transfer that is alive writes more often.
 _LEFTOVER_AGE_S: Final = 3600.0
-# What a checkpoint has beside its weights: configuration, tokenizer, chat template.
+# What a checkpoint has next to its weights: configuration, tokenizer, chat template.
 _SMALL_FILES: Final = frozenset({".json", ".jinja", ".txt", ".model"})
-
-_Stamp = tuple[int, int, int]
-
-# Files that this process read and found right, as they were then.
-_sound: dict[Path, _Stamp] = {}
 
 
 class HubSnapshot:
@@ -44,7 +40,7 @@ class HubSnapshot:
         self.folder = hub.repository_folder(repository) / "snapshots" / manifest.commit
 
     @classmethod
-    def open(cls, hub: Hub, repository: str, revision: str | None) -> "HubSnapshot":
+    def pin(cls, hub: Hub, repository: str, revision: str | None) -> "HubSnapshot":
         """Pins a repository to a commit, and fetches all that is small. What is in the cache needs no hub.
 
         Args:
@@ -87,7 +83,7 @@ class HubSnapshot:
     def fetch(self, names: Collection[str]) -> None:
         """Returns when these files are here and are what the hub says that they are.
 
-        Each is read once in a process's life for that. One that is damaged is fetched again.
+        Each is read for that unless `Hub.checked` has it. One that is damaged is fetched again.
 
         Raises:
             CheckpointError: one is missing and the hub is not to be asked, or there is no room for it.
@@ -96,7 +92,7 @@ class HubSnapshot:
         wanted = [name for name in sorted(names) if not self._is_known(name)]
         if not wanted:
             return
-        missing = [name for name in wanted if _stamp(self.folder / name) is None]
+        missing = [name for name in wanted if stamp_of(self.folder / name) is None]
         num_bytes = sum(self.manifest.files[name].num_bytes for name in missing)
         if missing:
             self._prepare(missing, num_bytes)
@@ -114,7 +110,7 @@ class HubSnapshot:
                 if not given_up.is_set():
                     self.hub.patiently(lambda: self._fetch_one(name))
             except BaseException:
-                given_up.set()  # the other files would only keep this failure from being told
+                given_up.set()  # the other files would only keep this failure from being reported
                 raise
 
         with ThreadPoolExecutor(_SIMULTANEOUS_FILES, "fetch") as pool:
@@ -127,7 +123,7 @@ class HubSnapshot:
 
     def _fetch_one(self, name: str) -> None:
         path, stored = self.folder / name, self.manifest.files[name]
-        if _stamp(path) is None:
+        if stamp_of(path) is None:
             self.hub.download(self.repository, name, self.manifest.commit)
         if self._is_sound(path, stored):
             return
@@ -146,15 +142,14 @@ class HubSnapshot:
             )
 
     def _is_sound(self, path: Path, stored: StoredFile) -> bool:
-        stamp = _stamp(path)
+        stamp = stamp_of(path)
         if stamp is None or not stored.matches(path):
             return False
-        _sound[path] = stamp
+        self.hub.checked.note(path, stamp)
         return True
 
     def _is_known(self, name: str) -> bool:
-        path = self.folder / name
-        return path in _sound and _sound[path] == _stamp(path)
+        return self.folder / name in self.hub.checked
 
     def _prepare(self, missing: list[str], num_bytes: int) -> None:
         if self.hub.is_offline:
@@ -184,21 +179,12 @@ class HubSnapshot:
 
 
 def _is_small(name: str) -> bool:
-    """Whether a repository's file is none of the weights, but needed beside them."""
+    """Whether a repository's file is none of the weights, but needed next to them."""
     path = PurePosixPath(name)
     if path.name.endswith(".index.json"):
         return name == INDEX_FILE
     # A tokenizer may have several chat templates, in a folder.
     return path.suffix in _SMALL_FILES and path.parent.as_posix() in (".", "additional_chat_templates")
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    """What changes when a file is replaced; None: there is none, or a link to nothing."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _remove_leftovers(blobs: Path) -> None:

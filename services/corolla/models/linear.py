@@ -180,11 +180,13 @@ def _tried(
     for num_rows in _TIMED_ROWS:
         if clock() < deadline_s:
             rows = torch.ones(num_rows, weights[0].shape[1], dtype=weights[0].dtype)
-            gains.append(_gain(rows, weights, relaid, clock))
+            gains.append(measured_gain(rows, weights, relaid, clock))
     return relaid if gains and math.prod(gains) > _MIN_GAIN ** len(gains) else []
 
 
-def _gain(rows: Tensor, weights: Sequence[Tensor], relaid: Sequence[Tensor], clock: Callable[[], float]) -> float:
+def measured_gain(
+    rows: Tensor, weights: Sequence[Tensor], relaid: Sequence[Tensor], clock: Callable[[], float]
+) -> float:
     """How many times as fast oneDNN is.
 
     Both ways are timed in turns, and the best time of each counts, so that a busy machine disturbs both alike.
@@ -205,7 +207,7 @@ def _gain(rows: Tensor, weights: Sequence[Tensor], relaid: Sequence[Tensor], clo
 
 
 def _agrees(weight: Tensor, relaid: Tensor) -> bool:
-    """Up to rounding in the type of the weights: oneDNN can be told, by the environment, to compute less exactly."""
+    """Up to rounding in the type of the weights: oneDNN can be set, by the environment, to compute less exactly."""
     rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     difference = (multiply_relaid(rows, relaid).float() - functional.linear(rows, weight).float()).abs()
     rounding = torch.finfo(weight.dtype).eps * functional.linear(rows.abs(), weight.abs()).float()

@@ -18,7 +18,7 @@ class StoredFile:
     Attributes:
         num_bytes: its length.
         checksum: the SHA-256 of its content where the hub keeps it as a large file, else git's SHA-1 of it as a blob;
-            they are told apart by their length, 64 or 40 hexadecimal digits.
+            they are distinguished by their length, 64 or 40 hexadecimal digits.
     """
 
     num_bytes: int

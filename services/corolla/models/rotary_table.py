@@ -5,7 +5,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-_MIN_POSITIONS: Final = 1024
+MIN_POSITIONS: Final = 1024
+"""For which a table is computed at once; most texts are shorter."""
 
 _BY_POSITION_ALONE: Final = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings that say the same of a position however long the text is."""
@@ -45,7 +46,7 @@ class RotaryTable:
             table = self._compute(position_ids, like)
         else:
             if end > len(self._table):
-                num_positions = max(_MIN_POSITIONS, 1 << (end - 1).bit_length())
+                num_positions = max(MIN_POSITIONS, 1 << (end - 1).bit_length())
                 self._table = self._compute(torch.arange(num_positions, device=like.device), like)
             table = self._table.index_select(0, position_ids)
         return table[:, 0:1], table[:, 1:2]

@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from corolla.models.cut_model import (
     model_class_of,
 )
 from corolla.models.families import Family, packs_rows
-from corolla.models.lean import LeanSpan, fits
+from corolla.models.fused import FusedSpan, fits
 from corolla.models.linear import replace_linears, tune
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.wire.span import Span
@@ -39,7 +40,7 @@ class SpanModel:
         packs_rows: whether rows of different sessions may be packed into one call.
         dtype: of the weights, as of hidden states.
         device: where they are.
-        lean: a faster way to run the same blocks, once `make_lean` found one.
+        fused: a faster way to run the same blocks, once `make_fused` found one.
     """
 
     def __init__(self, base: PreTrainedModel, span: Span, family: Family) -> None:
@@ -48,7 +49,7 @@ class SpanModel:
         self.packs_rows = packs_rows(family, base.config)
         self.dtype: torch.dtype = base.dtype
         self.device: torch.device = base.device
-        self.lean: LeanSpan | None = None
+        self.fused: FusedSpan | None = None
         self._base = base
         self._views: dict[Span, PreTrainedModel] = {span: base}
 
@@ -66,6 +67,10 @@ class SpanModel:
         tensors = (*self._base.parameters(), *self._base.buffers())
         return sum(stored_bytes(tensor) for tensor in tensors)
 
+    def modules(self) -> Iterator[nn.Module]:
+        """All that the blocks are made of, as `nn.Module.modules` gives it."""
+        return self._base.modules()
+
     def layer_indices(self, blocks: Span) -> range:
         """The cache indices of `blocks`.
 
@@ -74,16 +79,16 @@ class SpanModel:
         """
         return self.span.indices(blocks)
 
-    def make_lean(self, tuning_budget_s: float = 2.0) -> None:
-        """Prepares the fastest way to run the blocks on this machine, for good; a lean way is the only one then.
+    def make_fused(self, tuning_budget_s: float = 2.0) -> None:
+        """Prepares the fastest way to run the blocks on this machine, for good; a fused way is the only one then.
 
         Args:
             tuning_budget_s: how long multiplication may be measured.
         """
         layers = list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
-        if self.family.is_lean and self.packs_rows and all(map(fits, layers)):
-            self.lean = LeanSpan(layers, self._base.get_submodule("rotary_emb"), self.config)
-        tune(replace_linears(self._base) if self.lean is None else self.lean.linears, budget_s=tuning_budget_s)
+        if self.family.is_fused and self.packs_rows and all(map(fits, layers)):
+            self.fused = FusedSpan(layers, self._base.get_submodule("rotary_emb"), self.config)
+        tune(replace_linears(self._base) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
 
     def set_attention(self, implementation: str) -> None:
         """Names the attention function, a key of the library's AttentionInterface, that all layers use from now on."""

@@ -1,6 +1,6 @@
 """How many threads a process computes with: measured, since more are often slower.
 
-Few rows of small matrices keep one core busy; a large model's keep many. Beside other busy processes every thread more
+Few rows of small matrices keep one core busy; a large model's keep many. Next to other busy processes every thread more
 is one more to wait for. So the number is doubled as long as that clearly pays.
 """
 

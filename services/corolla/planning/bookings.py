@@ -1,4 +1,4 @@
-"""What a planner placed on servers which have not told of it yet. Pure: time is passed in.
+"""What a planner placed on servers which have not reported it yet. Pure: time is passed in.
 
 A server says with each heartbeat what it holds. Until then all who come at once would find the same server the least
 busy one, and all would go there.
@@ -17,7 +17,7 @@ MOST_AGE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Booked:
-    """What a server is to hold beside what it told."""
+    """What a server is to hold in addition to what it reported."""
 
     num_sessions: int = 0
     num_tokens: int = 0
@@ -44,7 +44,7 @@ class Bookings:
         for hop in hops:
             self._sessions.setdefault(hop.server_id, []).append((now_s, num_tokens))
 
-    def beside(self, servers: Iterable[pb.PlacedServer], now_s: float) -> Mapping[str, Booked]:
+    def unreported(self, servers: Iterable[pb.PlacedServer], now_s: float) -> Mapping[str, Booked]:
         """What to add to the loads of these servers, by server id; what is theirs to tell by now is forgotten.
 
         Args:

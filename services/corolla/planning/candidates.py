@@ -36,7 +36,7 @@ def candidates(
     Args:
         num_tokens: for which a server needs free pages; 0 asks for none.
         excluded: server ids.
-        booked: what servers are to hold beside what they told, by id.
+        booked: what servers are to hold in addition to what they reported, by id.
     """
     return [
         _candidate(each, num_tokens, (booked or {}).get(each.server.server_id, _NOTHING))
@@ -56,22 +56,14 @@ def chain_of(hops: Iterable[PlannedHop], fingerprint: str) -> common_pb2.Chain:
     return common_pb2.Chain(
         fingerprint=fingerprint,
         hops=[
-            common_pb2.Hop(server_id=hop.server.server_id, address=hop.server.address, span=block_span(hop.span))
+            common_pb2.Hop(server_id=hop.server.server_id, address=hop.server.address, span=hop.span.to_message())
             for hop in hops
         ],
     )
 
 
-def block_span(span: Span) -> common_pb2.BlockSpan:
-    return common_pb2.BlockSpan(start=span.start, end=span.end)
-
-
-def span_of(message: common_pb2.BlockSpan) -> Span:
-    return Span(message.start, message.end)
-
-
 def _candidate(placed: pb.PlacedServer, num_tokens: int, booked: Booked) -> Candidate:
-    server, load, span = placed.server, placed.load, span_of(placed.span)
+    server, load, span = placed.server, placed.load, Span.of(placed.span)
     if load.decode_step_seconds > 0:
         seconds_per_block = load.decode_step_seconds / len(span)
     else:

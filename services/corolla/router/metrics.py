@@ -55,6 +55,13 @@ class RouterMetrics:
         )
         self._sessions = Gauge("corolla_sessions", "Session records in the store.", ["model"], registry=registry)
         self._store_up = Gauge("corolla_store_up", "1 while Redis answers and has room, else 0.", registry=registry)
+        self._unreadable_records = Counter(
+            "corolla_unreadable_records",
+            "Readings of records in Redis that could not be read and were passed over, by kind: server, chain (of a "
+            "session), order (to move), model (a name), key (a whole one).",
+            ["model", "kind"],
+            registry=registry,
+        )
         self._script_seconds = Histogram(
             "corolla_redis_script_seconds", "Duration of a Redis script in seconds, failed ones included.", ["script"],
             buckets=SCRIPT_BUCKETS, registry=registry,
@@ -74,6 +81,9 @@ class RouterMetrics:
 
     def script_done(self, script: str, seconds: float) -> None:
         self._script_seconds.labels(script).observe(seconds)
+
+    def record_unreadable(self, model: str, kind: str) -> None:
+        self._unreadable_records.labels(model, kind).inc()
 
     def store_up(self, up: bool) -> None:
         self._store_up.set(1 if up else 0)

@@ -32,8 +32,8 @@ class Rebalancer:
         """Looks again and again, for ever."""
         while True:
             try:
-                for model in await self._registry.models():
-                    await self._look(await self._registry.snapshot(model))
+                async for roster in self._registry.rosters():
+                    await self._look(roster)
             except CorollaError:
                 self._advice.clear()
             await asyncio.sleep(self._settle_s)

@@ -29,7 +29,7 @@ _Worth = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A ready server, and whether it may be told to hold another span."""
+    """A ready server, and whether it may be ordered to hold another span."""
 
     server_id: str
     hosted: HostedSpan

@@ -3,16 +3,17 @@
 import asyncio
 import logging
 import random
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from corolla.chassis.errors import InternalError, LeaseLost, LeaseTaken, SpanRefused, StoreUnavailable
-from corolla.planning.candidates import block_span, span_of
+from corolla.chassis.errors import InternalError, InvalidRequest, LeaseLost, LeaseTaken, SpanRefused, StoreUnavailable
 from corolla.router.placement import choose_span
 from corolla.router.rebalancing import Move
 from corolla.router.roster import Roster, sort_servers
 from corolla.router.store import Store
+from corolla.router.validation import check_placed
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
@@ -64,8 +65,8 @@ class Registry:
         raise StoreUnavailable("the placement changes too fast to take part in it")
 
     async def _commit(self, roster: Roster, server: pb.ServerDescription, span: Span, lease: bytes) -> bool:
-        description = pb.PlacedServer(server=server, span=block_span(span))
-        reply = await self._store.run(
+        description = pb.PlacedServer(server=server, span=span.to_message())
+        reply = await self._store.call(
             "register",
             server.model,
             str(roster.version),
@@ -81,7 +82,7 @@ class Registry:
         """Renews the lease. A server that is not known, but describes itself, is registered as it is.
 
         Returns:
-            The span that the server is told to move to, if it is.
+            The span that the server is ordered to move to, if any.
 
         Raises:
             LeaseLost: it is not known and does not say what it is.
@@ -89,7 +90,7 @@ class Registry:
             SpanRefused: the other servers' model has another number of blocks by now.
         """
         lease = _lease(beat.state, beat.load)
-        reply = await self._store.run(
+        reply = await self._store.call(
             "heartbeat", beat.model, beat.server_id, beat.server.address, lease, self._lease_ms
         )
         if reply == _TAKEN:
@@ -97,18 +98,24 @@ class Registry:
         if reply == _UNKNOWN:
             if not beat.HasField("server"):
                 raise LeaseLost("this server has no lease; register again")
-            await self._place(beat.server, span_of(beat.span), lease, replaces=False)
-        return Span.parse(reply.decode()) if isinstance(reply, bytes) else None
+            await self._place(beat.server, Span.of(beat.span), lease, replaces=False)
+        if not isinstance(reply, bytes):
+            return None
+        try:
+            return Span.parse(reply.decode())
+        except ValueError:
+            self._store.skip("order", beat.model, "")
+            return None
 
     async def order(self, roster: Roster, move: Move, pause_ms: int) -> bool:
-        """Has a server told to move; False if the placement is another one by now, or a move is under way.
+        """Has a server ordered to move; False if the placement is another one by now, or a move is under way.
 
         Args:
             pause_ms: for which moves that give no block its only server have to wait after this one; it doubles with
                 each further one among the same servers.
         """
         covers = int(move.covers)
-        reply = await self._store.run(
+        reply = await self._store.call(
             "order_move", roster.model, str(roster.version), move.server_id, str(move.span), _MOVE_TTL_MS, covers,
             pause_ms,
         )  # fmt: skip
@@ -116,7 +123,7 @@ class Registry:
 
     async def report(self, model: str, server_id: str) -> None:
         """Suspects a server until its next heartbeat; an unknown one is no error."""
-        await self._store.run("report", model, server_id, self._lease_ms)
+        await self._store.call("report", model, server_id, self._lease_ms)
 
     async def withhold(self, model: str, server_id: str, reason: str, ttl_ms: int) -> None:
         """Keeps sessions from a server that says it is ready; an unknown one is no error.
@@ -126,15 +133,15 @@ class Registry:
                 can. Empty: it is no longer unready.
             ttl_ms: how long that holds unless it is said again.
         """
-        await self._store.run("withhold", model, server_id, reason, ttl_ms)
+        await self._store.call("withhold", model, server_id, reason, ttl_ms)
 
     async def lead(self, task: str, router_id: str, ttl_ms: int) -> bool:
         """Whether this router, alone among all, does `task` for the next `ttl_ms`."""
-        return bool(await self._store.run("lead", "", task, router_id, ttl_ms) == 1)
+        return bool(await self._store.call("lead", "", task, router_id, ttl_ms) == 1)
 
     async def deregister(self, model: str, server_id: str) -> None:
         """Takes a server out at once; an unknown one is no error."""
-        await self._store.run("deregister", model, server_id)
+        await self._store.call("deregister", model, server_id)
 
     async def snapshot(self, model: str) -> Roster:
         """The servers whose leases run now. One that has just lost its lease is taken out, as a change."""
@@ -143,20 +150,42 @@ class Registry:
 
     async def snapshot_for(self, model: str, session_id: str) -> tuple[Roster, common_pb2.Chain | None]:
         """The same, and in the same moment the chain that a session is pinned to."""
-        version, num_blocks, last_change, servers, chain = await self._store.run(
+        version, num_blocks, last_change, records, pinned = await self._store.call(
             "snapshot", model, session_id, self._lease_ms
         )
+        servers = [
+            server
+            for server_id, record in zip(records[::2], records[1::2], strict=True)
+            if (server := self._placed(model, server_id, record)) is not None
+        ]
+        if not num_blocks.isdigit() or len(num_blocks) > 4:
+            num_blocks = 0
+        # No less than what servers hold, whatever the store says.
+        num_blocks = max([int(num_blocks), *(each.server.num_model_blocks for each in servers)])
+        roster = Roster(model, int(version), num_blocks, sort_servers(servers), last_change.decode())
+        return roster, self._chain(model, session_id, pinned)
+
+    async def rosters(self) -> AsyncIterator[Roster]:
+        """The snapshot of each model, save those that cannot be read."""
+        for model in await self.models():
+            try:
+                yield await self.snapshot(model)
+            except InternalError:
+                continue
+
+    def _placed(self, model: str, server_id: bytes, record: bytes) -> pb.PlacedServer | None:
         try:
-            roster = Roster(
-                model,
-                int(version),
-                int(num_blocks),
-                sort_servers(map(pb.PlacedServer.FromString, servers)),
-                last_change.decode(),
-            )
-            return roster, common_pb2.Chain.FromString(chain) if chain else None
+            return check_placed(pb.PlacedServer.FromString(record))
+        except (DecodeError, InvalidRequest):
+            self._store.skip("server", model, server_id.decode(errors="replace"))
+            return None
+
+    def _chain(self, model: str, session_id: str, pinned: bytes | None) -> common_pb2.Chain | None:
+        try:
+            return common_pb2.Chain.FromString(pinned) if pinned else None
         except DecodeError:
-            raise InternalError("the store holds a record that cannot be read") from None
+            self._store.skip("chain", model, "")
+            return None
 
     async def wait_for_change(self, roster: Roster, wait_s: float) -> None:
         """Returns once the placement is no longer that of `roster`, or after `wait_s`. An expired lease is no event."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from corolla.chassis.errors import CorollaError
 from corolla.planning.bookings import Booked
-from corolla.planning.candidates import block_span, candidates, chain_of, measured_speed, span_of
+from corolla.planning.candidates import candidates, chain_of, measured_speed
 from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
 from corolla.router.placement import HostedSpan, throughput
 from corolla.router.rebalancing import Member, steady
@@ -35,7 +35,7 @@ class Roster:
     def hosted(self, fingerprint: str) -> list[HostedSpan]:
         """The spans of all servers with these weights, joining and draining ones included."""
         return [
-            HostedSpan(span_of(each.span), measured_speed(each))
+            HostedSpan(Span.of(each.span), measured_speed(each))
             for each in self.servers
             if each.server.fingerprint == fingerprint
         ]
@@ -49,7 +49,7 @@ class Roster:
         """All servers by fingerprint, for one who wants to move them."""
         groups: dict[str, list[Member]] = {}
         for each in self.servers:
-            hosted = HostedSpan(span_of(each.span), steady(measured_speed(each)))
+            hosted = HostedSpan(Span.of(each.span), steady(measured_speed(each)))
             member = Member(each.server.server_id, hosted, each.server.movable)
             groups.setdefault(each.server.fingerprint, []).append(member)
         return groups
@@ -59,7 +59,7 @@ class Roster:
         groups: dict[str, list[HostedSpan]] = {}
         for each in self.servers:
             if each.state == pb.SERVER_STATE_READY:
-                hosted = HostedSpan(span_of(each.span), measured_speed(each))
+                hosted = HostedSpan(Span.of(each.span), measured_speed(each))
                 groups.setdefault(each.server.fingerprint, []).append(hosted)
         return max((min(throughput(group, self.num_blocks)) for group in groups.values()), default=0) / 1e6
 
@@ -96,7 +96,7 @@ class Roster:
         return bool(chain.hops) and all(
             hop.server_id in ready
             and ready[hop.server_id].fingerprint == chain.fingerprint
-            and ready[hop.server_id].span.covers(span_of(hop.span))
+            and ready[hop.server_id].span.covers(Span.of(hop.span))
             for hop in chain.hops
         )
 
@@ -127,7 +127,7 @@ class Roster:
             version=self.version,
             num_model_blocks=self.num_blocks,
             servers=self.servers,
-            uncovered=map(block_span, self.uncovered()),
+            uncovered=[span.to_message() for span in self.uncovered()],
         )
         if self.is_known:
             try:

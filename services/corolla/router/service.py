@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
-from corolla.chassis.errors import StoreUnavailable
+from corolla.chassis.errors import CorollaError, StoreUnavailable
 from corolla.chassis.handlers import service_handler
-from corolla.chassis.lifecycle import TaskGroup, run_service
-from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, new_registry
+from corolla.chassis.lifecycle import fail, run_service
+from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
-from corolla.router.census import run_census
+from corolla.chassis.tasks import TaskGroup
 from corolla.router.cluster.keeper import ClusterKeeper
+from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.metrics import RouterMetrics
 from corolla.router.rebalancer import Rebalancer
 from corolla.router.registry import Registry
@@ -27,9 +29,16 @@ _SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
 
 
 class RouterProcess:
-    """One router in this process. Raises StartupError when ports are taken or the Redis address is none."""
+    """One router in this process.
 
-    def __init__(self, settings: RouterSettings) -> None:
+    Args:
+        api_waits: for the Kubernetes API, where there is one.
+
+    Raises:
+        StartupError: ports are taken, or the Redis address is none.
+    """
+
+    def __init__(self, settings: RouterSettings, *, api_waits: ApiWaits = DEFAULT_WAITS) -> None:
         self.settings = settings
         metrics_registry = new_registry()
         self._metrics = RouterMetrics(metrics_registry)
@@ -41,16 +50,17 @@ class RouterProcess:
         )
         self._registry = Registry(self._store, settings.lease_ms)
         self._sessions = SessionRecords(self._store)
+        self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(metrics_registry))
         self._watches = PlacementWatches(
             self._registry,
+            self._tasks.subgroup(),
             relist_interval_s=settings.relist_interval_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
-        self._tasks = TaskGroup()
         self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection)
-        self._cluster = ClusterKeeper(self._registry, self._metrics, settings)
+        self._cluster = ClusterKeeper(self._registry, self._metrics, settings, self._tasks.subgroup(), api_waits)
         servicer = RouterServicer(
-            settings, self._registry, self._sessions, self._watches, on_departure=self._cluster.departed
+            settings, self._registry, self._sessions, self._watches, on_deregistered=self._cluster.deregistered
         )
         self._rpc.add(
             _SERVICE,
@@ -75,25 +85,41 @@ class RouterProcess:
         """
         await self._rpc.start()
         await self._wait_for_redis()
-        self._tasks.start(
-            run_census(self._registry, self._sessions, self._metrics, self.settings.relist_interval_s), "census"
-        )
+        self._tasks.start_essential(self._observe_placement, "placement_statistics")
         if self.settings.rebalance:
-            self._tasks.start(Rebalancer(self._registry, self._metrics, self.settings).run(), "rebalancing")
-        self._tasks.start(self._cluster.run(), "kubernetes")
+            rebalancer = Rebalancer(self._registry, self._metrics, self.settings)
+            self._tasks.start_essential(rebalancer.run, "rebalancing")
+        self._tasks.start_restartable(self._cluster.run, "kubernetes")
         await self._rpc.ready()
         log.info("router serves", extra={"port": self.port, "metrics_port": self.metrics_port})
 
+    async def _observe_placement(self) -> None:
+        """Shows what the store holds in the gauges, for ever. Its snapshots also turn expired leases into changes."""
+        shown: set[str] = set()
+        while True:
+            with suppress(CorollaError):
+                async for roster in self._registry.rosters():
+                    num_sessions = await self._sessions.count(roster.model)
+                    if roster.is_known or num_sessions:
+                        self._metrics.observe(roster, num_sessions)
+                        shown.add(roster.model)
+                        continue
+                    await self._registry.forget(roster.model)
+                    if roster.model in shown:
+                        self._metrics.forget(roster.model)
+                        shown.discard(roster.model)
+            await asyncio.sleep(self.settings.relist_interval_s)
+
     async def _wait_for_redis(self) -> None:
-        is_told = False
+        has_logged = False
         while True:
             try:
                 await self._store.check()
             except StoreUnavailable:
                 self._metrics.store_up(False)
-                if not is_told:
+                if not has_logged:
                     log.warning("waiting for redis; nothing is served until it answers")
-                is_told = True
+                has_logged = True
                 await asyncio.sleep(self.settings.relist_interval_s)
             else:
                 self._metrics.store_up(True)

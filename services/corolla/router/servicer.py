@@ -9,7 +9,7 @@ from typing import Final
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
 from corolla.planning.bookings import Bookings
-from corolla.planning.candidates import block_span, chain_of
+from corolla.planning.candidates import chain_of
 from corolla.planning.planner import plan_around_suspects
 from corolla.router import validation
 from corolla.router.registry import Registry
@@ -33,13 +33,13 @@ class RouterServicer:
         sessions: SessionRecords,
         watches: PlacementWatches,
         *,
-        on_departure: Callable[[pb.DeregisterServerRequest], None],
+        on_deregistered: Callable[[pb.DeregisterServerRequest], None],
     ) -> None:
         self._settings = settings
         self._registry = registry
         self._sessions = sessions
         self._watches = watches
-        self._on_departure = on_departure
+        self._on_deregistered = on_deregistered
         # By model. Each router counts what it placed itself.
         self._bookings: defaultdict[str, Bookings] = defaultdict(lambda: Bookings(_BOOKING_LAG_S))
 
@@ -50,7 +50,7 @@ class RouterServicer:
         wanted = validation.check_span("span", request.span) if request.HasField("span") else None
         span = await self._registry.register(server, wanted)
         return pb.RegisterServerResponse(
-            span=block_span(span),
+            span=span.to_message(),
             lease_ms=self._settings.lease_ms,
             heartbeat_interval_ms=self._settings.heartbeat_interval_ms,
         )
@@ -64,7 +64,7 @@ class RouterServicer:
         if request.HasField("server"):
             validation.check_self_description(request)
         span = await self._registry.heartbeat(request)
-        return pb.HeartbeatResponse(move_to=block_span(span) if span else None)
+        return pb.HeartbeatResponse(move_to=span.to_message() if span else None)
 
     async def DeregisterServer(
         self, request: pb.DeregisterServerRequest, context: Context
@@ -72,7 +72,7 @@ class RouterServicer:
         validation.check_text("model", request.model)
         validation.check_name("server_id", request.server_id)
         await self._registry.deregister(request.model, request.server_id)
-        self._on_departure(request)
+        self._on_deregistered(request)
         return pb.DeregisterServerResponse()
 
     # --- for client services ---
@@ -91,7 +91,7 @@ class RouterServicer:
         bookings, now_s = self._bookings[request.model], asyncio.get_running_loop().time()
         candidates = roster.candidates(
             fingerprint=request.fingerprint, num_tokens=request.num_tokens, excluded=excluded,
-            booked=bookings.beside(roster.servers, now_s),
+            booked=bookings.unreported(roster.servers, now_s),
         )  # fmt: skip
         # The planner keeps to the order between equals: shuffled, they share the sessions.
         random.shuffle(candidates)

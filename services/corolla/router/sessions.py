@@ -20,7 +20,7 @@ class SessionRecords:
 
     async def create(self, record: pb.SessionRecord, ttl_ms: int) -> pb.SessionRecord:
         """Raises InvalidRequest when the id is taken."""
-        reply = await self._store.run(
+        reply = await self._store.call(
             "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms
         )
         if reply[0] == b"taken":
@@ -28,17 +28,17 @@ class SessionRecords:
         return _record(reply)
 
     async def get(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:
-        return _record(await self._store.run("get_session", model, session_id, tenant))
+        return _record(await self._store.call("get_session", model, session_id, tenant))
 
     async def begin_turn(
         self, model: str, session_id: str, tenant: str, turn_id: str, lock_ms: int
     ) -> pb.SessionRecord:
         """Locks the session for `turn_id`. Raises SessionBusy while another turn holds it."""
-        return _record(await self._store.run("begin_turn", model, session_id, tenant, turn_id, lock_ms))
+        return _record(await self._store.call("begin_turn", model, session_id, tenant, turn_id, lock_ms))
 
     async def renew_turn(self, model: str, session_id: str, turn_id: str, lock_ms: int) -> None:
         """Raises SessionBusy when the turn no longer holds the session."""
-        _checked(await self._store.run("renew_turn", model, session_id, turn_id, lock_ms))
+        _checked(await self._store.call("renew_turn", model, session_id, turn_id, lock_ms))
 
     async def end_turn(self, record: pb.SessionRecord, turn_id: str, ttl_ms: int, *, discard: bool) -> None:
         """Writes the record, unless discarded, and unlocks. A session that the store has lost since is written anew.
@@ -48,7 +48,7 @@ class SessionRecords:
         """
         changes = () if discard else _stored(record)
         _checked(
-            await self._store.run(
+            await self._store.call(
                 "end_turn",
                 record.model,
                 record.session_id,
@@ -80,15 +80,15 @@ class SessionRecords:
                 break
         else:
             raise SessionNotFound("the session has no such hop")
-        _checked(await self._store.run("move_session", model, session_id, tenant, before, *_stored(record)))
+        _checked(await self._store.call("move_session", model, session_id, tenant, before, *_stored(record)))
 
     async def delete(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:
         """Returns the record, so that the caller can free its hops. Raises SessionBusy while a turn runs."""
         call = secrets.token_hex(16)
-        return _record(await self._store.run("delete_session", model, session_id, tenant, call))
+        return _record(await self._store.call("delete_session", model, session_id, tenant, call))
 
     async def count(self, model: str) -> int:
-        return int(await self._store.run("count_sessions", model))
+        return int(await self._store.call("count_sessions", model))
 
 
 def _stored(record: pb.SessionRecord) -> tuple[bytes, bytes]:

@@ -43,7 +43,7 @@ class RouterSettings(ServiceSettings):
         5.0, ge=0.1, le=600, description="Seconds after which watchers learn of changed load when nothing else changes."
     )
     rebalance: bool = Field(
-        True, description="Whether block servers that hold what the router chose are told to hold other blocks."
+        True, description="Whether block servers that hold what the router chose are ordered to hold other blocks."
     )
     rebalance_settle_s: float = Field(
         2.0,

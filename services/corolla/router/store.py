@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from corolla.chassis.breaker import Breaker
-from corolla.chassis.errors import StartupError, StoreUnavailable
+from corolla.chassis.errors import InternalError, StartupError, StoreUnavailable
 from corolla.router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -28,9 +29,21 @@ _NUM_RETRIES: Final = 1
 _MAX_SILENCES: Final = 2
 _REST_S: Final = 0.5
 _MODELS_KEY: Final = "corolla:models"
-# uvloop raises RuntimeError where asyncio says ConnectionResetError: to who writes on a connection that was just reset.
 _FAILURES: Final = (RedisError, OSError, RuntimeError)
 _WORTH_A_RETRY: Final[Any] = (RedisConnectionError, RedisTimeoutError, RuntimeError)
+# What Redis says of a key of another type, or of a script that failed on a value. Redis 6 names the place before it.
+_ON_A_BAD_RECORD: Final = re.compile(r"(.*@user_script: ?\d+: )?(WRONGTYPE |user_script: ?\d+: |.* is not an integer)")
+_MOST_LOGGED: Final = 1000
+_ON_A_CLOSED_TRANSPORT: Final = "unable to perform operation on <"
+
+
+def is_outage(failure: Exception) -> bool:
+    """Whether a failure of `_FAILURES` tells of Redis or the way to it, and not of a mistake in this program.
+
+    Where asyncio says ConnectionResetError, uvloop raises RuntimeError on whoever writes on a connection just reset:
+    "unable to perform operation on <TCPTransport closed=True ...>; the handler is closed".
+    """
+    return not isinstance(failure, RuntimeError) or str(failure).startswith(_ON_A_CLOSED_TRANSPORT)
 
 
 def key_prefix(model: str) -> str:
@@ -51,6 +64,8 @@ class Store:
     run all the same, so each of them bears being run again. After two such calls a breaker refuses further ones at
     once, save one in half a second: requests do not queue up behind a Redis that is frozen.
 
+    A key that cannot be read, as one of another type, is no outage: methods raise InternalError then.
+
     Args:
         password: where `url` names none.
 
@@ -68,6 +83,7 @@ class Store:
         self._refused: set[str] = set()
         self._breaker = Breaker(_MAX_SILENCES, _REST_S)
         self._scripts: dict[str, AsyncScript] = {}
+        self._logged: set[tuple[str, ...]] = set()
         try:
             self._client = self._connect(url, timeout_s, Retry(NoBackoff(), _NUM_RETRIES, _WORTH_A_RETRY))
             # Waiting for a change takes longer than any answer may, and is repeated by its caller.
@@ -103,17 +119,19 @@ class Store:
             await self._client.ping()
         except (AuthenticationError, ResponseError):
             raise StartupError("Redis refuses us; correct user, password and database in COROLLA_REDIS_URL") from None
-        except _FAILURES:
+        except _FAILURES as failure:
+            if not is_outage(failure):
+                raise
             raise StoreUnavailable("the store does not answer") from None
 
-    async def run(self, name: str, model: str, *arguments: str | bytes | int) -> Any:
-        """Runs the script `scripts/<name>.lua` on a model's keys and returns its reply."""
+    async def call(self, name: str, model: str, *arguments: str | bytes | int) -> Any:
+        """Calls the script `scripts/<name>.lua` on a model's keys and returns its reply."""
         script = self._scripts.get(name)
         if script is None:
             script = self._scripts[name] = self._client.register_script(script_text(name))
         started = time.perf_counter()
         try:
-            async with self._translated(name):
+            async with self._translated(name, model):
                 return await script(keys=[key_prefix(model)], args=arguments)
         finally:
             self._metrics.script_done(name, time.perf_counter() - started)
@@ -129,20 +147,34 @@ class Store:
     async def models(self) -> list[str]:
         """All models that have had a block server, sorted."""
         async with self._translated("models"):
-            names = await self._client.smembers(_MODELS_KEY)
-        return sorted(name.decode() for name in names if isinstance(name, bytes))
+            names: Any = await self._client.smembers(_MODELS_KEY)
+        models = []
+        for name in names:
+            try:
+                models.append(name.decode())
+            except UnicodeDecodeError:
+                self.skip("model", "", repr(name[:64]))
+        return sorted(models)
 
     async def wait_for_change(self, model: str, last_change: str, wait_s: float) -> None:
         """Returns as soon as the model's placement has changed since `last_change`, at the latest after `wait_s`."""
-        async with self._translated("wait_for_change", is_wait=True), asyncio.timeout(wait_s + self._timeout_s):
+        async with self._translated("wait_for_change", model, is_wait=True), asyncio.timeout(wait_s + self._timeout_s):
             await self._waiting.xread({key_prefix(model) + "changes": last_change}, block=max(1, round(wait_s * 1000)))
+
+    def skip(self, kind: str, model: str, name: str) -> None:
+        """Counts a record that cannot be read, and says so in the log the first time."""
+        self._metrics.record_unreadable(model, kind)
+        record = (kind, model, name)
+        if record not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(record)
+            log.error("a record in redis cannot be read", extra={"kind": kind, "model": model, "record": name})
 
     async def close(self) -> None:
         for client in (self._client, self._waiting):
             await client.aclose(close_connection_pool=True)
 
     @asynccontextmanager
-    async def _translated(self, operation: str, *, is_wait: bool = False) -> AsyncIterator[None]:
+    async def _translated(self, operation: str, model: str = "", *, is_wait: bool = False) -> AsyncIterator[None]:
         clock = asyncio.get_running_loop().time
         if not is_wait and not self._breaker.admits(clock()):
             raise StoreUnavailable("the store does not answer")
@@ -152,6 +184,8 @@ class Store:
         try:
             yield
         except _FAILURES as caught:
+            if not is_outage(caught):
+                raise
             failure = caught
         # The client sends through asyncio.wait_for, which before Python 3.12 loses a cancellation that comes just then.
         if task and task.cancelling() > num_cancels:
@@ -160,6 +194,13 @@ class Store:
             self._breaker.succeeded()
         elif not is_wait:
             self._breaker.failed(clock())
+        self._raise_failure(operation, model, failure)
+
+    def _raise_failure(self, operation: str, model: str, failure: Exception | None) -> None:
+        """Raises what an operation failed of, if it did, and notes whether Redis answers."""
+        if isinstance(failure, ResponseError) and _ON_A_BAD_RECORD.match(str(failure)):
+            self.skip("key", model, operation)
+            raise InternalError("the store holds a record that cannot be read")
         if isinstance(failure, ResponseError) and "OOM" in str(failure):
             self._is_full = True
             self._refused.add(operation)
@@ -167,7 +208,7 @@ class Store:
             self._is_full = False
         self._note(up=failure is None and not self._is_full, cause="full" if self._is_full else type(failure).__name__)
         if failure is not None:
-            raise StoreUnavailable("the store does not answer") from None
+            raise StoreUnavailable("the store does not answer")
 
     def _note(self, *, up: bool, cause: str) -> None:
         self._metrics.store_up(up)

@@ -53,7 +53,7 @@ def check_duration(field: str, milliseconds: int, most: int, default: int) -> in
 def check_span(field: str, span: common_pb2.BlockSpan) -> Span:
     if span.start >= span.end:
         raise InvalidRequest(field, f"{span.start}:{span.end} holds no block")
-    return Span(span.start, span.end)
+    return Span.of(span)
 
 
 def check_server(server: pb.ServerDescription) -> pb.ServerDescription:
@@ -88,6 +88,15 @@ def check_load(load: pb.ServerLoad) -> pb.ServerLoad:
     if load.num_free_pages > load.num_pages:
         raise InvalidRequest("load.num_free_pages", "is more than num_pages")
     return load
+
+
+def check_placed(placed: pb.PlacedServer) -> pb.PlacedServer:
+    """What everybody computes with, in a server's record as the store has it."""
+    if not check_span("span", placed.span).end <= placed.server.num_model_blocks <= MOST_MODEL_BLOCKS:
+        raise InvalidRequest("span", "reaches beyond the model")
+    _check_speed("server.decode_tokens_per_second", placed.server.decode_tokens_per_second)
+    check_load(placed.load)
+    return placed
 
 
 def check_record(record: pb.SessionRecord) -> pb.SessionRecord:

@@ -3,10 +3,11 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Final
 
 from corolla.chassis.errors import CorollaError, ServiceStopping
-from corolla.chassis.lifecycle import TaskGroup
+from corolla.chassis.tasks import TaskGroup
 from corolla.router.registry import Registry
 from corolla.v1 import router_pb2 as pb
 
@@ -46,24 +47,35 @@ class _Feed:
 
 class PlacementWatches:
     """Pushes placements. A change reaches watchers at once, an expired lease within `relist_interval_s`, changed load
-    alone within `load_push_interval_s`."""
+    alone within `load_push_interval_s`.
 
-    def __init__(self, registry: Registry, *, relist_interval_s: float, load_push_interval_s: float) -> None:
+    Args:
+        tasks: of these watches alone.
+    """
+
+    def __init__(
+        self, registry: Registry, tasks: TaskGroup, *, relist_interval_s: float, load_push_interval_s: float
+    ) -> None:
         self._registry = registry
         self._relist_interval_s = relist_interval_s
         self._load_push_interval_s = load_push_interval_s
         self._feeds: dict[str, _Feed] = {}
+        # What a model's last watcher saw, until Redis says more.
+        self._last: dict[str, pb.Placement] = {}
         self._is_closed = False
-        self._tasks = TaskGroup()
+        self._tasks = tasks
 
     async def watch(self, model: str) -> AsyncIterator[pb.Placement]:
-        """The placement now, and again at each change; while Redis is away, nothing. Raises ServiceStopping."""
+        """The placement now, and again at each change; while Redis is away, at most the one that was pushed last.
+
+        Raises ServiceStopping.
+        """
         if self._is_closed:
             raise _stopping()
         feed = self._feeds.setdefault(model, _Feed())
         feed.num_watchers += 1
         if feed.task is None:
-            feed.task = self._tasks.start(self._follow(model, feed), f"watch {model}")
+            feed.task = self._tasks.start_essential(partial(self._follow, model, feed), "placement_feed")
         seen: pb.Placement | None = None
         try:
             while True:
@@ -72,8 +84,10 @@ class PlacementWatches:
         finally:
             feed.num_watchers -= 1
             if feed.num_watchers == 0:
-                feed.task.cancel()
+                self._tasks.cancel(feed.task)
                 del self._feeds[model]
+                if feed.placement is not None and feed.placement.servers:
+                    self._last[model] = feed.placement
 
     async def close(self) -> None:
         """Ends all watches with ServiceStopping, and begins none any more."""
@@ -89,6 +103,7 @@ class PlacementWatches:
         while True:
             try:
                 roster = await self._registry.snapshot(model)
+                self._last.pop(model, None)
                 before = feed.placement
                 # A lower version is a store that has lost its memory, not a cluster that has lost its servers: they
                 # register again within a heartbeat, and until then what was pushed last stands.
@@ -103,6 +118,8 @@ class PlacementWatches:
                         pushed_at = clock()
                 await self._registry.wait_for_change(roster, self._relist_interval_s)
             except CorollaError:
+                if feed.placement is None and model in self._last:
+                    feed.publish(self._last[model])
                 await asyncio.sleep(self._relist_interval_s)
 
 

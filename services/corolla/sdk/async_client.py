@@ -21,7 +21,7 @@ Answered = TypeVar("Answered", bound=ProtoMessage)
 
 
 class AsyncClient:
-    """`Client` for asyncio; made and used in one event loop.
+    """Talks to a Corolla client service. Made and used in one event loop.
 
         async with AsyncClient("127.0.0.1:50051") as client:
             async for chunk in client.stream("The capital of France is", max_tokens=8):

@@ -23,11 +23,11 @@ class AsyncSession:
         self._model = model
         self._id = session_id
         self._is_own = session_id is None
-        # Of all who use it first at the same time, one makes it.
+        # Where several use it first at the same time, one of them makes it.
         self._opening = asyncio.Lock()
 
     async def open(self) -> str:
-        """The session's id, 128 random bits in hexadecimal; the session is made now if it was not yet."""
+        """The session's id, 128 random bits in hexadecimal. The first use makes the session."""
         async with self._opening:
             if self._id is None:
                 self._id = (await self._client.create_session(self._model)).session_id
@@ -91,7 +91,7 @@ class AsyncChat:
         return self._conversation.usage
 
     async def open(self) -> str:
-        """The session's id; the session is made now if it was not yet."""
+        """The session's id. The first use makes the session."""
         return await self._session.open()
 
     async def send(self, text: str, **options: Unpack[ChatOptions]) -> Reply:

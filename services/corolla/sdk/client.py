@@ -1,4 +1,6 @@
-"""The Python client for ordinary, blocking code. Safe to share between threads."""
+"""The Python client for ordinary, blocking code."""
+
+# Written by docs/sync_client.py from async_client.py; change that, then run `make sync-client`.
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -20,10 +22,11 @@ Answered = TypeVar("Answered", bound=ProtoMessage)
 
 
 class Client:
-    """Talks to a Corolla client service.
+    """Talks to a Corolla client service. Safe to share between threads.
 
         with Client("127.0.0.1:50051") as client:
-            print(client.generate("The capital of France is", max_tokens=8))
+            for chunk in client.stream("The capital of France is", max_tokens=8):
+                print(chunk.text, end="")
 
     Failed calls raise a class of `corolla.errors`, with `reason`, `message` and, where waiting helps, `retry_after_s`.
 

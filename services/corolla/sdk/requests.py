@@ -29,9 +29,9 @@ class ChatOptions(TypedDict, total=False):
         stop: the answer ends before the first of these texts; one or up to 16, each of 1 to 256 characters.
         ignore_eos: go on after end-of-sequence tokens.
         time_limit_s: end with what there is after this many seconds.
-        speculation: how the answer is guessed ahead, which changes its speed and none of its tokens: "off",
+        speculation: how the answer is drafted ahead, which changes its speed and none of its tokens: "off",
             "prompt_lookup" or "draft_model"; the service's own choice otherwise.
-        max_draft_tokens: tokens guessed in one step at most, 1 to 64.
+        max_draft_tokens: tokens drafted in one step at most, 1 to 64.
         request_id: names the request, so that it can go on after its stream broke: make it again with the same name, at
             any client service. Draw a new one for each request.
         resume_from: with the same `request_id`, what came of the answer: its token ids, or only how many there were,

@@ -26,7 +26,7 @@ class Usage:
         stall_s: seconds that those replacements stalled it.
         time_to_first_token_s: seconds from the request's arrival to the first token.
         total_s: seconds from the request's arrival to the last token.
-        drafted_tokens: tokens guessed by speculation.
+        drafted_tokens: tokens drafted by speculation.
         accepted_tokens: those of them that were right; each saved a pass through the chain.
     """
 

@@ -1,5 +1,8 @@
 """Sessions and chats for ordinary, blocking code."""
 
+# Written by docs/sync_client.py from async_sessions.py; change that, then run `make sync-client`.
+
+import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
@@ -22,13 +25,16 @@ class Session:
         self._model = model
         self._id = session_id
         self._is_own = session_id is None
+        # Where several use it first at the same time, one of them makes it.
+        self._opening = threading.Lock()
 
     @property
     def session_id(self) -> str:
-        """128 random bits in hexadecimal; the session is made now if it was not yet."""
-        if self._id is None:
-            self._id = self._client.create_session(self._model).session_id
-        return self._id
+        """The session's id, 128 random bits in hexadecimal. The first use makes the session."""
+        with self._opening:
+            if self._id is None:
+                self._id = self._client.create_session(self._model).session_id
+            return self._id
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         options["session"] = self.session_id
@@ -81,20 +87,21 @@ class Chat:
         self._running: Stream | None = None
 
     @property
-    def session_id(self) -> str:
-        return self._session.session_id
-
-    @property
     def usage(self) -> Usage | None:
         """Of the last turn that came to its end."""
         return self._conversation.usage
+
+    @property
+    def session_id(self) -> str:
+        """The session's id. The first use makes the session."""
+        return self._session.session_id
 
     def send(self, text: str, **options: Unpack[ChatOptions]) -> Reply:
         """One turn, answered at once."""
         self._settle()
         messages = self._conversation.messages(text)
         merged: ChatOptions = {**self._options, **options}
-        session_id = self.session_id
+        session_id = self._session.session_id
         # If no answer comes, the service may have kept the turn all the same.
         self._conversation.begin()
         reply = self._client._chat_turn(messages, merged, session_id)
@@ -106,7 +113,7 @@ class Chat:
         self._settle()
         messages = self._conversation.messages(text)
         merged: ChatOptions = {**self._options, **options}
-        self._running = self._client._stream_chat_turn(messages, merged, self.session_id)
+        self._running = self._client._stream_chat_turn(messages, merged, self._session.session_id)
         self._conversation.begin(self._running)
         return self._running
 

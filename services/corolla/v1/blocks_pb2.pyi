@@ -12,7 +12,7 @@ neither copied nor re-encoded. A frame is
   3       1     reserved, 0
   4       4     length of the control part in bytes
   8       4     length of the payload in bytes
-  12            control part: the serialised message named beside the FrameKind
+  12            control part: the serialised message named next to the FrameKind
                 payload: raw tensor bytes, row-major, or nothing
 
 `Frames` stands for such a message in the service's description.
@@ -221,7 +221,7 @@ class Open(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     TRANSIENT_FIELD_NUMBER: _builtins.int
     BLOCK_PROMPTS_FIELD_NUMBER: _builtins.int
-    KEEP_OUTPUTS_FIELD_NUMBER: _builtins.int
+    KEEP_ACTIVATIONS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Answers carry the same number."""
@@ -239,7 +239,7 @@ class Open(_message.Message):
     """The session is freed when nothing was heard of it for so long."""
     transient: _builtins.bool
     """Free it as well when the client's stream ends."""
-    keep_outputs: _builtins.bool
+    keep_activations: _builtins.bool
     """Keep what the blocks put out for the session, as far as there is memory for it: see Resend."""
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan:
@@ -268,12 +268,12 @@ class Open(_message.Message):
         lease_ms: _builtins.int = ...,
         transient: _builtins.bool = ...,
         block_prompts: Global___BlockPrompts | None = ...,
-        keep_outputs: _builtins.bool = ...,
+        keep_activations: _builtins.bool = ...,
         text: Global___ExpectedText | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "epoch", b"epoch", "keep_outputs", b"keep_outputs", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,7 +433,9 @@ class Step(_message.Message):
     ROUTE_FIELD_NUMBER: _builtins.int
     SCRATCH_HOPS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
-    """Unique per client; the result and any fault carry it."""
+    """Unique per client; the result and any fault carry it. A session's steps have rising ids: one that comes again, or
+    after a later one, is neither computed nor answered.
+    """
     client_id: _builtins.bytes
     """Hello.client_id of the originating client."""
     dtype: Global___TensorType.ValueType
@@ -551,7 +553,7 @@ Global___Close: _TypeAlias = Close  # noqa: Y015
 
 @_typing.final
 class Holds(_message.Message):
-    """What a session holds, told at the end of an answer: a server that sees hidden states does not know the tokens."""
+    """Tokens that a session holds, sent at the end of an answer: a server that sees hidden states does not know the tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -647,7 +649,9 @@ class Fault(_message.Message):
     request_id: _builtins.int
     step_id: _builtins.int
     reason: _builtins.str
-    """Label in the error tree, such as "POSITION_GAP"."""
+    """Label in the error tree, such as "POSITION_GAP"; whoever does not know it takes it for "INTERNAL". NON_FINITE,
+    STEP_FAILED and OUT_OF_MEMORY say that the hop has no output for the rows, each by itself; another hop may have one.
+    """
     message: _builtins.str
     address: _builtins.str
     """The hop to blame for a transport fault: host:port."""
@@ -697,7 +701,7 @@ class Handover(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     TRANSIENT_FIELD_NUMBER: _builtins.int
-    KEEP_OUTPUTS_FIELD_NUMBER: _builtins.int
+    KEEP_ACTIVATIONS_FIELD_NUMBER: _builtins.int
     BLOCK_PROMPTS_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
@@ -708,7 +712,7 @@ class Handover(_message.Message):
     max_tokens: _builtins.int
     lease_ms: _builtins.int
     transient: _builtins.bool
-    keep_outputs: _builtins.bool
+    keep_activations: _builtins.bool
     transfer_id: _builtins.bytes
     """128 random bits: of this attempt at a handover. Parts of another one are not taken."""
     @_builtins.property
@@ -726,13 +730,13 @@ class Handover(_message.Message):
         blocks: _common_pb2.BlockSpan | None = ...,
         lease_ms: _builtins.int = ...,
         transient: _builtins.bool = ...,
-        keep_outputs: _builtins.bool = ...,
+        keep_activations: _builtins.bool = ...,
         block_prompts: Global___BlockPrompts | None = ...,
         transfer_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "client_id", b"client_id", "epoch", b"epoch", "keep_outputs", b"keep_outputs", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

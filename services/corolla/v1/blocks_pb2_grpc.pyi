@@ -12,7 +12,7 @@ neither copied nor re-encoded. A frame is
   3       1     reserved, 0
   4       4     length of the control part in bytes
   8       4     length of the payload in bytes
-  12            control part: the serialised message named beside the FrameKind
+  12            control part: the serialised message named next to the FrameKind
                 payload: raw tensor bytes, row-major, or nothing
 
 `Frames` stands for such a message in the service's description.

@@ -35,9 +35,9 @@ class _SpeculationModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Specu
     """The service's default."""
     SPECULATION_MODE_OFF: _SpeculationMode.ValueType  # 1
     SPECULATION_MODE_PROMPT_LOOKUP: _SpeculationMode.ValueType  # 2
-    """Guess what followed the last time that the text ran like this: for answers that quote or rewrite."""
+    """Draft the tokens that followed the last time that the text ran like this: for answers that quote or rewrite."""
     SPECULATION_MODE_DRAFT_MODEL: _SpeculationMode.ValueType  # 3
-    """Guess by the small model that the service was given; refused where it has none."""
+    """Draft with the small model of the service; refused where it has none."""
 
 class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper): ...
 
@@ -45,9 +45,9 @@ SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ValueType  # 0
 """The service's default."""
 SPECULATION_MODE_OFF: SpeculationMode.ValueType  # 1
 SPECULATION_MODE_PROMPT_LOOKUP: SpeculationMode.ValueType  # 2
-"""Guess what followed the last time that the text ran like this: for answers that quote or rewrite."""
+"""Draft the tokens that followed the last time that the text ran like this: for answers that quote or rewrite."""
 SPECULATION_MODE_DRAFT_MODEL: SpeculationMode.ValueType  # 3
-"""Guess by the small model that the service was given; refused where it has none."""
+"""Draft with the small model of the service; refused where it has none."""
 Global___SpeculationMode: _TypeAlias = SpeculationMode  # noqa: Y015
 
 class _FinishReason:
@@ -156,7 +156,7 @@ Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
 
 @_typing.final
 class StoppingParameters(_message.Message):
-    """When the answer ends, besides the model's own end-of-sequence tokens."""
+    """When the answer ends, apart from the model's own end-of-sequence tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -199,8 +199,8 @@ Global___StoppingParameters: _TypeAlias = StoppingParameters  # noqa: Y015
 
 @_typing.final
 class SpeculationParameters(_message.Message):
-    """Whether the next tokens are guessed and several of them checked in one pass through the chain. The answer's tokens
-    are the same with and without, seeded sampling included. The number of guesses follows their success.
+    """Whether the next tokens are drafted and several of them checked in one pass through the chain. The answer's tokens
+    are the same with and without, seeded sampling included. The number of draft tokens follows their success.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -209,7 +209,7 @@ class SpeculationParameters(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     mode: Global___SpeculationMode.ValueType
     max_draft_tokens: _builtins.int
-    """Tokens guessed in one step at most, 1 to 64; the service's own limit holds besides."""
+    """Tokens drafted in one step at most, 1 to 64; and never more than the service allows."""
     def __init__(
         self,
         *,
@@ -268,7 +268,9 @@ class GenerateRequest(_message.Message):
     session_id: _builtins.str
     """Continue this session: the prompt is appended to what it holds. Not together with num_completions > 1."""
     num_completions: _builtins.int
-    """Independent completions of one prompt, 1 to 16; unset is 1. Completion i is seeded with seed + i."""
+    """Independent completions of one prompt, 1 to 16; unset is 1. Completion i is seeded with seed + i. The prompt is
+    processed once, and counts once.
+    """
     logprobs: _builtins.int
     """Report the log-probability of each token, and of the this many most likely ones (0 to 20), under the model's own
     distribution, before temperature, penalties and filters.
@@ -279,7 +281,9 @@ class GenerateRequest(_message.Message):
     named turn is never made twice. Without a seed, the name gives the random numbers.
     """
     resume_from_index: _builtins.int
-    """With a request_id: so many tokens of the answer have come; only what follows is sent."""
+    """With a request_id: so many tokens of the answer have come; only what follows is sent, and at least its end: a chunk
+    without tokens, where all of them have come.
+    """
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -383,7 +387,7 @@ class Usage(_message.Message):
     time_to_first_token_seconds: _builtins.float
     total_seconds: _builtins.float
     drafted_tokens: _builtins.int
-    """Tokens guessed by speculation, and those of them that were right: each saved a pass through the chain."""
+    """Tokens drafted by speculation, and those of them that were right: each saved a pass through the chain."""
     accepted_tokens: _builtins.int
     def __init__(
         self,

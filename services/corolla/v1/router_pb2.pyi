@@ -77,7 +77,7 @@ class ServerDescription(_message.Message):
     zone: _builtins.str
     pod_uid: _builtins.str
     movable: _builtins.bool
-    """Holds what the router chooses, and may be told to hold other blocks later."""
+    """Holds what the router chooses, and may be ordered to hold other blocks later."""
     def __init__(
         self,
         *,
@@ -167,7 +167,7 @@ class RegisterServerRequest(_message.Message):
     def server(self) -> Global___ServerDescription: ...
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan:
-        """Explicit span, or the one that the router told it to move to; unset: the router chooses the one that most raises the
+        """Explicit span, or the one of a move order; unset: the router chooses the one that most raises the
         minimum throughput over all blocks.
         """
 

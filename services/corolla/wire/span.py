@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from corolla.v1 import common_pb2
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class Span:
@@ -30,6 +32,15 @@ class Span:
         if not self.covers(blocks):
             raise ValueError(f"blocks {blocks} are not in the span {self}")
         return range(blocks.start - self.start, blocks.end - self.start)
+
+    @classmethod
+    def of(cls, message: common_pb2.BlockSpan) -> "Span":
+        """From the wire. Raises ValueError: it names no run of blocks."""
+        return cls(message.start, message.end)
+
+    def to_message(self) -> common_pb2.BlockSpan:
+        """For the wire."""
+        return common_pb2.BlockSpan(start=self.start, end=self.end)
 
     @classmethod
     def parse(cls, text: str) -> "Span":

@@ -1,4 +1,4 @@
-"""A distributed model beside the unsplit one: both answer, and the answers are compared."""
+"""A distributed and the unsplit model: both answer, and the answers are compared."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ class ModelPair:
         return cls(remote, unsplit, stack)
 
     def both(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """What both answer, from the same seed."""
+        """The answers of both, from the same seed."""
         torch.manual_seed(0)
         expected = self.unsplit.generate(*args, **kwargs)
         torch.manual_seed(0)

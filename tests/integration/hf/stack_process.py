@@ -1,7 +1,7 @@
 """Serves stacks to a test process: blocking code must share no event loop with what it calls.
 
 Each line on standard input names a checkpoint folder and its spans as JSON, each line on standard output the addresses
-of a stack that serves it. The end of the input ends them all.
+of a stack that serves it. An empty object ends all stacks so far, and so does the end of the input.
 """
 
 import asyncio
@@ -24,17 +24,26 @@ async def serve() -> None:
     stacks: list[AsyncExitStack] = []
     try:
         while line := await asyncio.to_thread(sys.stdin.readline):
-            stacks.append(AsyncExitStack())
-            swarm = await start(stacks[-1], json.loads(line))
-            addresses = {
-                "router": swarm.router_address,
-                "servers": [server.address for server in swarm.servers],
-                "clients": [swarm.address_of(number) for number in range(len(swarm.clients))],
-            }
+            addresses: dict[str, Any] = {}
+            if request := json.loads(line):
+                stacks.append(AsyncExitStack())
+                swarm = await start(stacks[-1], request)
+                addresses = {
+                    "router": swarm.router_address,
+                    "servers": [server.address for server in swarm.servers],
+                    "clients": [swarm.address_of(number) for number in range(len(swarm.clients))],
+                }
+            else:
+                await end(stacks)
             sys.stdout.write(json.dumps(addresses) + "\n")
             sys.stdout.flush()
     finally:
-        await asyncio.gather(*(stack.aclose() for stack in stacks))
+        await end(stacks)
+
+
+async def end(stacks: list[AsyncExitStack]) -> None:
+    await asyncio.gather(*(stack.aclose() for stack in stacks))
+    stacks.clear()
 
 
 async def start(stack: AsyncExitStack, request: dict[str, Any]) -> Swarm:

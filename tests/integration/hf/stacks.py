@@ -1,4 +1,4 @@
-"""Whole stacks in another process, and what is left in them."""
+"""Whole stacks in another process, and the sessions and pages left in them."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
@@ -25,7 +25,7 @@ class Stack:
     clients: list[str]
 
     def statuses(self) -> list[blocks_pb2.BlockServerStatus]:
-        """What each block server holds."""
+        """The sessions and pages of each block server."""
         statuses = []
         for address in self.servers:
             with grpc.insecure_channel(address) as channel:
@@ -56,9 +56,17 @@ class Stacks:
         self._process.communicate(timeout=30)
 
     def start(self, model: Path, spans: Sequence[str], *, kv_cache_mib: int = 16, num_clients: int = 0) -> Stack:
+        request = {"model": str(model), "spans": list(spans), "kv_cache_mib": kv_cache_mib, "num_clients": num_clients}
+        return Stack(**self._ask(request))
+
+    def end(self) -> None:
+        """Ends all stacks that were started so far."""
+        self._ask({})
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the process has no pipes")
-        request = {"model": str(model), "spans": list(spans), "kv_cache_mib": kv_cache_mib, "num_clients": num_clients}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return Stack(**json.loads(self._process.stdout.readline()))
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer

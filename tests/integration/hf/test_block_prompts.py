@@ -138,7 +138,7 @@ def test_long_prompts_outlast_chunks_and_a_session_that_grows(llama: ModelPair) 
         assert llama.remote.generate(text[:, 200:], max_new_tokens=5).tolist() == [expected[0][200:]]
 
 
-def test_they_are_added_to_shallow_prompts_first(llama: ModelPair) -> None:
+def test_block_prompts_are_added_to_shallow_prompts_first(llama: ModelPair) -> None:
     """Deep prompt tuning as Petals has it: as many pseudo tokens as each block has additions."""
     shallow, deep = torch.randn(5, HIDDEN_SIZE, generator=torch.Generator().manual_seed(4)), train(5)
     whole = torch.cat([shallow[None], llama.unsplit.get_input_embeddings()(PROMPT)], dim=1)
@@ -187,7 +187,7 @@ def test_drafts_are_checked_under_the_prompts(llama: ModelPair) -> None:
             assert llama.remote.generate(text, max_new_tokens=12, **drafts).tolist() == expected
 
 
-def test_sessions_beside_each_other_keep_to_themselves(llama: ModelPair) -> None:
+def test_concurrent_sessions_keep_their_own_prompts(llama: ModelPair) -> None:
     by_name = {"none": None, "one": train(6), "other": train(9, seed=7)}
     expected = {"none": llama.unsplit.generate(PROMPT, max_new_tokens=40).tolist()}
     expected |= {
@@ -223,13 +223,13 @@ def test_a_shape_that_does_not_fit_is_refused(llama: ModelPair, shape: tuple[int
         llama.remote.inference_session(block_prompts=torch.zeros(shape))
 
 
-def test_what_is_no_tensor_is_refused(llama: ModelPair) -> None:
+def test_block_prompts_that_are_no_tensor_are_refused(llama: ModelPair) -> None:
     with pytest.raises(ValueError, match="`block_prompts` must be a tensor"):
         llama.remote.inference_session(block_prompts=[[[0.0] * 64]])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_refused(llama: ModelPair, value: float) -> None:
+def test_block_prompts_that_are_not_finite_are_refused(llama: ModelPair, value: float) -> None:
     with pytest.raises(ValueError, match="finite"):
         llama.remote.inference_session(block_prompts=torch.full((5, 2, 64), value))
 
@@ -239,7 +239,9 @@ def test_a_batch_of_another_size_is_refused(llama: ModelPair) -> None:
         llama.remote.generate(draw_prompts(4, 5), max_new_tokens=1)
 
 
-def test_more_than_a_hop_takes_is_refused_before_it_is_sent(llama: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_beyond_the_limit_of_a_hop_are_refused_before_they_are_sent(
+    llama: ModelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The context of the tiny model is too short for what a hop would refuse.
     monkeypatch.setattr("corolla.client.chain.reservations.MAX_PROMPT_BYTES", 3 * 6 * HIDDEN_SIZE * 4 - 1)
     assert MAX_PROMPT_BYTES > 5 * 512 * HIDDEN_SIZE * 4

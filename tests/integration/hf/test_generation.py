@@ -165,7 +165,7 @@ def test_tokens_are_streamed(llama: ModelPair, options: dict[str, Any]) -> None:
     assert collector.has_ended
 
 
-def test_nothing_given_begins_with_the_first_token(llama: ModelPair) -> None:
+def test_generate_without_a_prompt_begins_with_the_start_token(llama: ModelPair) -> None:
     llama.assert_equal(max_new_tokens=6)
 
 
@@ -193,6 +193,34 @@ def test_arguments_may_be_given_by_place_or_by_name(llama: ModelPair) -> None:
         llama.remote.generate(*[None] * 20)
     with pytest.raises(ValueError, match="`session`"):
         llama.remote.generate(PROMPT, max_new_tokens=1, session=config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 4}, {"use_cache": False}])
+@pytest.mark.parametrize("token_id", [320, -1, 1 << 40])
+def test_a_token_outside_the_vocabulary_is_named(llama: ModelPair, token_id: int, options: dict[str, Any]) -> None:
+    text = PROMPT.clone()
+    text[0, 5] = token_id
+    with pytest.raises(ValueError, match=rf"`input_ids` .*token id {token_id} .*vocabulary.* 320"):
+        llama.remote.generate(text, max_new_tokens=2, **options)
+
+
+def test_a_session_stays_as_it_was_when_a_token_is_refused(llama: ModelPair) -> None:
+    with llama.remote.inference_session() as session:
+        llama.remote.generate(PROMPT, max_new_tokens=4)
+        position, text = session.position, session.output_ids
+        with pytest.raises(ValueError, match="token id 320"):
+            llama.remote.generate(torch.tensor([[7, 320]]), max_new_tokens=4)
+        assert session.position == position
+        assert session.output_ids is text
+        answer = llama.remote.generate(max_new_tokens=4)
+    assert answer.tolist() == llama.unsplit.generate(PROMPT, max_new_tokens=8)[:, -4:].tolist()
+
+
+def test_padding_may_be_any_number(llama: ModelPair) -> None:
+    text = BATCH.masked_fill(MASK == 0, -1)
+    expected = llama.unsplit.generate(BATCH, attention_mask=MASK, max_new_tokens=4)
+    answer = llama.remote.generate(text, attention_mask=MASK, max_new_tokens=4)
+    assert answer[:, 15:].tolist() == expected[:, 15:].tolist()
 
 
 # --- one pass -----------------------------------------------------------------------------------------------------
@@ -257,6 +285,22 @@ def test_a_pass_refuses_by_name(llama: ModelPair, arguments: dict[str, Any], nam
         llama.remote(PROMPT, **arguments)
 
 
+@pytest.mark.parametrize("token_id", [320, -1])
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_a_pass_names_a_token_outside_the_vocabulary(llama: ModelPair, name: str, token_id: int) -> None:
+    text = PROMPT.clone()
+    text[0, 5] = token_id
+    with pytest.raises(ValueError, match=rf"`{name}` .*token id {token_id} .*vocabulary.* 320"):
+        llama.remote(**{"input_ids": PROMPT, "labels": PROMPT, name: text})
+
+
+def test_labels_may_leave_tokens_out(llama: ModelPair) -> None:
+    labels = PROMPT.clone()
+    labels[0, :5] = -100
+    loss = llama.remote(PROMPT, labels=labels, use_cache=False).loss
+    torch.testing.assert_close(loss, llama.unsplit(PROMPT, labels=labels).loss, atol=1e-4, rtol=1e-4)
+
+
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
@@ -278,7 +322,7 @@ def test_the_model_is_one_of_transformers(llama: ModelPair) -> None:
 def test_a_copied_model_steps_through_the_same_servers(llama: ModelPair) -> None:
     twin: Any = copy.deepcopy(llama.remote)
     twin.get_input_embeddings().weight.zero_()
-    assert twin.blocks.run.connection is llama.remote.blocks.run.connection
+    assert twin.blocks.remote.connection is llama.remote.blocks.remote.connection
     llama.assert_equal(PROMPT, max_new_tokens=3)
     assert twin.generate(PROMPT, max_new_tokens=3).shape == (1, 24)
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.model
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text("utf-8"), re.DOTALL | re.M)
 
 
+@pytest.mark.full
 def test_the_examples_run(stacks: Stacks) -> None:
     stack = stacks.start(demo_checkpoint(), ["0:15", "15:30"], kv_cache_mib=64, num_clients=1)
     names: dict[str, Any] = {"checkpoint": str(demo_checkpoint()), "router": stack.router, "service": stack.clients[0]}
@@ -29,7 +30,7 @@ def test_the_examples_run(stacks: Stacks) -> None:
     assert names["same"].sub(names["whole"]).abs().max() < 1e-3
     assert names["logits"].argmax(-1)[-1] == names["model"](**names["prompt"], use_cache=False).logits[0, -1].argmax()
     expected = names["model"].generate(**names["prompt"], max_new_tokens=8)
-    assert names["guessed"].tolist() == expected.tolist()
+    assert names["speculated"].tolist() == expected.tolist()
     assert 0 < names["accepted"] <= names["drafted"]
     assert names["rollouts"].shape[1] <= 24
     assert names["newest"].shape == (2, 12)

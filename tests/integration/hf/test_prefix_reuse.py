@@ -1,13 +1,13 @@
-"""Calls whose texts begin alike: block servers compute the beginning once, and nobody's tokens change."""
+"""Calls with a common prefix: block servers compute the prefix once, and no token changes."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from corolla.chassis.errors import HopLeaving
-from corolla.client.chain.rows import RowGroup, RowStep
+from corolla.client.chain.pending import RowFuture
+from corolla.client.chain.streams import DataPlane
 from corolla.hf import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
@@ -33,13 +33,13 @@ def sharing(pair: ModelPair, tenant: str, **options: Any) -> DistributedModelFor
 
 
 def generate(model: DistributedModelForCausalLM, text: torch.Tensor, **options: Any) -> tuple[torch.Tensor, int]:
-    """What it generates, and how much of the text hops had already."""
+    """The generated tokens, and the number of prompt tokens that the hops had cached."""
     with model.inference_session(max_length=200) as session:
         output = model.generate(text, **{**NEW, **options})
         return output, session.num_reused_positions
 
 
-def test_the_second_call_finds_what_the_first_computed(pair: ModelPair) -> None:
+def test_the_second_call_reuses_the_pages_of_the_first(pair: ModelPair) -> None:
     model = sharing(pair, "ada")
     for number, text in enumerate((PROMPT, PROMPT, torch.cat([PROMPT[:, :70], draw_prompts(1, 20)], dim=1))):
         expected = pair.unsplit.generate(text, **NEW)
@@ -59,7 +59,7 @@ def test_the_second_call_finds_what_the_first_computed(pair: ModelPair) -> None:
     ],
     ids=str,
 )
-def test_every_way_of_decoding_finds_it(pair: ModelPair, options: dict[str, Any]) -> None:
+def test_every_decoding_strategy_reuses_the_prefix(pair: ModelPair, options: dict[str, Any]) -> None:
     model = sharing(pair, "bob")
     generate(model, PROMPT)
     torch.manual_seed(7)
@@ -70,7 +70,7 @@ def test_every_way_of_decoding_finds_it(pair: ModelPair, options: dict[str, Any]
     assert num_reused == 3 * PAGE_TOKENS
 
 
-def test_rows_of_a_batch_share_with_what_was_and_go_on_from_the_same_place(pair: ModelPair) -> None:
+def test_rows_of_a_batch_reuse_a_prefix_and_continue_from_the_same_position(pair: ModelPair) -> None:
     model = sharing(pair, "cyd")
     generate(model, PROMPT)
     batch = torch.cat([PROMPT, PROMPT, torch.cat([PROMPT[:, :50], draw_prompts(1, 50)], dim=1)])
@@ -94,7 +94,7 @@ def test_logits_of_the_whole_text_are_all_computed(pair: ModelPair) -> None:
     torch.testing.assert_close(last, expected[:, -40:], rtol=1e-4, atol=1e-4)
 
 
-def test_nobody_shares_unasked_or_with_other_tenants(pair: ModelPair) -> None:
+def test_prefixes_are_shared_only_on_request_and_within_a_tenant(pair: ModelPair) -> None:
     generate(sharing(pair, "eve"), PROMPT)
     assert generate(sharing(pair, "fay"), PROMPT)[1] == 0
     assert generate(sharing(pair, "eve", reuse_prefixes=False), PROMPT)[1] == 0
@@ -104,27 +104,27 @@ def test_nobody_shares_unasked_or_with_other_tenants(pair: ModelPair) -> None:
         assert session.num_reused_positions == 0
 
 
-def test_what_goes_on_otherwise_than_it_began_is_never_found_as_what_it_began_with(
+def test_a_sequence_that_diverges_from_its_prefix_is_not_cached_under_that_prefix(
     pair: ModelPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor after a recovery, which opens the sequence once more."""
     model, other = sharing(pair, "dan"), torch.cat([PROMPT[:, :40], draw_prompts(1, 60, seed=1)], dim=1)
-    attempt, num_attempts = RowGroup._try, 0
+    step, num_steps = DataPlane.step, 0
 
-    async def try_in_vain_once(group: RowGroup, rows: Sequence[RowStep]) -> list[torch.Tensor]:
-        nonlocal num_attempts
-        num_attempts += 1
-        if num_attempts == 2:
+    def step_in_vain_once(plane: DataPlane, *what: Any) -> list[RowFuture]:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 2:
             raise HopLeaving("a hop of the chain handed sessions over")
-        return await attempt(group, rows)
+        return step(plane, *what)
 
     with model.inference_session(max_length=200) as session:
         model.generate(PROMPT, **NEW)
         session.position = 40
         with monkeypatch.context() as patch:
-            patch.setattr(RowGroup, "_try", try_in_vain_once)
+            patch.setattr(DataPlane, "step", step_in_vain_once)
             output = model.generate(other[:, 40:], **NEW)
-        assert num_attempts > 2
+        assert num_steps > 2
         assert torch.equal(output, pair.unsplit.generate(other, **NEW)[:, 40:])
     output, _ = generate(model, PROMPT)
     assert torch.equal(output, pair.unsplit.generate(PROMPT, **NEW))

@@ -1,4 +1,4 @@
-"""Sessions: which one a call takes, what goes on in it, what is forgotten, and what is refused."""
+"""Sessions: which one a call uses, how it continues, what it forgets, and what it refuses."""
 
 import gc
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def test_the_given_session_comes_before_the_entered_one(llama: ModelPair) -> Non
     given.close()
 
 
-def test_the_inner_session_is_the_one_until_it_is_left(llama: ModelPair) -> None:
+def test_calls_use_the_innermost_entered_session(llama: ModelPair) -> None:
     with llama.remote.inference_session() as outer:
         with llama.remote.inference_session() as inner:
             assert llama.remote.active_session is inner
@@ -106,7 +106,7 @@ def test_answers_in_pieces_are_the_answer(llama: ModelPair, is_entered: bool) ->
 
 
 @pytest.mark.parametrize("gives_all", [True, False], ids=["all of the text", "what is new"])
-def test_turns_process_only_what_is_new(llama: ModelPair, gives_all: bool) -> None:
+def test_turns_process_only_new_tokens(llama: ModelPair, gives_all: bool) -> None:
     text = torch.empty(1, 0, dtype=torch.int64)
     with llama.remote.inference_session() as session:
         for turn in range(4):
@@ -179,7 +179,7 @@ class Pieces(BaseStreamer):
         self.pieces.append([])
 
 
-def test_a_streamer_sees_what_was_given_and_what_is_new(llama: ModelPair) -> None:
+def test_a_streamer_gets_the_prompt_and_the_new_tokens(llama: ModelPair) -> None:
     message = draw_prompts(1, 4, seed=9)
     with llama.remote.inference_session():
         llama.remote.generate(PROMPT, max_new_tokens=3)
@@ -390,7 +390,7 @@ def test_a_closed_session_is_refused(llama: ModelPair) -> None:
         session.__enter__()
 
 
-def test_a_session_that_nobody_holds_is_closed(llama: ModelPair) -> None:
+def test_a_garbage_collected_session_is_closed(llama: ModelPair) -> None:
     session: InferenceSession | None = llama.remote.inference_session()
     llama.remote.generate(PROMPT, max_new_tokens=1, session=session)
     assert any(status.num_sessions for status in llama.stack.statuses())
@@ -408,7 +408,7 @@ def test_a_failing_processor_leaves_nothing(llama: ModelPair) -> None:
     llama.stack.until_empty()
 
 
-def test_what_contradicts_a_session_is_refused(llama: ModelPair) -> None:
+def test_arguments_that_contradict_a_session_are_refused(llama: ModelPair) -> None:
     with llama.remote.inference_session():
         with pytest.raises(ValueError, match="use_cache"):
             llama.remote.generate(PROMPT, use_cache=False)

@@ -1,4 +1,4 @@
-"""Guessing ahead over remote blocks: the tokens of plain decoding in fewer passes, and nothing left behind."""
+"""Speculation over remote blocks gives the tokens of plain decoding in fewer passes, and leaves nothing behind."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_session_goes_on_and_a_padded_row_is_one_row(trio: Trio) -> None:
     whole = trio.unsplit.generate(PROMPT, max_new_tokens=21, do_sample=False, eos_token_id=-1)
     with trio.remote.inference_session(max_length=60) as session:
         parts = [trio.remote.generate(PROMPT, max_new_tokens=8, do_sample=False, eos_token_id=-1)]
-        # The last token has not been processed, and nothing of wrong guesses counts.
+        # The last token has not been processed, and nothing of wrong draft tokens counts.
         assert session.position == parts[0].shape[1] - 1
         parts.append(trio.remote.generate(max_new_tokens=13, do_sample=False, eos_token_id=-1))
     assert torch.cat(parts, dim=1).tolist() == whole.tolist()
@@ -91,7 +91,7 @@ def test_a_clone_needs_one_pass_for_eleven_tokens(trio: Trio, monkeypatch: pytes
     assert num_columns == [PROMPT.shape[1] + 10, 11, 11]
 
 
-def test_it_is_made_from_a_configuration_and_a_small_model(trio: Trio) -> None:
+def test_a_speculative_model_is_made_from_a_configuration_and_a_small_model(trio: Trio) -> None:
     config = AutoConfig.from_pretrained(trio.folder)
     family = trio.unsplit.config.model_type
     model = SPECULATIVE_CLASSES[family](config, trio.unsplit, router=trio.stack.router)

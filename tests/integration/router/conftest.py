@@ -16,6 +16,7 @@ from corolla.chassis.errors import CorollaError
 from corolla.chassis.settings import load
 from corolla.chassis.status import from_rpc_error
 from corolla.local.redis_server import EmbeddedRedis
+from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.v1 import common_pb2, router_pb2_grpc
@@ -48,8 +49,11 @@ class Router:
 
 
 @asynccontextmanager
-async def running_router(redis_url: str, **overrides: Any) -> AsyncIterator[Router]:
-    process = RouterProcess(load(RouterSettings, **{**FAST, "redis_url": redis_url, **overrides}))
+async def running_router(
+    redis_url: str, *, api_waits: ApiWaits = DEFAULT_WAITS, **overrides: Any
+) -> AsyncIterator[Router]:
+    settings = load(RouterSettings, **{**FAST, "redis_url": redis_url, **overrides})
+    process = RouterProcess(settings, api_waits=api_waits)
     channel = open_channel(f"127.0.0.1:{process.port}")
     try:
         await process.start()
@@ -95,7 +99,7 @@ def model() -> str:
 
 
 class BlockServer:
-    """A block server as far as the router can tell."""
+    """A block server as the router sees it."""
 
     def __init__(self, router: Router, model: str, **facts: Any) -> None:
         self.router = router

@@ -20,7 +20,7 @@ Described = dict[str, Any]
 
 
 class KubernetesServer:
-    """Pods and Events of one namespace, and what was asked.
+    """Pods and Events of one namespace, and the requests so far.
 
     `faults` says how a kind of call (list, watch, patch, event) goes wrong: a status, `hang` (nothing comes), `garbage`
     (no JSON), `nonsense` (JSON that means nothing), or `expired` (an ERROR event with 410).

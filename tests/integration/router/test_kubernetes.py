@@ -1,4 +1,4 @@
-"""A router beside a Kubernetes API: what it learns from there, what it writes, and that it needs neither."""
+"""A router uses a Kubernetes API: what it learns, what it writes, and that it serves without it."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from corolla.router.cluster import api, pod_watch, scribe
+from corolla.router.cluster.waits import ApiWaits
 from corolla.v1 import router_pb2 as pb
 from tests.integration.metrics import sample
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, spans
@@ -20,6 +20,8 @@ from tests.integration.waiting import until
 from tests.unit.router.cluster.described import described_pod
 
 SELECTOR: Final = "app.kubernetes.io/component=block-server"
+# Hanging calls hang for a minute, so a component that waits for one is noticed.
+PATIENT: Final = ApiWaits(answer_s=60.0)
 OWN_POD: Final = {"pod_name": "router-0", "pod_uid": "router-uid"}
 
 
@@ -41,7 +43,7 @@ def server_in(router: Router, model: str, pod: str, **facts: Any) -> BlockServer
 
 @asynccontextmanager
 async def serving(*servers: BlockServer) -> AsyncIterator[None]:
-    """They are ready, each with the whole of what it can hold, and say so again and again."""
+    """The servers are ready, each with all blocks that it can hold, and send heartbeats."""
     async with AsyncExitStack() as stack:
         for each in servers:
             await each.join()
@@ -92,7 +94,7 @@ async def chosen(router: Router, model: str) -> set[str]:
 READY, DRAINING = int(pb.SERVER_STATE_READY), int(pb.SERVER_STATE_DRAINING)
 
 
-async def test_a_deleted_pod_gets_no_sessions_at_once_and_watchers_are_told(
+async def test_a_deleted_pod_gets_no_more_sessions_and_watchers_are_notified(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
     for name in "ab":
@@ -157,7 +159,7 @@ async def test_a_pod_that_is_not_ready_comes_last_until_it_is_ready_again(
         await becomes(router, model, "a", READY)
 
 
-async def test_what_is_known_lapses_when_the_api_is_gone(
+async def test_readiness_marks_lapse_when_the_api_is_gone(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
     kubernetes.put(described_pod("a", ready="False"))
@@ -173,7 +175,7 @@ async def test_what_is_known_lapses_when_the_api_is_gone(
         assert (await states(router, model))["b"] == (DRAINING, False)
 
 
-async def test_pods_say_their_spans_and_what_they_are_worth_and_are_patched_once(
+async def test_pods_are_patched_once_with_their_span_and_deletion_cost(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
     for name in "abc":
@@ -247,16 +249,16 @@ async def test_releases_that_share_a_namespace_and_a_store_each_have_a_leader(
     async with serving(server_in(routers[0], model, "a")):
         await until(both_have_tagged)
 
-    async def both_have_told() -> bool:
+    async def both_have_reported() -> bool:
         return kubernetes.reasons().count("SpanUncovered") >= 2
 
-    await until(both_have_told)
+    await until(both_have_reported)
 
 
-async def test_a_span_that_is_uncovered_and_restored_is_told_about_the_routers_pod(
+async def test_the_router_records_uncovered_and_restored_spans_on_its_pod(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
-    # A store may have the models of several releases; what is told is told of the pods here.
+    # A store may have the models of several releases; Events are about the pods here.
     one, other = f"a-{model}", f"b-{model}"
     for uid in (one, other):
         kubernetes.put(described_pod(uid))
@@ -264,14 +266,14 @@ async def test_a_span_that_is_uncovered_and_restored_is_told_about_the_routers_p
     for each in routers:
         await watched(each)
 
-    async def told(reason: str) -> bool:
+    async def is_recorded(reason: str) -> bool:
         return reason in kubernetes.reasons()
 
     async with serving(server_in(routers[0], model, one)):
         await tagged(kubernetes)
         await asyncio.sleep(1)
         assert kubernetes.events == []
-    await until(lambda: told("SpanUncovered"))
+    await until(lambda: is_recorded("SpanUncovered"))
     (event,) = kubernetes.events
     assert event["type"] == "Warning"
     assert event["message"] == f"blocks 0:10 of {model} have no ready block server"
@@ -279,12 +281,12 @@ async def test_a_span_that_is_uncovered_and_restored_is_told_about_the_routers_p
         "apiVersion": "v1", "kind": "Pod", "namespace": kubernetes.namespace, "name": "router-0", "uid": "router-uid",
     }  # fmt: skip
     async with serving(server_in(routers[1], model, other)):
-        await until(lambda: told("SpanRestored"))
+        await until(lambda: is_recorded("SpanRestored"))
     assert kubernetes.reasons() == ["SpanUncovered", "SpanRestored"]
     assert kubernetes.events[1]["type"] == "Normal"
 
 
-async def test_what_became_of_a_servers_sessions_is_told_about_its_pod(
+async def test_the_router_records_a_handover_on_the_servers_pod(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
     kubernetes.put(described_pod("a"))
@@ -294,15 +296,15 @@ async def test_what_became_of_a_servers_sessions_is_told_about_its_pod(
     server = server_in(routers[1], model, "a")
     await server.join()
     await asyncio.sleep(0.3)
-    farewell = pb.DeregisterServerRequest(
+    request = pb.DeregisterServerRequest(
         model=model, server_id=server.server_id, num_moved_sessions=3, num_left_sessions=1
     )
-    await routers[1].stub.DeregisterServer(farewell, timeout=30)
+    await routers[1].stub.DeregisterServer(request, timeout=30)
 
-    async def is_told() -> bool:
+    async def is_recorded() -> bool:
         return bool(kubernetes.events)
 
-    await until(is_told)
+    await until(is_recorded)
     await asyncio.sleep(0.5)
     (event,) = kubernetes.events
     assert (event["reason"], event["type"]) == ("SessionsHandedOver", "Warning")
@@ -311,19 +313,17 @@ async def test_what_became_of_a_servers_sessions_is_told_about_its_pod(
     assert event["source"]["component"] == "corolla-router"
 
 
-async def test_without_permission_it_goes_on_and_says_so_once(
+async def test_the_router_works_without_permission_and_logs_it_once(
     start_router: StartRouter,
     inside: dict[str, Any],
     kubernetes: KubernetesServer,
     model: str,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pod_watch, "_FORBIDDEN_PAUSE_S", 0.1)
     kubernetes.faults.update(list=403, watch=403, patch=403, event=403)
     kubernetes.put(described_pod("a", deleted=True))
     with caplog.at_level(logging.INFO):
-        router = await start_router(**inside)
+        router = await start_router(**inside, api_waits=ApiWaits(after_forbidden_s=0.1))
         server = server_in(router, model, "a")
         async with serving(server):
 
@@ -341,19 +341,17 @@ async def test_without_permission_it_goes_on_and_says_so_once(
 
 
 @pytest.mark.parametrize("call", ["patch", "event"])
-async def test_what_it_may_not_write_it_leaves_and_says_so_once(
+async def test_the_router_skips_forbidden_writes_and_logs_it_once(
     start_router: StartRouter,
     inside: dict[str, Any],
     kubernetes: KubernetesServer,
     model: str,
     call: str,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scribe, "_REST_S", 0.3)
     kubernetes.faults[call] = 403
     kubernetes.put(described_pod("a"))
-    router = await start_router(**inside)
+    router = await start_router(**inside, api_waits=ApiWaits(after_failures_s=0.3))
     await watched(router)
     with caplog.at_level(logging.INFO):
         server = server_in(router, model, "a")
@@ -365,8 +363,8 @@ async def test_what_it_may_not_write_it_leaves_and_says_so_once(
 
             await until(has_tried)
             assert await chosen(router, model) == {server.server_id}
-        farewell = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
-        await router.stub.DeregisterServer(farewell, timeout=30)
+        request = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
+        await router.stub.DeregisterServer(request, timeout=30)
         await asyncio.sleep(2)
     said = [vars(each)["reason"] for each in caplog.records if each.getMessage().startswith("kubernetes")]
     assert said == ["ApiForbidden"]
@@ -374,24 +372,16 @@ async def test_what_it_may_not_write_it_leaves_and_says_so_once(
     assert bool(kubernetes.patches) == (call == "event")
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that hang do so for a minute: whoever waits for one is seen."""
-    monkeypatch.setattr(api, "_ANSWER_S", 60.0)
-    monkeypatch.setitem(api._RAW, "_request_timeout", 60.0)
-
-
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("fault", ["hang", "garbage", "nonsense", "expired", 410, 500])
 @pytest.mark.parametrize("call", ["list", "watch"])
-async def test_nothing_that_the_api_does_hurts_routing(
+async def test_routing_survives_every_fault_of_the_api(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str, call: str, fault: Any
 ) -> None:
     if fault == "expired" and call == "list":
         fault = 429
     kubernetes.put(described_pod("a"))
     kubernetes.faults[call] = fault
-    router = await start_router(**inside)
+    router = await start_router(**inside, api_waits=PATIENT)
     server = server_in(router, model, "a")
     async with serving(server):
         longest_s = 0.0
@@ -406,14 +396,13 @@ async def test_nothing_that_the_api_does_hurts_routing(
         await becomes(router, model, "a", DRAINING)
 
 
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("call", ["list", "watch", "patch", "event"])
-async def test_a_hanging_api_holds_nothing_up(
+async def test_a_hanging_api_delays_no_request(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str, call: str
 ) -> None:
     kubernetes.put(described_pod("a"))
     kubernetes.faults[call] = "hang"
-    router = await start_router(**inside)
+    router = await start_router(**inside, api_waits=PATIENT)
     server = server_in(router, model, "a")
     await server.join()
     async with server.beating():
@@ -422,8 +411,8 @@ async def test_a_hanging_api_holds_nothing_up(
             return kubernetes.num_calls("patch" if call == "event" else call) > 0
 
         await until(has_called)
-    farewell = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
-    await router.stub.DeregisterServer(farewell, timeout=30)
+    request = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
+    await router.stub.DeregisterServer(request, timeout=30)
     await asyncio.sleep(0.3)
     began_s = time.monotonic()
     await router.process.stop()
@@ -431,7 +420,7 @@ async def test_a_hanging_api_holds_nothing_up(
     kubernetes.faults.clear()
 
 
-async def test_without_a_cluster_it_says_so_and_serves(
+async def test_the_router_serves_without_a_cluster_and_logs_it(
     start_router: StartRouter, model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -444,7 +433,7 @@ async def test_without_a_cluster_it_says_so_and_serves(
     assert [each.levelname for each in caplog.records if "without kubernetes" in each.getMessage()] == ["INFO"]
 
 
-async def test_a_kubeconfig_that_is_none_is_said_and_no_harm(
+async def test_the_router_logs_an_invalid_kubeconfig_and_serves(
     start_router: StartRouter, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -459,7 +448,7 @@ async def test_a_kubeconfig_that_is_none_is_said_and_no_harm(
             assert await chosen(router, model) == {server.server_id}
 
 
-async def test_switched_off_it_asks_nothing(
+async def test_kubernetes_off_makes_no_call(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
     router = await start_router(**{**inside, "kubernetes": "off"})
@@ -470,7 +459,7 @@ async def test_switched_off_it_asks_nothing(
     assert kubernetes.calls == []
 
 
-async def test_a_store_with_other_releases_is_read_with_care(
+async def test_the_router_ignores_servers_of_other_releases_in_its_store(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
     kubernetes.put(described_pod("mine"))
@@ -483,7 +472,7 @@ async def test_a_store_with_other_releases_is_read_with_care(
         assert await chosen(router, model) == {mine.server_id, foreign.server_id, outside.server_id}
 
 
-async def test_one_pod_that_may_not_be_tagged_keeps_no_other_from_it(
+async def test_a_pod_that_cannot_be_tagged_does_not_stop_the_others(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
     """As an admission webhook may refuse it."""

@@ -19,7 +19,7 @@ FACTS: dict[str, Any] = {"num_model_blocks": 6, "capacity_blocks": 3, "movable":
 
 
 class MovingServer(BlockServer):
-    """Does what it is told: drains, leaves, and comes back at its address as another one."""
+    """Follows move orders: drains, leaves, and returns at its address as another incarnation."""
 
     def __init__(self, router: Router, model: str, **facts: Any) -> None:
         super().__init__(router, model, **{**FACTS, **facts})
@@ -65,7 +65,7 @@ async def num_ordered(*routers: Router, model: str, reason: str) -> float:
     return sum([await sample(each.process.metrics_port, name, model=model, reason=reason) for each in routers])
 
 
-async def test_what_a_lost_server_held_is_taken_by_one_that_is_not_needed(
+async def test_a_server_that_is_not_needed_moves_to_the_blocks_of_a_lost_one(
     start_router: StartRouter, model: str
 ) -> None:
     routers = [await start_router() for _ in range(2)]
@@ -89,7 +89,7 @@ async def test_what_a_lost_server_held_is_taken_by_one_that_is_not_needed(
         assert await num_ordered(*routers, model=model, reason="covers") == 1
 
 
-async def test_servers_move_one_at_a_time_to_where_it_is_slow(router: Router, model: str) -> None:
+async def test_servers_move_one_at_a_time_to_the_slowest_blocks(router: Router, model: str) -> None:
     # By what they said at the start all are equal; then it turns out that one alone is a tenth as fast.
     servers = [MovingServer(router, model) for _ in range(6)]
     assert [await each.join() for each in servers] == ["0:3", "3:6"] * 3
@@ -122,7 +122,8 @@ async def test_servers_move_one_at_a_time_to_where_it_is_slow(router: Router, mo
     assert max(missing) == 1
 
 
-async def test_speeds_that_never_rest_move_servers_ever_more_rarely(start_router: StartRouter, model: str) -> None:
+@pytest.mark.full
+async def test_unstable_speeds_move_servers_ever_more_rarely(start_router: StartRouter, model: str) -> None:
     router = await start_router(rebalance_interval_s=0.3)
     servers = [MovingServer(router, model) for _ in range(3)]
     assert [await each.join() for each in servers] == ["0:3", "3:6", "0:3"]
@@ -144,7 +145,9 @@ async def test_speeds_that_never_rest_move_servers_ever_more_rarely(start_router
 
 
 @pytest.mark.parametrize("num_servers, is_movable", [(2, False), (1, True)], ids=["explicit", "alone"])
-async def test_who_may_not_move_is_not_told_to(router: Router, model: str, num_servers: int, is_movable: bool) -> None:
+async def test_the_router_orders_no_move_of_a_server_that_may_not_move(
+    router: Router, model: str, num_servers: int, is_movable: bool
+) -> None:
     servers = [MovingServer(router, model, movable=is_movable) for _ in range(num_servers)]
     for each in servers:
         await each.join("0:3")
@@ -153,7 +156,7 @@ async def test_who_may_not_move_is_not_told_to(router: Router, model: str, num_s
         assert not any([(await each.beat_in_full()).HasField("move_to") for each in servers])
 
 
-async def test_nobody_moves_while_somebody_joins(router: Router, model: str) -> None:
+async def test_the_router_orders_no_move_while_a_server_joins(router: Router, model: str) -> None:
     spare = [MovingServer(router, model) for _ in range(2)]
     for each in spare:
         await each.join("0:3")
@@ -165,7 +168,7 @@ async def test_nobody_moves_while_somebody_joins(router: Router, model: str) -> 
         await asyncio.sleep(0.1)
 
 
-async def test_an_order_lapses_when_the_placement_changes_before_it_is_heard(
+async def test_a_move_order_lapses_when_the_placement_changes_before_its_heartbeat(
     start_router: StartRouter, model: str
 ) -> None:
     router = await start_router(lease_ms=30_000)

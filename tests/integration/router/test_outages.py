@@ -162,7 +162,7 @@ async def test_silence_does_not_count_while_no_router_listens(redis_url: str, st
     await until_empty(second, model)
 
 
-async def test_a_full_store_still_plans_and_refuses_the_rest_with_a_word(
+async def test_a_router_with_a_full_store_plans_chains_and_refuses_writes_as_unavailable(
     start_router: StartRouter, own_redis: EmbeddedRedis, model: str
 ) -> None:
     router = await start_router(redis_url=own_redis.url)
@@ -212,7 +212,7 @@ async def test_a_deleted_session_stays_deleted(router: Router, model: str) -> No
     assert isinstance(await refusal(late), SessionNotFound)
 
 
-async def test_a_lock_that_ran_out_unused_does_not_cost_the_turn(router: Router, model: str) -> None:
+async def test_a_turn_survives_a_lock_that_expired_without_another_turn(router: Router, model: str) -> None:
     session = Session(router, model)
     await session.create()
     first = await session.begin("turn-1", lock_ms=20)
@@ -259,3 +259,21 @@ def test_a_connection_that_is_reset_just_before_it_is_written_to(
         await store.close()
 
     uvloop.run(call())
+
+
+async def test_a_bug_is_not_reported_as_an_outage(redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(redis_url, 1.0, RouterMetrics(new_registry()))
+    registry = Registry(store, lease_ms=600)
+    await registry.snapshot(model)
+
+    async def fail(connection: Connection) -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Connection, "check_health", fail)
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="dictionary changed size"):
+                await registry.snapshot(model)
+    # The breaker has not opened.
+    await registry.snapshot(model)
+    await store.close()

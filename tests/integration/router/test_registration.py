@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 from corolla.chassis.errors import InvalidRequest
+from corolla.chassis.metrics import new_registry
+from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
+from corolla.router.roster import Roster
 from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.span import Span
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
 from tests.integration.waiting import until
 
@@ -98,7 +102,7 @@ async def test_the_newest_incarnation_at_an_address_wins(router: Router, model: 
     await new.beat()
 
 
-async def test_who_leaves_is_gone_at_once(router: Router, model: str) -> None:
+async def test_the_router_removes_a_deregistered_server_at_once(router: Router, model: str) -> None:
     server = BlockServer(router, model, capacity_blocks=30)
     await server.join()
     request = pb.DeregisterServerRequest(model=model, server_id=server.server_id)
@@ -146,7 +150,7 @@ async def test_each_fingerprint_is_covered_by_itself(router: Router, model: str)
     assert (await refusal(plan(router, model, fingerprint="h"))).metadata == {"uncovered_blocks": "0:30"}
 
 
-async def test_pages_decide_who_is_planned(router: Router, model: str) -> None:
+async def test_the_router_plans_servers_with_enough_pages(router: Router, model: str) -> None:
     small, large = (BlockServer(router, model, capacity_blocks=30) for _ in range(2))
     small.load.max_session_tokens = 32
     large.load.num_queued_steps = 50
@@ -176,7 +180,7 @@ async def test_equal_replicas_share_the_sessions(router: Router, model: str) -> 
     assert len(taken) == 2
 
 
-async def test_a_model_that_nobody_serves_is_not_found(router: Router, model: str) -> None:
+async def test_a_model_without_servers_is_not_found(router: Router, model: str) -> None:
     error = await refusal(plan(router, model))
     assert (error.reason, error.message) == ("MODEL_NOT_FOUND", "no block server has registered for this model")
     assert await placement(router, model) == pb.Placement(model=model)
@@ -184,29 +188,48 @@ async def test_a_model_that_nobody_serves_is_not_found(router: Router, model: st
 
 @pytest.mark.parametrize("comes", ["before it is forgotten", "afterwards"])
 async def test_a_model_that_is_forgotten_while_its_first_server_comes_stays_known(
-    router: Router, model: str, monkeypatch: pytest.MonkeyPatch, comes: str
+    redis_url: str, router: Router, model: str, monkeypatch: pytest.MonkeyPatch, comes: str
 ) -> None:
-    """Nobody would look at it any more: not at its gauges, nor its layout, nor the ends of its leases."""
-    server, registry = BlockServer(router, model), router.process._registry
-    forget, commit = Store.forget_model, Registry._commit
+    """Otherwise the router would update no gauges, layouts or leases of the model any more."""
+    server = BlockServer(router, model)
+    store = Store(redis_url, 5.0, RouterMetrics(new_registry()))
+    registry, forget, num_comings = Registry(store, lease_ms=600), Store.forget_model, 0
 
     async def come_and_forget(store: Store, name: str) -> None:
+        nonlocal num_comings
         if name == model and comes == "before it is forgotten":
+            num_comings += 1
             await server.join("0:10")
         await forget(store, name)
 
-    async def forget_and_commit(*args: Any) -> bool:
-        if comes == "afterwards":
-            await registry.forget(model)
-        return await commit(*args)
-
     monkeypatch.setattr(Store, "forget_model", come_and_forget)
-    monkeypatch.setattr(Registry, "_commit", forget_and_commit)
-    await (server.join("0:10") if comes == "afterwards" else registry.forget(model))
+    if comes == "afterwards":
+        forgotten = Forgotten(store, registry)
+        await forgotten.register(server.description, Span(0, 10))
+        num_comings = forgotten.num_forgotten
+    else:
+        await registry.forget(model)
+    assert num_comings == 1
     assert model in await registry.models()
+    await store.close()
 
 
-async def test_what_a_server_says_is_checked(router: Router, model: str) -> None:
+class Forgotten(Registry):
+    """Another router forgets each model between the choice of a span and its coming into force."""
+
+    def __init__(self, store: Store, other: Registry) -> None:
+        super().__init__(store, lease_ms=600)
+        self.num_forgotten = 0
+        self._other = other
+
+    async def snapshot(self, model: str) -> Roster:
+        roster = await super().snapshot(model)
+        self.num_forgotten += 1
+        await self._other.forget(model)
+        return roster
+
+
+async def test_the_router_validates_registrations(router: Router, model: str) -> None:
     rows: list[tuple[dict[str, Any], str]] = [
         ({"server_id": ""}, "server.server_id"),
         ({"server_id": "a b"}, "server.server_id"),
@@ -232,7 +255,7 @@ async def test_what_a_server_says_is_checked(router: Router, model: str) -> None
         assert [name for name, _ in error.violations] == [field]
 
 
-async def test_other_requests_are_checked(router: Router, model: str) -> None:
+async def test_the_router_validates_other_requests(router: Router, model: str) -> None:
     server = BlockServer(router, model)
     stub, name = router.stub, server.server_id
     load = pb.ServerLoad(decode_step_seconds=float("inf"))

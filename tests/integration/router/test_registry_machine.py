@@ -35,7 +35,7 @@ STATES = st.sampled_from([pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY, pb.SER
 
 @dataclass
 class Incarnation:
-    """A block server as it is, whatever the store thinks of it.
+    """The true state of a block server, whatever the store has recorded.
 
     Attributes:
         is_alive: whether it will ever send another heartbeat of its own accord.
@@ -62,7 +62,8 @@ class World(RuleBasedStateMachine):
         self.model = f"machine-{secrets.token_hex(6)}"
         self.runner = asyncio.Runner()
         self.redis = Redis.from_url(self.redis_url)
-        self.registry = Registry(store.Store(self.redis_url, 5.0, RouterMetrics(CollectorRegistry())), LEASE_MS)
+        self.store = store.Store(self.redis_url, 5.0, RouterMetrics(CollectorRegistry()))
+        self.registry = Registry(self.store, LEASE_MS)
         self.now_ms = 0
         self.clock_ms = 1_700_000_000_000
         self.newest: dict[str, Incarnation] = {}
@@ -81,7 +82,7 @@ class World(RuleBasedStateMachine):
         self.check_that_all_is_well_after_two_quiet_leases()
         self.run(self.delete_all())
         self.run(self.registry.forget(self.model))
-        self.run(self.registry._store.close())
+        self.run(self.store.close())
         self.run(self.redis.aclose())
         self.runner.close()
 
@@ -183,7 +184,7 @@ class World(RuleBasedStateMachine):
         assert before == after, "looking changes nothing"
 
     def check_that_all_is_well_after_two_quiet_leases(self) -> None:
-        """Whatever happened: then just those are placed that live."""
+        """The placement lists exactly the servers that are alive."""
         for _ in range(10):
             self.time_passes(LEASE_MS // 4)
             self.snapshot()
@@ -197,7 +198,7 @@ class World(RuleBasedStateMachine):
     # --- how ---
 
     def try_to_beat(self, server: Incarnation, state: "pb.ServerState.ValueType", *, in_full: bool) -> bool:
-        """Whether it was heard; who is known cannot but be."""
+        """Whether the router accepted the heartbeat, as it must from a known server."""
         must_be_heard = server.is_known and self.is_fresh(server)
         server.state = state
         before = self.snapshot()
@@ -281,7 +282,7 @@ def test_the_registry_agrees_with_the_world(world: type[World]) -> None:
 
 
 @pytest.mark.parametrize("ms", [-DAY_MS, -LEASE_MS, LEASE_MS, DAY_MS])
-def test_a_clock_that_is_set_neither_ends_a_lease_nor_prolongs_it(world: type[World], ms: int) -> None:
+def test_setting_the_clock_neither_ends_nor_prolongs_a_lease(world: type[World], ms: int) -> None:
     here = world()
     here.register("a:1", 0, 3, twice=False)
     here.register("b:1", 3, 3, twice=False)

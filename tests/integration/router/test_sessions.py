@@ -218,7 +218,7 @@ async def test_delete_gives_the_record_and_not_during_a_turn(session: Session) -
 async def test_a_deletion_whose_first_answer_is_lost_still_gives_the_record(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who deletes learns where the session is to be freed; another deletion learns that there is none."""
+    """The first deletion returns the record with the chain to free; a second one finds no session."""
     await session.create(**TURN)
     with monkeypatch.context() as patch:
         patch.setattr(AsyncScript, "__call__", twice(AsyncScript.__call__))

@@ -6,18 +6,23 @@ import signal
 import time
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import StartupError
+from corolla.chassis.rpc_server import RpcServer
+from corolla.chassis.settings import load
 from corolla.local.redis_server import EmbeddedRedis
+from corolla.router.service import RouterProcess
+from corolla.router.settings import RouterSettings
 from corolla.v1 import router_pb2 as pb
 from tests.integration import waiting
-from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, running_router, spans
+from tests.integration.router.conftest import FAST, BlockServer, Router, StartRouter, refusal, spans
 
 
 @asynccontextmanager
@@ -82,18 +87,29 @@ async def test_load_alone_is_pushed_now_and_then(router: Router, model: str) -> 
         assert pushed.empty()
 
 
-async def test_a_stopping_router_ends_its_watches(start_router: StartRouter, redis_url: str, model: str) -> None:
-    async with AsyncExitStack() as stack:
-        router = await stack.enter_async_context(running_router(redis_url, grace_s=120))
+async def test_a_stopping_router_ends_its_watches(redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, may_stop = RpcServer.stop, asyncio.Event()
+
+    async def stop_later(server: RpcServer, grace_s: float) -> None:
+        await may_stop.wait()
+        await stop(server, grace_s)
+
+    monkeypatch.setattr(RpcServer, "stop", stop_later)
+    process = RouterProcess(load(RouterSettings, **{**FAST, "redis_url": redis_url, "grace_s": 120}))
+    await process.start()
+    async with open_channel(f"127.0.0.1:{process.port}") as channel:
+        router = Router(process, channel)
         call = router.stub.WatchPlacement(pb.WatchPlacementRequest(model=model))
         await call.read()
         reading = asyncio.create_task(refusal(call.read()))
         started = time.monotonic()
-        await router.process._watches.close()
+        stopping = asyncio.create_task(process.stop())
         assert (await reading).reason == "SERVICE_STOPPING"
         # Who watches it again at once would hold it up.
         again = router.stub.WatchPlacement(pb.WatchPlacementRequest(model=model), timeout=30)
         assert (await refusal(again.read())).reason == "SERVICE_STOPPING"
+        may_stop.set()
+        await stopping
         assert time.monotonic() - started < 60, "it waited for its grace to end"
 
 
@@ -123,6 +139,26 @@ async def test_a_frozen_redis_is_an_error_in_time_and_heals(
         server.state = pb.SERVER_STATE_DRAINING
         await server.beat()
         await until(pushed, lambda placement: len(placement.uncovered) > 0)
+
+
+async def test_who_comes_while_redis_is_frozen_gets_what_was_pushed_last(
+    start_router: StartRouter, own_redis: EmbeddedRedis, model: str
+) -> None:
+    router = await start_router(redis_url=own_redis.url, lease_ms=60_000)
+    server = BlockServer(router, model, capacity_blocks=30)
+    await server.join()
+    async with watching(router, model) as pushed:
+        last = await until(pushed, lambda placement: not placement.uncovered)
+    os.kill(own_redis.pid, signal.SIGSTOP)
+    try:
+        async with watching(router, model) as pushed:
+            assert (await until(pushed, lambda placement: True)).cheapest_chain == last.cheapest_chain
+    finally:
+        os.kill(own_redis.pid, signal.SIGCONT)
+    server.state = pb.SERVER_STATE_DRAINING
+    await server.beat()
+    async with watching(router, model) as pushed:
+        assert (await until(pushed, lambda placement: True)).uncovered
 
 
 async def test_after_redis_has_lost_everything_servers_register_again(
@@ -174,7 +210,7 @@ async def test_a_database_that_redis_lacks_ends_the_start(start_router: StartRou
         await start_router(redis_url=redis_url.removesuffix("0") + "4711")
 
 
-async def test_gauges_tell_what_the_store_holds(router: Router, model: str) -> None:
+async def test_gauges_show_the_contents_of_the_store(router: Router, model: str) -> None:
     server = BlockServer(router, model)
     await server.join("0:10")
     async with server.beating():

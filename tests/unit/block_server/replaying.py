@@ -31,7 +31,7 @@ def make_runner(folder: Path, **options: Any) -> Runner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backends.BACKENDS, "paged", lambda: PagedFlash(paged_definition))
         runner = Runner(
-            load_span(Checkpoint.open(str(folder)), SPAN, dtype=torch.float32),
+            load_span(Checkpoint.from_pretrained(str(folder)), SPAN, dtype=torch.float32),
             **{
                 "num_pages": 400, "page_tokens": PAGE_TOKENS, "max_step_tokens": MAX_STEP_TOKENS, "attention": "paged",
                 "tuning_budget_s": 0.0, "has_scratch_page": True, **options,
@@ -66,7 +66,7 @@ class Session:
 
 
 class Pair:
-    """Whatever is done is done in both runners, and must come out alike."""
+    """Runs each step in both runners, and compares the outputs."""
 
     def __init__(self, folder: Path) -> None:
         self.plain, self.replaying = make_runner(folder, has_scratch_page=False), make_runner(folder)
@@ -82,7 +82,7 @@ class Pair:
     def open(self, max_tokens: int = 64) -> Session:
         session = Session(self.plain.new_cache(), self.replaying.new_cache())
         for cache in session.caches:
-            cache.open(max_tokens)
+            cache.allocate(max_tokens)
         return session
 
     @torch.inference_mode()
@@ -93,8 +93,10 @@ class Pair:
         # What nobody wrote may hold anything, and is nobody's business.
         self.graphs.buffers.hidden[padding] = torch.nan
         self._spoil_scratch_page()
-        expected = self.plain.run([RowWork(row.plain, start, count) for row, start, count in rows], hidden, blocks)
-        found = self.replaying.run([RowWork(row.replayed, start, count) for row, start, count in rows], hidden, blocks)
+        expected = self.plain.forward([RowWork(row.plain, start, count) for row, start, count in rows], hidden, blocks)
+        found = self.replaying.forward(
+            [RowWork(row.replayed, start, count) for row, start, count in rows], hidden, blocks
+        )
         # Sums over more rows and longer tables round differently.
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         return self.graphs.num_replays > num_replays

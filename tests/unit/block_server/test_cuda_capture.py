@@ -1,11 +1,11 @@
-"""CUDA graphs on a device: recorded steps are chosen, and give what launched ones give."""
+"""CUDA graphs on a device: the server chooses recorded steps, which give the outputs of launched ones."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from corolla.block_server.cuda_capture import CudaCapture
+from corolla.block_server.decode_graphs import CudaCapture
 from corolla.block_server.graph_choice import choose_graphs
 from corolla.block_server.kv.backends import TOLERANCES
 from corolla.block_server.runner import RowWork, Runner
@@ -23,8 +23,8 @@ SPAN, DTYPE = Span(1, 4), torch.bfloat16
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_replays_give_what_launched_steps_give(tmp_path: Path, family: str) -> None:
-    checkpoint = Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family)))
+def test_replays_give_the_outputs_of_launched_steps(tmp_path: Path, family: str) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family)))
     device = torch.device("cuda")
     launching, replaying = (
         Runner(
@@ -43,7 +43,9 @@ def test_replays_give_what_launched_steps_give(tmp_path: Path, family: str) -> N
         together = sorted({(turn * step) % 7 for step in range(1 + turn % 7)})
         hidden = torch.randn(len(together), checkpoint.hidden_size, generator=generator)
         expected, found = (
-            runner.run([RowWork(held[number], held[number].num_tokens, 1) for number in together], hidden, SPAN).float()
+            runner.forward(
+                [RowWork(held[number], held[number].num_tokens, 1) for number in together], hidden, SPAN
+            ).float()
             for runner, held in zip((launching, replaying), caches, strict=True)
         )
         assert ((found - expected).norm(dim=-1) <= TOLERANCES[DTYPE] * expected.norm(dim=-1)).all()

@@ -1,4 +1,4 @@
-"""Replayed decode steps give what ordinary ones give, whoever decodes together, and touch nobody else.
+"""Replayed decode steps give the outputs of ordinary ones, in any batch, and touch no other session.
 
 The recordings are of operators on a CPU (`tests.recorded_steps`); that CUDA replays its own is checked at start, there.
 """
@@ -17,12 +17,12 @@ from corolla.block_server.decode_graphs import DecodeGraphs
 from corolla.block_server.kv.decode_buffers import DecodeBuffers
 from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.runner import RowWork
-from corolla.models import rotary_table
 from corolla.models.families import FAMILIES
+from corolla.models.rotary_table import MIN_POSITIONS
 from corolla.wire.span import Span
 from tests.unit.block_server.replaying import MAX_STEP_TOKENS, SIZES, SPAN, Pair, Session
 
-LEAN = sorted(name for name, family in FAMILIES.items() if family.is_lean)
+FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused)
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair.of("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("family", LEAN)
-def test_every_lean_family_replays_what_it_computes(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", FUSED)
+def test_every_fused_family_replays_its_own_outputs(tmp_path: Path, family: str) -> None:
     pair = Pair.of(family, tmp_path)
     sessions = [pair.open() for _ in range(8)]
     for number, session in enumerate(sessions):
@@ -46,17 +46,17 @@ def test_every_lean_family_replays_what_it_computes(tmp_path: Path, family: str)
     assert all(table.first_token > 0 for table in longest if table.has_window), "nothing fell out of a window"
 
 
-def test_steps_that_were_not_recorded_are_computed_as_ever(llama: Pair) -> None:
+def test_steps_without_a_recording_are_launched_operator_by_operator(llama: Pair) -> None:
     sessions = [llama.open() for _ in range(SIZES[-1] + 1)]
     assert not llama.step([(sessions[0], 0, 5)]), "a prompt"
-    assert not llama.step([(sessions[0], 5, 1), (sessions[1], 0, 3)]), "a prompt beside a decode step"
+    assert not llama.step([(sessions[0], 5, 1), (sessions[1], 0, 3)]), "a prompt with a decode step"
     assert not llama.decode(sessions), "more rows than the largest size"
     assert llama.decode(sessions[1:])
     part = llama.open()
     assert not llama.step([(part, 0, 1)], Span(2, 4)), "some of the blocks"
 
 
-def test_a_session_that_is_longer_than_the_buffers_is_computed_as_ever(tmp_path: Path) -> None:
+def test_a_session_longer_than_the_buffers_is_launched_operator_by_operator(tmp_path: Path) -> None:
     pair = Pair.of("llama", tmp_path, max_position_embeddings=30)
     session, other = pair.open(), pair.open()
     pair.step([(session, 0, 28), (other, 0, 1)])
@@ -72,7 +72,7 @@ def test_prompts_are_added_before_a_replay_of_a_single_block(tmp_path: Path) -> 
     outputs = []
     for runner in (pair.plain, pair.replaying):
         cache = runner.new_cache()
-        outputs.append([runner.run([RowWork(cache, place, 1, prompts)], hidden, SPAN) for place in range(4)])
+        outputs.append([runner.forward([RowWork(cache, place, 1, prompts)], hidden, SPAN) for place in range(4)])
     torch.testing.assert_close(*outputs)
     assert not torch.equal(outputs[0][0], outputs[0][2])
 
@@ -80,29 +80,27 @@ def test_prompts_are_added_before_a_replay_of_a_single_block(tmp_path: Path) -> 
 def test_an_output_is_the_callers_own(llama: Pair) -> None:
     cache = llama.replaying.new_cache()
     first, second = torch.randn(2, 1, llama.replaying.model.hidden_size)
-    output = llama.replaying.run([RowWork(cache, 0, 1)], first, SPAN)
+    output = llama.replaying.forward([RowWork(cache, 0, 1)], first, SPAN)
     kept = output.clone()
-    llama.replaying.run([RowWork(cache, 1, 1)], second, SPAN)
+    llama.replaying.forward([RowWork(cache, 1, 1)], second, SPAN)
     assert torch.equal(output, kept)
     cache.clear()
 
 
-def test_what_a_recording_reads_stays_when_the_blocks_come_to_read_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_keeps_the_rotary_table_that_it_reads(tmp_path: Path) -> None:
     """A graph knows addresses only: memory that it reads must not be given back."""
-    monkeypatch.setattr(rotary_table, "_MIN_POSITIONS", 16)
     runner = Pair.of("llama", tmp_path, max_position_embeddings=24).replaying
-    lean = runner.model.lean
-    assert lean is not None
+    fused = runner.model.fused
+    assert fused is not None
     with torch.inference_mode():
         buffers = DecodeBuffers(runner.store, 2, 24, torch.empty(0, runner.model.hidden_size))
-        graphs = DecodeGraphs(lean, len(SPAN), buffers, runner.backend, lambda _step: lambda: None, (1, 2))
+        graphs = DecodeGraphs(fused, len(SPAN), buffers, runner.backend, lambda _step: lambda: None, (1, 2))
     runner.decode_graphs = None  # the recorder of operators keeps what they used
-    table = weakref.ref(lean.rotary_table)
+    table = weakref.ref(fused.rotary_table)
     cache = runner.new_cache()
-    runner.run([RowWork(cache, 0, 40)], torch.randn(40, runner.model.hidden_size), SPAN)
-    assert lean.rotary_table is not table(), "the texts were not long enough"
+    for position in range(0, MIN_POSITIONS + 1, 64):
+        runner.forward([RowWork(cache, position, 64)], torch.randn(64, runner.model.hidden_size), SPAN)
+    assert fused.rotary_table is not table(), "the texts were not long enough"
     assert table() is not None
     del graphs
     assert table() is None

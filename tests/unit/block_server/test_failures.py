@@ -1,4 +1,4 @@
-from corolla.block_server.failures import Failures
+from corolla.block_server.engine import Failures
 
 
 def test_three_failures_in_a_row_end_the_server_once() -> None:

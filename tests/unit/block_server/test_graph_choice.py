@@ -2,8 +2,9 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from corolla.block_server import graph_choice
 from corolla.block_server.decode_graphs import Record
-from corolla.block_server.kv.attention import AttentionBatch
+from corolla.block_server.kv.attention import AttentionBatch, PackedRow
 from corolla.block_server.kv.decode_buffers import DecodeBuffers
 from corolla.block_server.kv.paged_flash import PagedFlash
 from corolla.block_server.runner import RowWork, Runner
@@ -39,10 +40,12 @@ def assert_refused(caplog: pytest.LogCaptureFixture, runner: Runner, reason: str
     pool = runner.store.pool
     assert pool.num_available == pool.num_pages, "the check gives its pages back"
     cache = runner.new_cache()
-    assert torch.isfinite(runner.run([RowWork(cache, 0, 1)], torch.ones(1, runner.model.hidden_size), SPAN)).all()
+    assert torch.isfinite(runner.forward([RowWork(cache, 0, 1)], torch.ones(1, runner.model.hidden_size), SPAN)).all()
 
 
-def test_what_is_chosen_is_said_and_leaves_no_page_behind(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
+def test_the_choice_of_graphs_is_logged_and_leaves_no_page_behind(
+    caplog: pytest.LogCaptureFixture, folder: Path
+) -> None:
     runner = make_runner(folder)
     with caplog.at_level(logging.INFO, "corolla.block_server.graph_choice"):
         graphs = choose(runner)
@@ -61,9 +64,9 @@ def test_a_small_pool_records_no_more_rows_than_it_has_pages_for(folder: Path) -
     caches = [runner.new_cache() for _ in range(5)]
     ones = torch.ones(5, runner.model.hidden_size)
     num_replays = graphs.num_replays
-    runner.run([RowWork(cache, 0, 1) for cache in caches[:4]], ones[:4], SPAN)
+    runner.forward([RowWork(cache, 0, 1) for cache in caches[:4]], ones[:4], SPAN)
     assert graphs.num_replays == num_replays + 1
-    runner.run([RowWork(cache, cache.num_tokens, 1) for cache in caches], ones, SPAN)
+    runner.forward([RowWork(cache, cache.num_tokens, 1) for cache in caches], ones, SPAN)
     assert graphs.num_replays == num_replays + 1
 
 
@@ -75,19 +78,19 @@ def test_pages_of_any_size(folder: Path, page_tokens: int) -> None:
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"is_lean": False}, "the family's own code"),
+        ({"is_fused": False}, "the family's own code"),
         ({"attention": "sdpa"}, "attention is sdpa"),
         ({"has_scratch_page": False}, "scratch page"),
         ({"num_pages": 1}, "too few pages"),
     ],
 )
-def test_what_a_server_lacks_is_named(
+def test_a_missing_condition_for_graphs_is_logged(
     caplog: pytest.LogCaptureFixture, folder: Path, options: dict[str, Any], reason: str
 ) -> None:
     assert_refused(caplog, make_runner(folder, **options), reason)
 
 
-def test_a_recording_that_fails_is_done_without(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
+def test_a_server_whose_recording_fails_runs_without_graphs(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
     def fail(_step: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
 
@@ -135,33 +138,41 @@ def test_a_step_that_depends_on_more_than_its_buffers_is_refused(
     assert_refused(caplog, runner, WRONG)
 
 
-@pytest.mark.parametrize("column", ["positions", "slots", "numbers of keys"])
+@pytest.mark.parametrize("buffer", ["positions", "slots", "numbers of keys", "page tables"])
 def test_buffers_that_are_not_written_are_noticed(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: Path, column: str
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: Path, buffer: str
 ) -> None:
-    padded, row = DecodeBuffers._padded, ["positions", "slots", "numbers of keys"].index(column)
+    write, num_writes = DecodeBuffers.write, 0
 
-    def stale(buffers: DecodeBuffers, rows: Any) -> list[list[int]]:
-        columns = padded(buffers, rows)
-        columns[row] = padded(buffers, ())[row]
-        return columns
+    def write_without(buffers: DecodeBuffers, rows: Any, *arguments: Any) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        write(buffers, [described_without(buffer, row) for row in rows], *arguments)
+        if buffer == "positions":
+            buffers.positions.zero_()
 
-    monkeypatch.setattr(DecodeBuffers, "_padded", stale)
+    monkeypatch.setattr(DecodeBuffers, "write", write_without)
     assert_refused(caplog, make_runner(folder), WRONG)
+    assert num_writes > 0
 
 
-def test_page_tables_that_are_not_written_are_noticed(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    write = DecodeBuffers.write
+def described_without(buffer: str, row: PackedRow) -> Any:
+    """As much of the row as is written, where that for one buffer is what padding has there, or nothing."""
+    cache, page_tokens = row.cache, row.cache.store.pool.page_tokens
+    scratch_page = cache.store.scratch_page
+    assert scratch_page is not None
+    tables = [
+        SimpleNamespace(
+            first_token=row.position if buffer == "numbers of keys" else table.first_token,
+            pages=[0] * len(table.pages) if buffer == "page tables" else table.pages,
+        )
+        for table in cache.tables
+    ]
 
-    def without_pages(buffers: DecodeBuffers, *arguments: Any) -> None:
-        write(buffers, *arguments)
-        for pages in buffers._pages:
-            pages.fill_(0)
+    def slots(*at: int) -> Sequence[int]:
+        return [scratch_page * page_tokens] if buffer == "slots" else cache.slots(*at)
 
-    monkeypatch.setattr(DecodeBuffers, "write", without_pages)
-    assert_refused(caplog, make_runner(folder), WRONG)
+    return SimpleNamespace(position=row.position, cache=SimpleNamespace(tables=tables, slots=slots))
 
 
 def test_the_check_crosses_the_end_of_a_page(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -1,8 +1,10 @@
-"""The frames of sessions, in any order, late and twice, against a model of what a hop promises; nothing is mocked but
+"""The frames of sessions, in any order, late and twice, against a model of a hop's promises; nothing is mocked but
 the blocks, which are those of the toy model."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 from hypothesis import settings
@@ -10,25 +12,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry
 
+from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
-from corolla.block_server.handover.intake import Intake
+from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.block_server.outputs import OutputStore
-from corolla.block_server.peers import Peer, PeerTable
+from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
-from corolla.chassis.lifecycle import TaskGroup
+from corolla.chassis.handlers import Context
+from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Frame, decode
+from corolla.wire.frames import Frame, decode, encode, join
 from corolla.wire.span import Span
 from tests.simulation.loop import VirtualLoop
-from tests.simulation.toy_model import PRIME, ToyModel, ToyRunner
+from tests.simulation.toy_model import PRIME, ToyModel, ToyRunner, unexpected_failure
 
 MODEL = ToyModel((None, None))
 SPAN = Span(0, 2)
@@ -40,7 +43,7 @@ EPOCHS = st.integers(1, 5)
 
 @dataclass
 class Held:
-    """What the hop holds of a session, by the model."""
+    """The tokens of a session on the hop, by the model."""
 
     epoch: int
     tenant: str
@@ -48,6 +51,29 @@ class Held:
     max_tokens: int
     inputs: list[int] = field(default_factory=list)
     is_idle: bool = False
+
+
+class Caller:
+    """A client's end of its stream, and the stream's context."""
+
+    def __init__(self) -> None:
+        self._to_send: asyncio.Queue[bytes] = asyncio.Queue()
+        self._received: list[Frame] = []
+
+    def send(self, frame: Frame) -> None:
+        self._to_send.put_nowait(join([encode(frame.control, frame.payload)]))
+
+    def take(self) -> list[Frame]:
+        """The frames since the last call."""
+        received, self._received = self._received, []
+        return received
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        while True:
+            yield await self._to_send.get()
+
+    async def write(self, message: bytes) -> None:
+        self._received += decode(message)
 
 
 class Protocol(RuleBasedStateMachine):
@@ -66,33 +92,43 @@ class Protocol(RuleBasedStateMachine):
         metrics = BlockServerMetrics(CollectorRegistry())
         scheduler: Scheduler[StepWork] = Scheduler(64, 64)
         self.sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
-        outputs, peers = OutputStore(1 << 20), PeerTable()
+        outputs, peers = BoundaryActivations(1 << 20), PeerTable()
         self.sessions.on_forget = outputs.forget
-        engine = Engine(runner, scheduler, self.sessions, outputs, peers, Relay("toy", peers), metrics, self.loop.time)
+        relay = Relay("toy", peers)
+        engine = Engine(
+            runner, scheduler, self.sessions, outputs, peers, relay, metrics, self.loop.time, fail=unexpected_failure
+        )
         identity = Identity(
             server_id="s", span=SPAN, model="toy", fingerprint="toy", dtype_name="float32",
             dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=1, max_tokens_per_frame=16, prefix_page_tokens=0,
         )  # fmt: skip
-        intake = Intake(SPAN, self.sessions, engine, metrics, TaskGroup(), max_part_tokens=16)
-        self.servicer = BlockServicer(identity, engine, scheduler, self.sessions, outputs, peers, runner.store, intake)
-        self.peers = [Peer(client) for client in CLIENTS]
-        for peer in self.peers:
-            peers.add(peer)
-        self.running = asyncio.ensure_future(engine.run())
+        receiver = HandoverReceiver(SPAN, self.sessions, engine, metrics, TaskGroup(), max_part_tokens=16)
+        self.servicer = BlockServicer(
+            identity, engine, scheduler, self.sessions, outputs, peers, runner.store, receiver
+        )
+        self.running = [asyncio.ensure_future(engine.run())]
+        self.callers = [Caller() for _ in CLIENTS]
+        for caller, client in zip(self.callers, CLIENTS, strict=True):
+            exchange = self.servicer.Exchange(caller.messages(), cast(Context, caller))
+            self.running.append(asyncio.ensure_future(exchange))
+            caller.send(Frame(pb.Hello(client_id=client, fingerprint="toy"), b""))
+        await asyncio.sleep(0.1)
+        for caller in self.callers:
+            (welcome,) = caller.take()
+            assert isinstance(welcome.control, pb.Welcome)
 
     def teardown(self) -> None:
-        self.running.cancel()
-        self.loop.run_until_complete(asyncio.wait([self.running]))
+        assert not any(each.done() for each in self.running), "no stream and no engine ends by itself"
+        for each in self.running:
+            each.cancel()
+        self.loop.run_until_complete(asyncio.wait(self.running))
         self.loop.close()
 
     def send(self, client: int, frame: Frame) -> list[Frame]:
         """Lets the hop handle a frame. Returns its answers to that client."""
-        self.servicer._handle([frame], self.peers[client])
+        self.callers[client].send(frame)
         self.loop.run_until_complete(asyncio.sleep(0.1))
-        answers: list[Frame] = []
-        while self.peers[client].outbox._frames:
-            answers += decode(self.peers[client].outbox._take())
-        return answers
+        return self.callers[client].take()
 
     def say(
         self, client: int, control: pb.Open | pb.Step | pb.Truncate | pb.Close, payload: bytes = b""
@@ -176,7 +212,7 @@ class Protocol(RuleBasedStateMachine):
         held = self.held.get(session_id)
         if held is not None and held.epoch <= epoch:
             del held.inputs[position:]
-            held.is_idle = idle
+            held.is_idle |= idle
             held.max_tokens = len(held.inputs)  # the other pages are given back
 
     @rule(session_id=SESSIONS, epoch=EPOCHS, client=st.integers(0, 1))
@@ -187,7 +223,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def say_an_old_open_again(self, data: st.DataObject) -> None:
-        """A frame that comes twice changes nothing that its first coming, or what followed, has settled."""
+        """A repeated frame changes no effect of its first arrival or of later frames."""
         opens = [(client, frame) for client, frame in self.sent if isinstance(frame.control, pb.Open)]
         if not opens:
             return
@@ -213,7 +249,7 @@ class Protocol(RuleBasedStateMachine):
 
 
 def outputs_of(inputs: list[int]) -> list[int]:
-    """What both blocks make of a session's inputs."""
+    """Both blocks' output for a session's inputs."""
     states = list(inputs)
     for block in range(SPAN.start, SPAN.end):
         keys = np.array([MODEL.key(block, position, state) for position, state in enumerate(states)], dtype=np.int64)

@@ -8,11 +8,10 @@ from corolla.block_server.registration import Registration
 from corolla.v1 import router_pb2
 
 
-async def test_who_hurries_while_a_heartbeat_is_under_way_is_heard_right_after_it(
+async def test_a_hurried_heartbeat_follows_the_one_under_way_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    registration = Registration("127.0.0.1:1", router_pb2.ServerDescription(), router_pb2.ServerLoad)
-    monkeypatch.setattr(registration, "_interval_s", 60.0)
+    registration = Registration("127.0.0.1:1", router_pb2.ServerDescription(), router_pb2.ServerLoad, interval_s=60.0)
     said: list[int] = []
     is_under_way, is_heard, has_ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -23,12 +22,12 @@ async def test_who_hurries_while_a_heartbeat_is_under_way_is_heard_right_after_i
             has_ready.set()
         await is_heard.wait()
 
-    monkeypatch.setattr(registration, "heartbeat", heartbeat)
-    keeping = asyncio.create_task(registration.keep())
+    monkeypatch.setattr(registration, "send_heartbeat", heartbeat)
+    keeping = asyncio.create_task(registration.run())
     async with asyncio.timeout(10):
         await is_under_way.wait()
         registration.state = router_pb2.SERVER_STATE_READY
-        registration.hurry()
+        registration.request_heartbeat()
         is_heard.set()
         await has_ready.wait()
     assert said == [router_pb2.SERVER_STATE_JOINING, router_pb2.SERVER_STATE_READY]

@@ -30,7 +30,7 @@ class Chain:
     """Edges and runners of one checkpoint, and the unsplit model."""
 
     def __init__(self, folder: Path, spans: Sequence[Span] = UNEVEN, **runner_options: Any) -> None:
-        checkpoint = Checkpoint.open(str(folder))
+        checkpoint = Checkpoint.from_pretrained(str(folder))
         self.edges: Edges = load_edges(checkpoint, dtype=torch.float32)
         self.runners = [
             Runner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=8, **runner_options) for span in spans
@@ -43,7 +43,7 @@ class Chain:
         caches = [runner.new_cache() for runner in self.runners]
         for cache in caches:
             # Pages in one run: then sums are made in the same order as over contiguous keys.
-            cache.open(64)
+            cache.allocate(64)
         return caches
 
     def step(self, work: Sequence[tuple[list[SessionCache], int, Sequence[int]]]) -> list[Tensor]:
@@ -57,7 +57,7 @@ class Chain:
         hidden = self.edges.embed(token_ids, positions)
         for hop, runner in enumerate(self.runners):
             rows = [RowWork(caches[hop], position, len(new)) for caches, position, new in work]
-            hidden = runner.run(rows, hidden, runner.span)
+            hidden = runner.forward(rows, hidden, runner.span)
         return hidden
 
     @torch.inference_mode()
@@ -69,7 +69,7 @@ class Chain:
 MakeChain = Callable[..., Chain]
 
 # The family's own code, with the library's own attention.
-REFERENCE: Mapping[str, Any] = {"is_lean": False, "attention": "sdpa"}
+REFERENCE: Mapping[str, Any] = {"is_fused": False, "attention": "sdpa"}
 
 
 @pytest.fixture(scope="session")
@@ -180,11 +180,11 @@ def test_rows_of_different_lengths_share_a_batch(make_chain: MakeChain, family: 
 
 
 @every_family
-def test_products_by_weights_laid_out_anew_give_the_same(
+def test_laid_out_weights_give_the_same_products(
     make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """As they do wherever a measurement finds that way faster."""
-    monkeypatch.setattr(linear, "_gain", lambda *_: 2.0)
+    monkeypatch.setattr(linear, "measured_gain", lambda *_: 2.0)
     chain = make_chain(family, {"tuning_budget_s": 60.0})
     chain.edges.tune_head()
     first, second = tokens(25), tokens(17, seed=1)
@@ -201,14 +201,14 @@ def test_products_by_weights_laid_out_anew_give_the_same(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
 def test_a_run_of_some_blocks_equals_a_span_of_them(tmp_path: Path, family: str) -> None:
-    checkpoint = Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=7)))
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=7)))
     wide, narrow = Span(1, 7), Span(3, 6)
     hidden = torch.randn(12, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
     outputs = []
     for held in (wide, narrow):
         runner = Runner(load_span(checkpoint, held, dtype=torch.float32), tuning_budget_s=0.0)
         cache = runner.new_cache()
-        parts = [runner.run([RowWork(cache, start, 4)], hidden[start : start + 4], narrow) for start in (0, 4, 8)]
+        parts = [runner.forward([RowWork(cache, start, 4)], hidden[start : start + 4], narrow) for start in (0, 4, 8)]
         outputs.append((torch.cat(parts), cache.nbytes))
     assert torch.equal(outputs[0][0], outputs[1][0])
     if family != "gemma3_text":  # whose pages hold some layers only, and more pages are taken for more of them
@@ -228,22 +228,22 @@ def test_prompts_reach_their_row_at_their_positions_and_no_other(make_chain: Mak
         for index in range(3):
             tokens = tokens.clone()
             tokens[:6] += prompts.values[index]
-            tokens = runner.run([RowWork(runner.new_cache(), 0, len(tokens))], tokens, Span(1 + index, 2 + index))
+            tokens = runner.forward([RowWork(runner.new_cache(), 0, len(tokens))], tokens, Span(1 + index, 2 + index))
         return tokens
 
-    expected = by_hand(hidden), runner.run([RowWork(runner.new_cache(), 0, 11)], hidden, runner.span)
+    expected = by_hand(hidden), runner.forward([RowWork(runner.new_cache(), 0, 11)], hidden, runner.span)
     prompted, plain = runner.new_cache(), runner.new_cache()
     outputs: list[list[Tensor]] = [[], []]
     # In a batch with a row that has none, in chunks that end before, behind and just where the prompts do.
     for start, end in ((0, 1), (1, 4), (4, 6), (6, 9), (9, 11)):
         count = end - start
         rows = [RowWork(plain, start, count), RowWork(prompted, start, count, prompts)]
-        mixed = runner.run(rows, torch.cat([hidden[start:end]] * 2), runner.span)
+        mixed = runner.forward(rows, torch.cat([hidden[start:end]] * 2), runner.span)
         outputs[0].append(mixed[count:])
         outputs[1].append(mixed[:count])
     for parts, whole in zip(outputs, expected, strict=True):
         assert_close(torch.cat(parts), whole)
-    assert_close(runner.run([RowWork(prompted, 2, 9, prompts)], hidden[2:], runner.span), expected[0][2:])
+    assert_close(runner.forward([RowWork(prompted, 2, 9, prompts)], hidden[2:], runner.span), expected[0][2:])
     assert (expected[0] - expected[1]).abs().max() > 0.1, "prompts that change nothing prove nothing"
     assert torch.equal(hidden, given)
 
@@ -272,14 +272,14 @@ def test_a_row_that_is_not_finite_harms_no_other(make_chain: MakeChain, family: 
     spoilt = hidden.clone()
     spoilt[3, 0] = torch.nan
     rows = [RowWork(sound, 0, 3), RowWork(bad, 0, 2)]
-    output = runner.run_each(rows, spoilt, runner.span)
+    output = runner.forward_each(rows, spoilt, runner.span)
     assert output.finite == (True, False)
     assert (sound.num_tokens, bad.num_tokens) == (3, 0)
-    assert_close(output.hidden[:3], runner.run([RowWork(solo, 0, 3)], hidden[:3], runner.span))
-    again = runner.run([RowWork(bad, 0, 2)], hidden[3:], runner.span)
+    assert_close(output.hidden[:3], runner.forward([RowWork(solo, 0, 3)], hidden[:3], runner.span))
+    again = runner.forward([RowWork(bad, 0, 2)], hidden[3:], runner.span)
     assert torch.isfinite(again).all()
     with pytest.raises(NonFiniteOutput):
-        runner.run([RowWork(bad, 1, 2)], spoilt[3:], runner.span)
+        runner.forward([RowWork(bad, 1, 2)], spoilt[3:], runner.span)
     assert bad.num_tokens == 1
 
 
@@ -297,20 +297,20 @@ def test_a_row_that_is_not_finite_harms_no_other(make_chain: MakeChain, family: 
 def test_misuse_is_refused(make_chain: MakeChain, position: int, num_tokens: int, width: int, blocks: Span) -> None:
     runner = make_chain("llama").runners[1]
     with pytest.raises(ValueError, match=r"."):
-        runner.run([RowWork(runner.new_cache(), position, num_tokens)], torch.zeros(2, width), blocks)
+        runner.forward([RowWork(runner.new_cache(), position, num_tokens)], torch.zeros(2, width), blocks)
 
 
 def test_one_cache_is_no_two_rows(make_chain: MakeChain) -> None:
     runner = make_chain("llama").runners[1]
     row = RowWork(runner.new_cache(), 0, 1)
     with pytest.raises(ValueError, match="same cache"):
-        runner.run([row, row], torch.zeros(2, 64), runner.span)
+        runner.forward([row, row], torch.zeros(2, 64), runner.span)
 
 
 def test_a_session_keeps_its_blocks(make_chain: MakeChain) -> None:
     runner = make_chain("llama").runners[1]
     cache = runner.new_cache()
-    runner.run([RowWork(cache, 0, 2)], torch.ones(2, 64), Span(1, 3))
+    runner.forward([RowWork(cache, 0, 2)], torch.ones(2, 64), Span(1, 3))
     with pytest.raises(ValueError, match="keeps its blocks"):
-        runner.run([RowWork(cache, 2, 1)], torch.ones(1, 64), Span(2, 4))
+        runner.forward([RowWork(cache, 2, 1)], torch.ones(1, 64), Span(2, 4))
     assert cache.num_tokens == 2

@@ -1,4 +1,4 @@
-"""Properties of the batches that the scheduler forms, whatever comes in whatever order."""
+"""Properties of the batches that the scheduler forms, for any steps in any order."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -51,11 +51,11 @@ HAPPENINGS = st.lists(st.one_of(steps(), st.none()), max_size=80)
 
 
 def play(
-    happenings: Sequence[Arriving | None], max_prefill_tokens_beside_decode: int | None = None
+    happenings: Sequence[Arriving | None], max_prefill_tokens_during_decode: int | None = None
 ) -> tuple[list[Step], list[list[Step]]]:
     """All steps in order of arrival, and all batches until the queue is empty."""
     scheduler: Scheduler[int] = Scheduler(
-        BUDGET, max_queued_steps=1000, max_prefill_tokens_beside_decode=max_prefill_tokens_beside_decode
+        BUDGET, max_queued_steps=1000, max_prefill_tokens_during_decode=max_prefill_tokens_during_decode
     )
     numbers = count()
     arrived: list[Step] = []
@@ -93,7 +93,7 @@ def test_a_batch_is_one_run_of_blocks_within_the_budget(happenings: list[Arrivin
     _, batches = play(happenings)
     for batch in batches:
         assert len({step.blocks for step in batch}) == 1
-        # The first of each kind comes whatever the budget says; what else comes fits beside what came before.
+        # The first of each kind comes whatever the budget says; the others fit into the budget.
         for number, step in enumerate(batch):
             is_first = all(before.is_decode != step.is_decode for before in batch[:number])
             assert is_first or sum(each.num_tokens for each in batch[: number + 1]) <= BUDGET
@@ -101,19 +101,19 @@ def test_a_batch_is_one_run_of_blocks_within_the_budget(happenings: list[Arrivin
 
 
 @given(HAPPENINGS, st.integers(1, BUDGET))
-def test_what_decodes_waits_for_few_prompt_tokens(happenings: list[Arriving | None], most_beside: int) -> None:
-    arrived, batches = play(happenings, most_beside)
+def test_decode_steps_wait_for_few_prompt_tokens(happenings: list[Arriving | None], max_during_decode: int) -> None:
+    arrived, batches = play(happenings, max_during_decode)
     assert sorted(step.item for batch in batches for step in batch) == [step.item for step in arrived]
     for number, batch in enumerate(batches):
         chunks = [step.num_tokens for step in batch if not step.is_decode]
         if any(step.is_decode for each in batches[max(0, number - 1) : number + 1] for step in each):
-            assert sum(chunks) <= most_beside or len(chunks) == 1
+            assert sum(chunks) <= max_during_decode or len(chunks) == 1
 
 
 @pytest.mark.parametrize("decodes_alone", [False, True])
-def test_prompts_have_the_whole_budget_again_when_nobody_decodes(decodes_alone: bool) -> None:
+def test_prompts_get_the_whole_budget_when_no_session_decodes(decodes_alone: bool) -> None:
     scheduler: Scheduler[str] = Scheduler(
-        max_batch_tokens=40, max_queued_steps=1000, max_prefill_tokens_beside_decode=10
+        max_batch_tokens=40, max_queued_steps=1000, max_prefill_tokens_during_decode=10
     )
     scheduler.add(QueuedStep(frozenset({b"d"}), {"ada": 1}, True, RUNS[0], "token"))
     if decodes_alone:
@@ -138,9 +138,9 @@ def test_no_step_starves_behind_those_that_keep_coming(
         scheduler.add(arriving.numbered(number))
     watched_number = len(waiting)
     scheduler.add(watched.numbered(watched_number))
-    # Steps are stamped a whole step or less after another of their tenant, and a gang is in line for each tenant. So
-    # before the watched step leave no more tokens of another tenant than were in line before it, and two longest steps;
-    # and at each turn of its run leaves one of its kind, or one that its session waits for.
+    # Steps are stamped a whole step or less after another of their tenant, and a microbatch is in line for each tenant.
+    # So before the watched step leave no more tokens of another tenant than were in line before it, and two longest
+    # steps; and at each turn of its run leaves one of its kind, or one that its session waits for.
     num_before = sum(sum(each.tenant_tokens.values()) for each in waiting)
     max_turns = len(waiting) + (len(TENANTS) - 1) * (num_before + 2 * MAX_STEP_TOKENS)
     for number in range(len(RUNS) * (max_turns + 1) * (len(waiting) + 1)):
@@ -152,8 +152,8 @@ def test_no_step_starves_behind_those_that_keep_coming(
 
 
 @given(st.data(), st.sampled_from([True, False]))
-def test_what_tenants_get_differs_by_no_more_than_a_longest_step_of_each(data: st.DataObject, is_decode: bool) -> None:
-    """As long as each of them has steps that could run; whatever else a flood of one of them brings."""
+def test_tenants_shares_differ_by_at_most_the_longest_step_of_each(data: st.DataObject, is_decode: bool) -> None:
+    """As long as each of them has steps that could run, and under any flood of one of them."""
     scheduler: Scheduler[str] = Scheduler(BUDGET, max_queued_steps=100_000)
     longest = {tenant: data.draw(st.integers(1, MAX_STEP_TOKENS), label=tenant) for tenant in TENANTS}
     sessions = count()
@@ -183,7 +183,7 @@ def test_what_tenants_get_differs_by_no_more_than_a_longest_step_of_each(data: s
         assert max(differences) - min(differences) <= longest[one] + longest[other]
 
 
-def test_a_newcomer_is_served_before_what_others_have_piled_up() -> None:
+def test_a_new_tenant_is_served_before_the_backlog_of_others() -> None:
     scheduler: Scheduler[str] = Scheduler(max_batch_tokens=10, max_queued_steps=100)
     for number in range(20):
         scheduler.add(QueuedStep(frozenset({bytes([number])}), {"ada": 10}, False, RUNS[0], "pile"))
@@ -192,7 +192,7 @@ def test_a_newcomer_is_served_before_what_others_have_piled_up() -> None:
     assert [step.item for _ in range(2) for step in scheduler.next_batch()] == ["new", "pile"]
 
 
-def test_who_was_away_has_saved_nothing() -> None:
+def test_an_idle_tenant_earns_no_credit() -> None:
     scheduler: Scheduler[str] = Scheduler(max_batch_tokens=10, max_queued_steps=100)
 
     def add(tenant: str, number: int) -> None:
@@ -212,8 +212,8 @@ def test_decode_steps_go_before_prompts_but_one_chunk_comes_along() -> None:
     blocks = Span(0, 2)
     scheduler.add(QueuedStep(frozenset({b"long"}), {"ada": 100}, False, blocks, "chunk"))
     scheduler.add(QueuedStep(frozenset({b"other"}), {"ada": 100}, False, blocks, "later chunk"))
-    scheduler.add(QueuedStep(frozenset({b"a", b"b"}), {"ada": 1, "bob": 1}, True, blocks, "gang"))
-    assert [step.item for step in scheduler.next_batch()] == ["gang", "chunk"]
+    scheduler.add(QueuedStep(frozenset({b"a", b"b"}), {"ada": 1, "bob": 1}, True, blocks, "microbatch"))
+    assert [step.item for step in scheduler.next_batch()] == ["microbatch", "chunk"]
     assert [step.item for step in scheduler.next_batch()] == ["later chunk"]
     assert scheduler.next_batch() == []
 

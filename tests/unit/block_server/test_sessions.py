@@ -1,4 +1,4 @@
-"""The sessions of a hop, against a model of what it promises, for any order of requests."""
+"""The sessions of a hop, against a model of its promises, for any order of requests."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from corolla.block_server.held import UNCLAIMED_LEASE_S, HopSession, OpenRequest
+from corolla.block_server.books import breaches
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.hop_session import UNCLAIMED_LEASE_S, HopSession, OpenRequest, SessionState
 from corolla.block_server.kv.pages import PagePool
 from corolla.block_server.kv.session_pages import SessionPages
 from corolla.block_server.kv.tables import GroupRule
@@ -103,7 +105,7 @@ class Hop(RuleBasedStateMachine):
         except StaleEpoch:
             assert held is not None
             assert held.request.epoch >= request.epoch
-            taken_back = (held.is_idle or held.is_copy) and held.request.client_id == request.client_id
+            taken_back = (held.is_idle or held.is_unclaimed) and held.request.client_id == request.client_id
             assert held.request.epoch > request.epoch or not taken_back
         except OutOfPages:
             assert self.table.pool.pages_for(request.max_tokens) > room
@@ -140,7 +142,11 @@ class Hop(RuleBasedStateMachine):
             assert not epoch_offset
             return
         assert self.snapshot() == before
-        if held is None or held.request.client_id != client_id or (held.is_forsaken and not epoch_offset):
+        if (
+            held is None
+            or held.request.client_id != client_id
+            or (held.state is SessionState.ORPHANED and not epoch_offset)
+        ):
             assert isinstance(failure, HopSessionLost)
         elif epoch_offset or held.is_idle:
             assert isinstance(failure, StaleEpoch)
@@ -155,19 +161,19 @@ class Hop(RuleBasedStateMachine):
     def truncate(self, session_id: bytes, epoch_offset: int, position: int, idle: bool) -> None:
         held, before = self.held(session_id), self.snapshot()
         epoch = (held.request.epoch if held else 1) + epoch_offset
-        tokens_before = held.cache.num_tokens if held else 0
+        tokens_before, was_idle = (held.cache.num_tokens, held.is_idle) if held else (0, False)
         self.table.truncate(session_id, epoch, position, idle=idle)
         if held is None or epoch_offset < 0:
             assert self.snapshot() == before
         else:
             assert held.cache.num_tokens == min(position, tokens_before)
             assert held.num_pages == self.table.pool.pages_for(held.cache.num_tokens)
-            assert held.is_idle == idle
+            assert held.is_idle == (idle or was_idle), "a turn that is over begins again by an open only"
 
     @rule(session_id=ids, epoch_offset=st.integers(-1, 1))
     def close(self, session_id: bytes, epoch_offset: int) -> None:
         held, before = self.held(session_id), self.snapshot()
-        self.table.close(session_id, (held.request.epoch if held else 1) + epoch_offset)
+        self.table.end(session_id, (held.request.epoch if held else 1) + epoch_offset)
         if held is None or epoch_offset < 0:
             assert self.snapshot() == before
         else:
@@ -177,7 +183,7 @@ class Hop(RuleBasedStateMachine):
     def lose_client(self, client_id: bytes) -> None:
         mine = [held for held in self.table if held.request.client_id == client_id]
         gone = [held.request.session_id for held in mine if held.request.transient]
-        assert self.table.forsake(client_id) == len(gone)
+        assert self.table.end_stream(client_id) == len(gone)
         assert all(self.held(session_id) is None for session_id in gone)
         assert all(held.is_idle for held in mine if not held.request.transient)
 
@@ -196,6 +202,11 @@ class Hop(RuleBasedStateMachine):
             assert held.num_pages >= pool.pages_for(held.cache.num_tokens)
             assert sum(table.num_pages for table in held.cache.tables) <= held.num_pages
 
+    @invariant()
+    def books_agree(self) -> None:
+        """Leases end when somebody looks, and streams are not told of here."""
+        assert breaches(self.table, BoundaryActivations(0), lambda client_id: {0}, now_s=0.0) == []
+
     def teardown(self) -> None:
         self.table.expire(self.now_s + 1000)
         assert self.table.pool.num_available == NUM_PAGES
@@ -205,7 +216,7 @@ TestHop = Hop.TestCase
 TestHop.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_idle_sessions_go_for_others_the_longest_unused_first() -> None:
+def test_idle_sessions_are_evicted_least_recently_used_first() -> None:
     table = a_table()
     for number, session_id in enumerate((b"old", b"new", b"busy")):
         step(table, table.open(a_request(session_id, max_tokens=16), number).request, 0, 16, number)
@@ -222,7 +233,7 @@ def test_idle_sessions_go_for_others_the_longest_unused_first() -> None:
 def test_a_turn_whose_client_died_keeps_the_pages_of_its_tokens_only() -> None:
     table = a_table()
     step(table, table.open(a_request(b"turn", max_tokens=32), 0.0).request, 0, 4)
-    assert table.forsake(CLIENTS[0]) == 0
+    assert table.end_stream(CLIENTS[0]) == 0
     (held,) = table
     assert (held.is_idle, held.cache.num_tokens, held.num_pages) == (True, 4, 1)
     table.open(a_request(b"next", client_id=CLIENTS[1], max_tokens=40), 1.0)
@@ -230,12 +241,12 @@ def test_a_turn_whose_client_died_keeps_the_pages_of_its_tokens_only() -> None:
     assert table.open(a_request(b"turn", epoch=2, client_id=CLIENTS[1], max_tokens=8), 2.0).cache.num_tokens == 4
 
 
-def test_a_client_whose_stream_broke_between_two_steps_learns_that_it_has_to_open_again() -> None:
-    """It would take a stale epoch for a turn that somebody else has begun."""
+def test_a_step_after_a_broken_stream_is_refused_until_the_session_is_opened_again() -> None:
+    """A stale epoch would look like a turn that another client service has begun."""
     table = a_table()
     request = table.open(a_request(b"turn", max_tokens=32), 0.0).request
     step(table, request, 0, 4)
-    table.forsake(CLIENTS[0])
+    table.end_stream(CLIENTS[0])
     with pytest.raises(HopSessionLost):
         step(table, request, 4, 1)
     reopened = table.open(replace(request, epoch=2), 1.0)
@@ -247,10 +258,20 @@ def test_a_client_whose_stream_broke_between_two_steps_learns_that_it_has_to_ope
 def test_a_session_that_arrives_while_its_client_dies_is_still_filled() -> None:
     table = a_table()
     held = table.receive(a_request(b"moves", max_tokens=32), b"h" * 16, 0.0)
-    table.forsake(CLIENTS[0])
+    table.end_stream(CLIENTS[0])
     assert held.num_pages == 8
     table.arrived(held, is_idle=True)
     assert held.num_pages == 0
+
+
+def test_an_incomplete_session_is_neither_evicted_nor_handed_over_when_its_client_dies() -> None:
+    table = a_table()
+    held = table.receive(a_request(b"moves", max_tokens=32), TRANSFER, 0.0)
+    table.end_stream(CLIENTS[0])
+    with pytest.raises(OutOfPages):
+        table.open(a_request(b"wants", max_tokens=40), 1.0)
+    table.truncate(b"moves", 1, 0, idle=True)
+    assert (held.is_idle, held.is_unclaimed) == (False, True)
 
 
 def test_a_step_that_comes_after_the_turn_does_not_wake_the_session() -> None:
@@ -265,6 +286,23 @@ def test_a_step_that_comes_after_the_turn_does_not_wake_the_session() -> None:
     reopened = table.open(a_request(epoch=2), 1.0)
     assert reopened.cache.num_tokens == 2
     assert step(table, reopened.request, 2, 1).cache.num_tokens == 3
+
+
+def test_a_step_comes_once_and_in_order() -> None:
+    table, request = a_table(), a_request()
+    table.open(request, 0.0)
+
+    def is_new(step_id: int, epoch: int = 1, client_id: bytes = CLIENTS[0]) -> bool:
+        return table.note_step(request.session_id, epoch, client_id, step_id)
+
+    assert [is_new(step_id) for step_id in (3, 3, 2, 4, 3)] == [True, False, False, True, False]
+    # What `for_step` refuses is no copy, and leaves the session's own steps alone.
+    assert [is_new(9, epoch=2), is_new(9, client_id=CLIENTS[1]), is_new(5)] == [True, True, True]
+    table.open(replace(request, epoch=2), 0.0)
+    assert [is_new(step_id, epoch=2) for step_id in (5, 6, 6)] == [False, True, False]
+    table.open(replace(request, epoch=3, client_id=CLIENTS[1]), 0.0)
+    assert [is_new(1, epoch=3, client_id=CLIENTS[1]) for _ in range(2)] == [True, False]
+    assert table.note_step(b"unknown", 1, CLIENTS[0], 1)
 
 
 def test_a_turn_that_ended_in_the_midst_of_a_recovery_is_over() -> None:
@@ -288,7 +326,7 @@ def test_an_open_that_was_taken_back_may_be_repeated_by_its_client_only() -> Non
     assert not table.open(a_request(), 0.0).is_idle
 
 
-def test_what_was_opened_on_a_stream_that_broke_may_be_opened_again_on_the_next() -> None:
+def test_a_session_of_a_broken_stream_may_be_opened_again_on_the_next_one() -> None:
     table = a_table()
     table.open(a_request(stream=1), 0.0)
     for again in (a_request(stream=1), a_request(client_id=CLIENTS[1], stream=2)):
@@ -297,13 +335,13 @@ def test_what_was_opened_on_a_stream_that_broke_may_be_opened_again_on_the_next(
     assert table.open(a_request(stream=2), 0.0).request.stream == 2
 
 
-def test_what_a_server_that_left_handed_over_may_be_opened_again_by_its_client() -> None:
+def test_a_session_that_was_handed_over_may_be_opened_by_its_client() -> None:
     table = a_table()
     held = table.receive(a_request(), b"t" * 16, 0.0)
     table.arrived(held, is_idle=False)
     with pytest.raises(StaleEpoch):
         table.open(a_request(client_id=CLIENTS[1], stream=2), 0.0)
-    assert not table.open(a_request(stream=1), 0.0).is_copy
+    assert table.open(a_request(stream=1), 0.0).state is SessionState.RUNNING
     with pytest.raises(StaleEpoch):
         table.open(a_request(stream=1), 0.0)
 
@@ -337,15 +375,13 @@ def test_prompts_are_copied_and_go_with_their_session() -> None:
         table.open(a_request(b"t", epoch=2, prompts=some_prompts(3)), 0.0)
     assert len(table) == 2
     table.open(a_request(b"t", epoch=2, prompts=some_prompts()), 0.0)
-    table.close(b"s", 1)
+    table.end(b"s", 1)
     table.open(a_request(b"u", prompts=some_prompts(1)), 0.0)
 
 
 @pytest.mark.parametrize("had, has", [(None, None), (some_prompts(), some_prompts(1)), (some_prompts(), None),
                                       (None, some_prompts())])  # fmt: skip
-def test_what_was_computed_under_prompts_is_not_taken_for_what_was_not(
-    had: BlockPrompts | None, has: BlockPrompts | None
-) -> None:
+def test_sessions_with_and_without_prompts_share_no_tokens(had: BlockPrompts | None, has: BlockPrompts | None) -> None:
     table = a_table(max_prompt_bytes=1 << 10)
     request = a_request(prompts=had)
     table.open(request, 0.0)
@@ -367,27 +403,27 @@ def test_what_was_computed_under_prompts_is_not_taken_for_what_was_not(
 TRANSFER = b"x" * 16
 
 
-def test_what_arrives_is_used_by_nobody_until_it_is_whole_and_only_by_its_own_client_then() -> None:
+def test_an_arriving_session_is_usable_only_when_complete_and_only_by_its_own_client() -> None:
     table = a_table()
     request = a_request(epoch=3)
     held = table.receive(replace(request, resume=False), TRANSFER, 0.0)
-    assert table.arriving(b"s", 3, TRANSFER, 1.0) is held
+    assert table.get_arriving(b"s", 3, TRANSFER, 1.0) is held
     for epoch, transfer_id in ((3, b"y" * 16), (3, b""), (2, TRANSFER), (4, TRANSFER)):
         with pytest.raises(HopSessionLost):
-            table.arriving(b"s", epoch, transfer_id, 1.0)
+            table.get_arriving(b"s", epoch, transfer_id, 1.0)
     with pytest.raises(StaleEpoch):
         step(table, request, 0, 1)
     held.cache.make_writable(0, 6)
     held.cache.commit(6)
     table.arrived(held, is_idle=False)
     with pytest.raises(HopSessionLost):
-        table.arriving(b"s", 3, TRANSFER, 1.0)
+        table.get_arriving(b"s", 3, TRANSFER, 1.0)
     with pytest.raises(HopSessionLost):
         table.open(a_request(epoch=4, tenant="u"), 2.0)
     assert table.open(a_request(epoch=4), 2.0).cache.num_tokens == 6
 
 
-def test_half_of_it_is_never_taken_for_the_whole() -> None:
+def test_an_incomplete_arrival_is_discarded_when_its_session_is_opened() -> None:
     table = a_table()
     held = table.receive(a_request(epoch=3, resume=False), TRANSFER, 0.0)
     held.cache.make_writable(0, 6)
@@ -426,7 +462,8 @@ def test_a_server_takes_no_second_run_of_blocks_of_a_session(state: str) -> None
         table.arrived(held, is_idle="idle" in state)
     else:
         held = table.open(request, 0.0)
-        held.is_idle = "idle" in state
+        if "idle" in state:
+            table.truncate(b"s", 3, 0, idle=True)
     held.cache.make_writable(0, 5)
     held.cache.commit(5)
     with pytest.raises(StaleEpoch):
@@ -437,19 +474,19 @@ def test_a_server_takes_no_second_run_of_blocks_of_a_session(state: str) -> None
     assert table.receive(replace(request, epoch=4, blocks=BLOCKS[1]), TRANSFER, 1.0).cache.num_tokens == 0
 
 
-def test_parts_may_be_written_while_somebody_looks_at_the_sessions() -> None:
+def test_parts_may_be_written_during_an_iteration_over_the_sessions() -> None:
     """They are written in another thread than that which counts the sessions."""
     table = a_table()
     table.receive(a_request(epoch=3, resume=False), TRANSFER, 0.0)
     table.open(a_request(b"t"), 0.0)
     looking = iter(table)
     next(looking)
-    table.arriving(b"s", 3, TRANSFER, 1.0)
+    table.get_arriving(b"s", 3, TRANSFER, 1.0)
     assert len([*looking]) == 1
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_pages_of_what_nobody_claims_are_free_again_long_before_its_lease_ends(is_whole: bool) -> None:
+def test_pages_of_an_unclaimed_session_are_freed_long_before_its_lease_ends(is_whole: bool) -> None:
     table = a_table()
     held = table.receive(a_request(lease_s=3600.0), TRANSFER, 0.0)
     if is_whole:
@@ -462,7 +499,7 @@ def test_pages_of_what_nobody_claims_are_free_again_long_before_its_lease_ends(i
     assert table.expire(3599.0) == 0
 
 
-def test_a_server_that_leaves_takes_nothing_new_and_keeps_what_it_has_until_it_is_elsewhere() -> None:
+def test_a_draining_server_opens_no_session_and_keeps_its_own_until_they_have_moved() -> None:
     table = a_table()
     held = table.open(a_request(), 0.0)
     table.is_draining = True
@@ -472,7 +509,7 @@ def test_a_server_that_leaves_takes_nothing_new_and_keeps_what_it_has_until_it_i
         table.receive(a_request(b"new"), TRANSFER, 0.0)
     reopened = table.open(a_request(epoch=2), 0.0)
     step(table, reopened.request, 0, 1)
-    held.is_leaving = True
+    table.mark_leaving(held)
     with pytest.raises(HopLeaving):
         step(table, reopened.request, 1, 1)
     with pytest.raises(HopLeaving):

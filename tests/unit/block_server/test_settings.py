@@ -1,4 +1,4 @@
-"""How many tokens a page holds, where nobody says."""
+"""The default number of tokens of a page."""
 
 from typing import Any
 

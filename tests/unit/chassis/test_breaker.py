@@ -11,7 +11,7 @@ def opened() -> Breaker:
     return breaker
 
 
-def test_it_opens_after_failures_in_a_row_only() -> None:
+def test_the_breaker_opens_only_after_consecutive_failures() -> None:
     breaker = Breaker(max_failures=2, rest_s=0.5)
     for _ in range(5):
         breaker.failed(0.0)
@@ -22,20 +22,20 @@ def test_it_opens_after_failures_in_a_row_only() -> None:
     assert not breaker.admits(0.0)
 
 
-def test_open_it_lets_one_call_through_per_rest() -> None:
+def test_an_open_breaker_lets_one_call_through_per_pause() -> None:
     breaker = opened()
     assert not breaker.admits(1.4)
     assert [breaker.admits(now_s) for now_s in (1.5, 1.5, 1.9, 2.0, 2.1)] == [True, False, False, True, False]
 
 
-def test_one_success_closes_it() -> None:
+def test_one_success_closes_the_breaker() -> None:
     breaker = opened()
     assert breaker.admits(1.5)
     breaker.succeeded()
     assert [breaker.admits(1.5) for _ in range(3)] == [True, True, True]
 
 
-def test_a_failed_try_starts_the_rest_anew() -> None:
+def test_a_failed_call_starts_the_pause_anew() -> None:
     breaker = opened()
     assert breaker.admits(1.5)
     breaker.failed(1.75)

@@ -24,7 +24,7 @@ async def serving(port: int = 0) -> AsyncIterator[int]:
 
 
 async def test_a_new_channel_does_not_wait_for_one_that_failed() -> None:
-    """Who comes back at an address is reached at once, though others still pause after their failures."""
+    """A channel reaches a server that has returned at once, although other channels still back off."""
     async with serving() as port:
         pass
     async with asyncio.timeout(60), open_channel(f"127.0.0.1:{port}") as old:

@@ -1,4 +1,4 @@
-"""The door of every service, over real gRPC: what a servicer raises, and what a caller then reads."""
+"""Every service's gRPC handlers: the exception of a servicer, and the status that its caller gets."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ SECRET = "the prompt of somebody"
 
 
 class Servicer:
-    """Fails in all ways. What it is asked for says how."""
+    """Fails in all ways; the request chooses which."""
 
     def __init__(self) -> None:
         self.num_cleanups = 0
@@ -91,7 +91,7 @@ async def test_an_error_of_the_tree_leaves_as_its_status(method: str) -> None:
         assert (refused.message, refused.retry_after_s) == ("come again", 2.5)
         assert service.count("corolla_errors_total", reason="QUEUE_FULL") == 1
         name = f"GenerationService/{method}"
-        assert service.count("corolla_rpcs_total", method=name, code="RESOURCE_EXHAUSTED") == 1
+        assert service.count("corolla_rpcs_total", method=name, code="RESOURCE_EXHAUSTED", fault="service") == 1
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
@@ -109,7 +109,7 @@ async def test_any_other_exception_is_internal_and_its_text_goes_nowhere(
     assert all(SECRET not in f"{record.getMessage()} {vars(record)} {record.exc_text}" for record in caplog.records)
 
 
-async def test_bytes_that_are_none_and_bytes_that_are_too_many_have_statuses_of_their_own() -> None:
+async def test_malformed_and_oversized_messages_have_their_own_statuses() -> None:
     async with running() as service:
         assert kinds(await refusal(service.channel, "Generate", b"\xff")) == (
             grpc.StatusCode.INVALID_ARGUMENT,
@@ -127,7 +127,7 @@ async def test_a_method_that_is_not_served_is_unimplemented() -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_caller_who_leaves_has_the_servicer_clean_up_at_once() -> None:
+async def test_the_servicer_cleans_up_when_its_caller_leaves() -> None:
     async with running() as service:
         untyped: Any = service.channel
         call = untyped.unary_stream(f"/corolla.v1.{STREAM}")(pb.GenerateRequest(model="wait").SerializeToString())
@@ -136,10 +136,10 @@ async def test_a_caller_who_leaves_has_the_servicer_clean_up_at_once() -> None:
         await until(service.is_cleaned_up)
         assert service.servicer.num_cleanups == 1
         name = "GenerationService/GenerateStream"
-        assert service.count("corolla_rpcs_total", method=name, code="CANCELLED") == 1
+        assert service.count("corolla_rpcs_total", method=name, code="CANCELLED", fault="caller") == 1
 
 
-async def test_a_caller_who_stays_and_reads_nothing_is_given_up_and_hears_of_it_when_it_reads_again() -> None:
+async def test_a_caller_that_stops_reading_is_given_up_and_gets_the_error_when_it_reads_again() -> None:
     async with running() as service:
         untyped: Any = service.channel
         call = untyped.unary_stream(f"/corolla.v1.{STREAM}")(pb.GenerateRequest(model="much").SerializeToString())
@@ -149,17 +149,17 @@ async def test_a_caller_who_stays_and_reads_nothing_is_given_up_and_hears_of_it_
         assert not service.servicer.num_cleanups
         await until(service.is_cleaned_up)
         assert service.count("corolla_errors_total", reason="CALLER_STALLED") == 1
-        assert service.count("corolla_rpcs_total", method=STREAM, code="DEADLINE_EXCEEDED") == 0
+        assert service.count("corolla_rpcs_total", method=STREAM, code="DEADLINE_EXCEEDED", fault="caller") == 0
         with suppress(grpc.aio.AioRpcError):
             while await call.read() is not grpc.aio.EOF:
                 pass
         failure = grpc.aio.AioRpcError(await call.code(), await call.initial_metadata(), await call.trailing_metadata())
         assert kinds(refusal_of(failure)) == (grpc.StatusCode.DEADLINE_EXCEEDED, "CALLER_STALLED")
         assert service.count("corolla_errors_total", reason="CALLER_STALLED") == 1
-        assert service.count("corolla_rpcs_total", method=STREAM, code="DEADLINE_EXCEEDED") == 1
+        assert service.count("corolla_rpcs_total", method=STREAM, code="DEADLINE_EXCEEDED", fault="caller") == 1
 
 
-async def test_a_caller_who_is_given_up_may_leave_without_a_word() -> None:
+async def test_a_stalled_caller_may_leave_silently() -> None:
     async with running() as service:
         async with open_channel(service.address) as channel:
             untyped: Any = channel
@@ -168,7 +168,7 @@ async def test_a_caller_who_is_given_up_may_leave_without_a_word() -> None:
             await until(service.is_cleaned_up)
 
         async def is_counted() -> bool:
-            return service.count("corolla_rpcs_total", method=STREAM, code="CANCELLED") == 1
+            return service.count("corolla_rpcs_total", method=STREAM, code="CANCELLED", fault="caller") == 1
 
         await until(is_counted)
         assert service.servicer.num_cleanups == 1

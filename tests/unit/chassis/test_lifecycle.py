@@ -1,6 +1,4 @@
 import asyncio
-import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -10,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 from pydantic import Field
 
-from corolla.chassis import lifecycle
 from corolla.chassis.errors import SettingsError, StartupError
-from corolla.chassis.lifecycle import EXIT_STARTUP, TaskGroup, ask_to_stop, run_service
+from corolla.chassis.lifecycle import EXIT_FAILED, EXIT_STARTUP, ask_to_stop, run_service
 from corolla.chassis.settings import ServiceSettings, load
 
 
@@ -23,7 +20,7 @@ class OwnSettings(ServiceSettings):
 
 
 class Recorded:
-    """Keeps what was asked of it; its start does what the test says."""
+    """Records its calls; its start runs the test's own code."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
@@ -41,7 +38,7 @@ class Recorded:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """A service's loop leaves its handlers in place, as its process ends with it; that of the tests goes on."""
+    """A service leaves its signal handlers in place, since its process ends; the tests' process continues."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -54,7 +51,7 @@ def test_a_service_runs_until_a_signal_and_is_stopped() -> None:
     assert service.asked == ["start", "stop"]
 
 
-def test_who_was_asked_to_stop_bears_to_be_asked_again_and_a_first_signal() -> None:
+def test_a_stopping_service_tolerates_further_requests_and_a_first_signal() -> None:
     class Asked(Recorded):
         async def start(self) -> None:
             self.asked.append("start")
@@ -71,7 +68,7 @@ def test_who_was_asked_to_stop_bears_to_be_asked_again_and_a_first_signal() -> N
     assert service.asked == ["start", "stop"]
 
 
-def test_a_start_that_fails_says_so_in_a_sentence_and_frees_what_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_start_is_reported_in_a_sentence_and_frees_its_resources(capsys: pytest.CaptureFixture[str]) -> None:
     service = Recorded(StartupError("the port is taken; choose another"))
     assert run_service(OwnSettings, lambda _: service) == EXIT_STARTUP
     assert service.asked == ["start", "stop"]
@@ -98,46 +95,6 @@ def test_overrides_win_over_the_environment_and_all_bad_keys_are_named(monkeypat
     assert "COROLLA_GRACE_S='-1'" in caught.value.message
 
 
-async def test_a_group_ends_its_tasks_and_notes_those_that_fail(caplog: pytest.LogCaptureFixture) -> None:
-    group = TaskGroup()
-    ended: list[str] = []
-
-    async def wait() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append("waiting")
-
-    async def fail() -> None:
-        raise RuntimeError("what a prompt says")
-
-    waiting = group.start(wait(), "waiting")
-    with caplog.at_level(logging.ERROR):
-        await asyncio.wait({group.start(fail(), "failing")})
-        await asyncio.sleep(0)
-    assert "background task failed" in caplog.text
-    assert "what a prompt says" not in caplog.text
-    await group.close()
-    assert waiting.cancelled()
-    assert ended == ["waiting"]
-
-
-async def test_a_task_that_loses_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "_CANCEL_AGAIN_S", 0.05)
-    group = TaskGroup()
-
-    async def lose_one() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
-        await asyncio.sleep(60)
-
-    task = group.start(lose_one(), "careless")
-    await asyncio.sleep(0)
-    async with asyncio.timeout(30):
-        await group.close()
-    assert task.cancelled()
-
-
 def test_a_second_signal_ends_the_process_at_once() -> None:
     program = (
         "import asyncio, os, signal\n"
@@ -151,3 +108,26 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         "run_service(ServiceSettings, lambda _: Slow())\n"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode == -signal.SIGTERM
+
+
+FAILS = """
+import asyncio, sys, time
+from corolla.chassis import lifecycle
+from corolla.chassis.settings import ServiceSettings
+class Failing:
+    async def start(self): lifecycle.fail(self.say)
+    async def say(self):
+        print("NOT_SERVING", flush=True)
+        {say}
+    async def stop(self): print("stopped", flush=True)
+print(lifecycle.run_service(ServiceSettings, lambda _: Failing()))
+"""
+
+
+@pytest.mark.parametrize("say", ["pass", "await asyncio.sleep(60)", "time.sleep(60)", "raise RuntimeError"])
+def test_a_failed_service_is_reported_and_ends_at_once_whatever_hangs(say: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILS.format(say=say)], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ended.returncode == EXIT_FAILED
+    assert ended.stdout == "NOT_SERVING\n"

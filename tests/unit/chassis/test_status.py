@@ -48,7 +48,7 @@ def test_labels_name_one_code_each_and_none_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_whatever_may_be_repeated_says_when(cls: type[errors.CorollaError]) -> None:
+def test_retryable_errors_carry_a_delay(cls: type[errors.CorollaError]) -> None:
     names = {detail.type_url.rpartition(".")[2] for detail in to_status(made(cls)).details}
     assert "ErrorInfo" in names
     if cls.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED) and cls is not errors.StaleEpoch:
@@ -65,7 +65,7 @@ def test_a_delay_of_parts_of_a_second_is_kept() -> None:
     assert (retry.retry_delay.seconds, retry.retry_delay.nanos) == (1, 250_000_000)
 
 
-def test_the_hop_to_blame_is_known_here_but_never_told() -> None:
+def test_errors_to_callers_do_not_name_the_failed_hop() -> None:
     error = from_reason("HOP_UNAVAILABLE", "a sentence", {"address": "10.0.0.1:50052"})
     assert isinstance(error, errors.HopUnavailable)
     assert error.address == "10.0.0.1:50052"

@@ -46,10 +46,10 @@ def test_the_module_is_the_command() -> None:
 )
 def test_a_wrong_call_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("corolla: ")
-    assert sentence in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("corolla: ")
+    assert sentence in message
+    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_a_wrong_call_is_one_sentence(arguments: list[str], sentence: str, capsy
         (["status", "--router", "127.0.0.1:1"], "no router answers at 127.0.0.1:1"),
     ],
 )
-def test_nobody_there_tells_what_to_start(
+def test_an_unreachable_service_is_reported_with_the_command_that_starts_it(
     arguments: list[str], advice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 1
-    told = capsys.readouterr().err
-    assert advice in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert advice in message
+    assert message.count("\n") == 1
 
 
 def test_another_service_is_not_mistaken_for_a_router(
@@ -81,9 +81,14 @@ def test_settings_are_listed_with_their_variables(command: str, capsys: pytest.C
     assert "COROLLA_METRICS_PORT" in capsys.readouterr().out
 
 
-def test_a_reader_that_has_enough_is_no_failure(server: GenerationServer) -> None:
+def test_a_reader_that_closes_its_pipe_is_no_failure(server: GenerationServer) -> None:
     command = f"{sys.executable} -m corolla generate endless --server {server.address} | head -c 5"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout == "on an"
     assert done.stderr == ""
     assert server.servicer.cancelled.wait(30)
+
+
+def test_draining_an_unreachable_server_gives_no_advice_for_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drain", "127.0.0.1:1", "--timeout-s", "5"]) == 1
+    assert capsys.readouterr().err == "corolla: no block server answers at 127.0.0.1:1\n"

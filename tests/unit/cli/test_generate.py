@@ -92,7 +92,9 @@ def test_a_refusal_names_the_field(server: GenerationServer, capsys: pytest.Capt
     assert capsys.readouterr().err == "corolla: sampling.top_p: must be in (0, 1]\n"
 
 
-def test_a_failure_that_passes_says_when(server: GenerationServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_transient_failure_shows_its_retry_delay(
+    server: GenerationServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.servicer.failure = errors.NoChain("no server holds blocks 3:7")
     assert main(["generate", "one"]) == 1
     assert capsys.readouterr().err == "corolla: no server holds blocks 3:7; try again in 2 s\n"

@@ -1,4 +1,4 @@
-"""Ctrl-C while an answer runs: it closes the stream instead of breaking into whatever waits for it."""
+"""Ctrl-C while an answer runs: it closes the stream instead of raising in the code that waits for it."""
 
 import signal
 import threading
@@ -18,19 +18,19 @@ class Stream:
 
 def test_the_first_interrupt_closes_the_stream_and_raises_nothing() -> None:
     stream = Stream()
-    with interruption() as told:
-        told.closes(stream)
-        assert not told.came
+    with interruption() as interrupt:
+        interrupt.closes(stream)
+        assert not interrupt.came
         signal.raise_signal(signal.SIGINT)
-        assert told.came
+        assert interrupt.came
     assert stream.times_closed == 1
 
 
 def test_an_interrupt_before_there_is_a_stream_closes_it_as_soon_as_there_is_one() -> None:
     stream = Stream()
-    with interruption() as told:
+    with interruption() as interrupt:
         signal.raise_signal(signal.SIGINT)
-        told.closes(stream)
+        interrupt.closes(stream)
     assert stream.times_closed == 1
 
 
@@ -41,7 +41,7 @@ def test_the_second_interrupt_is_an_exception() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_afterwards_interrupts_are_what_they_were() -> None:
+def test_signal_handlers_are_restored_afterwards() -> None:
     with interruption():
         pass
     with pytest.raises(KeyboardInterrupt):
@@ -53,8 +53,8 @@ def test_in_another_thread_signals_are_left_alone() -> None:
     seen = []
 
     def run() -> None:
-        with interruption() as told:
-            seen.append((signal.getsignal(signal.SIGINT), told.came))
+        with interruption() as interrupt:
+            seen.append((signal.getsignal(signal.SIGINT), interrupt.came))
 
     thread = threading.Thread(target=run)
     thread.start()

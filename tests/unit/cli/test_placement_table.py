@@ -54,7 +54,7 @@ def test_many_blocks_share_cells_that_show_the_worst() -> None:
     assert f"{'1' * 39}· 119 of 120 blocks" in text
 
 
-def test_nobody_yet() -> None:
+def test_an_empty_placement_names_the_command_that_starts_a_server() -> None:
     empty = router_pb2.Placement()
     assert "no model yet" in drawn(empty)
     assert "corolla block-server" in uncovered_text(empty)

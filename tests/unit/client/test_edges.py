@@ -19,7 +19,7 @@ NUM_TOKENS = 9
 
 
 class Ends:
-    """What goes into the unsplit model's first block and comes out of its last."""
+    """The input of the unsplit model's first block and the output of its last."""
 
     def __init__(self, model: Any, layers: str) -> None:
         self.first_input = torch.empty(0)
@@ -48,7 +48,7 @@ def test_edges_are_bit_equal_to_the_unsplit_model(tmp_path: Path, family: str, d
     with torch.inference_mode():
         logits = unsplit(input_ids=token_ids[None], use_cache=False).logits[0]
 
-    edges = load_edges(Checkpoint.open(str(folder)), dtype=dtype)
+    edges = load_edges(Checkpoint.from_pretrained(str(folder)), dtype=dtype)
     embedded = edges.embed(token_ids, position_ids)
     assert embedded.dtype == dtype
     assert torch.equal(embedded, ends.first_input)
@@ -60,7 +60,8 @@ def test_edges_are_bit_equal_to_the_unsplit_model(tmp_path: Path, family: str, d
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_embeddings_may_be_given(tmp_path: Path, family: str) -> None:
     edges = load_edges(
-        Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=2))), dtype=torch.float32
+        Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=2))),
+        dtype=torch.float32,
     )
     token_ids, position_ids = torch.tensor([7, 300, 7]), torch.tensor([4, 5, 90])
     looked_up = edges.modules[0].get_input_embeddings()(token_ids)
@@ -68,13 +69,15 @@ def test_embeddings_may_be_given(tmp_path: Path, family: str) -> None:
 
 
 def test_learned_positions_are_absolute(tmp_path: Path) -> None:
-    edges = load_edges(Checkpoint.open(str(make_tiny_checkpoint("gpt2", tmp_path / "gpt2"))), dtype=torch.float32)
+    edges = load_edges(
+        Checkpoint.from_pretrained(str(make_tiny_checkpoint("gpt2", tmp_path / "gpt2"))), dtype=torch.float32
+    )
     token = torch.tensor([7])
     assert not torch.equal(edges.embed(token, torch.tensor([0])), edges.embed(token, torch.tensor([3])))
 
 
 def test_only_the_edges_shards_are_opened(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=12)))
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=12)))
     needed = {checkpoint.weight_index[name] for name in edge_tensors(checkpoint)}
     others = set(checkpoint.weight_index.values()) - needed
     assert others
@@ -84,7 +87,7 @@ def test_only_the_edges_shards_are_opened(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
-    opened = Checkpoint.open(str(make_tiny_checkpoint("llama", tmp_path / "llama")))
+    opened = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama")))
     rest = {name: shard for name, shard in opened.weight_index.items() if name != "lm_head.weight"}
     headless = Checkpoint(opened.name, opened.folder, opened.config, opened.family, rest)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):

@@ -76,7 +76,9 @@ def test_a_closed_connection_says_so(connection: Connection) -> None:
     connection.post(lambda: None)
 
 
-def test_a_fork_is_told_to_load_its_own(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_is_asked_to_load_its_own_model(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: -1)
         with pytest.raises(StartupError, match="fork"):

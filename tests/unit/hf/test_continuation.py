@@ -1,4 +1,4 @@
-"""What a further call continues: all of the text, only what is new, or nothing."""
+"""A further call gets all of the text, only the new part, or nothing."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What `generate` cannot do over remote blocks, it refuses by name, before anything is computed."""
+"""`generate` refuses options that remote blocks do not support, by name and before any step."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_a_mask_of_another_size_is_refused(name: str) -> None:
     refuse_alone({name: given, "attention_mask": torch.ones(2, 9), "past_key_values": object()})
 
 
-def test_what_is_asked_for_in_vain_is_no_refusal() -> None:
+def test_options_at_their_defaults_are_not_refused() -> None:
     refuse_unsupported(dict.fromkeys(ARGUMENTS), config_with(**dict.fromkeys(OPTIONS)))
     refuse_unsupported({"synced_gpus": False}, config_with(output_attentions=False))
 
@@ -85,7 +85,7 @@ def test_what_is_asked_for_in_vain_is_no_refusal() -> None:
         ({"inputs_embeds": torch.zeros(1, 2, 3), "inputs": torch.zeros(1, 2)}, {}, False),
     ],
 )
-def test_what_contradicts_a_session_is_refused(
+def test_arguments_that_contradict_a_session_are_refused(
     arguments: dict[str, Any], options: dict[str, Any], has_text: bool
 ) -> None:
     name = next(iter({**options, **arguments}))

@@ -122,7 +122,7 @@ def test_early_stopping_returns_as_soon_as_all_rows_have_ended(model: Any, token
 
 
 @pytest.mark.parametrize("interval", [1, 2, 5, 100])
-def test_a_stream_grows_to_what_generate_returns(model: Any, tokenizer: Any, prompts: Tensor, interval: int) -> None:
+def test_a_stream_grows_to_the_result_of_generate(model: Any, tokenizer: Any, prompts: Tensor, interval: int) -> None:
     expected = rollout.generate(model, prompts, tokenizer, 20, do_sample=False)
     parts = list(rollout.generate_streaming(model, prompts, tokenizer, 20, do_sample=False, stream_interval=interval))
     lengths = [part.shape[1] for part in parts]
@@ -139,7 +139,7 @@ def test_lengths(model: Any, tokenizer: Any, prompts: Tensor) -> None:
         assert last.shape == (4, num_tokens)
 
 
-def test_what_they_return_may_be_trained_on(model: Any, tokenizer: Any, prompts: Tensor) -> None:
+def test_rollouts_may_be_trained_on(model: Any, tokenizer: Any, prompts: Tensor) -> None:
     sequences = rollout.generate(model, prompts, tokenizer, 12)
     loss = model(sequences, labels=sequences).loss
     loss.backward()

@@ -1,4 +1,4 @@
-"""The book of held tokens: what is found again, cut, forked and left out."""
+"""The record of held tokens: which tokens are reused, cut, forked and left out."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_one_token_is_always_left_to_process() -> None:
     assert held.position == 2
 
 
-def test_what_differs_is_forgotten() -> None:
+def test_tokens_that_differ_are_forgotten() -> None:
     held = rows_of([5, 6, 7, 8])
     align(held, [5, 6, 1, 8, 9])
     assert held.position == 2
@@ -75,7 +75,7 @@ def test_other_padding_is_another_text() -> None:
     assert held.position == 0
 
 
-def test_what_a_masked_column_says_does_not_matter() -> None:
+def test_masked_columns_are_ignored() -> None:
     held = HeldRows(1)
     held.extend(torch.tensor([[0, 5, 6]]), torch.tensor([[False, True, True]]))
     held.align(torch.tensor([[9, 5, 6, 7]]), torch.tensor([[False, True, True, True]]))
@@ -123,7 +123,7 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=6, max_size=6), min_size=1
 
 
 @given(texts, texts)
-def test_what_is_kept_is_what_the_text_says(before: list[list[int]], after: list[list[int]]) -> None:
+def test_held_tokens_agree_with_the_text(before: list[list[int]], after: list[list[int]]) -> None:
     held = rows_of(*before)
     align(held, *after)
     kept = held.position

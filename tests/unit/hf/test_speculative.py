@@ -1,4 +1,4 @@
-"""The loop that guesses ahead, around local models: what counts is the same as for remote ones."""
+"""The speculation loop with local models, which works as with remote ones."""
 
 from typing import Any
 
@@ -80,11 +80,11 @@ def test_greedy_answers_are_those_of_plain_decoding(plain: Any, model: Any, opti
         expected = plain.generate(prompt, do_sample=False, **options)
         for size in (3, 10):
             got = model.generate(prompt, do_sample=False, speculative_inference_iteration_size=size, **options)
-            assert got.tolist() == expected.tolist(), f"seed {seed}, {size} guesses"
+            assert got.tolist() == expected.tolist(), f"seed {seed}, {size} draft tokens"
 
 
 @pytest.mark.parametrize("size", [1, 4, 10])
-def test_a_clone_is_always_right_and_gives_one_token_more(plain: Any, size: int) -> None:
+def test_a_cloned_draft_model_is_always_accepted_and_gives_one_more_token(plain: Any, size: int) -> None:
     model = speculative(plain, 61)
     model.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=3 * (size + 1), do_sample=False,
                    speculative_inference_iteration_size=size)  # fmt: skip
@@ -110,6 +110,7 @@ def test_each_token_is_streamed_once_and_in_order(model: Any) -> None:
 
 
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.6, "top_k": 4}])
+@pytest.mark.full
 def test_sampled_answers_have_the_targets_distribution(filters: dict[str, Any]) -> None:
     """All answers of three tokens from a vocabulary of five, against their exact probabilities."""
     small_model = make(LlamaForCausalLM, 5, 5, spread=0.15)
@@ -123,7 +124,7 @@ def test_sampled_answers_have_the_targets_distribution(filters: dict[str, Any]) 
     for _ in range(num_draws):
         answer = model.generate(prompt, generation_config=config, speculative_inference_iteration_size=2)
         counts[tuple(answer[0, 2:].tolist())] += 1
-    # Two passes for each answer would be the most; the draft model is a stranger, so some guesses were wrong.
+    # Two passes for each answer would be the most; the draft model is a stranger, so some draft tokens were wrong.
     assert 1.05 * num_draws < model.num_passes < 2.8 * num_draws
     assert not counts[expected == 0].any()
     # Answers that are too seldom for the statistic are counted as one.
@@ -167,12 +168,12 @@ def chi_square_limit(degrees: int) -> float:
         ({"speculative_inference_iteration_size": 65}, "speculative_inference_iteration_size"),
     ],
 )
-def test_what_it_cannot_do_is_refused(model: Any, options: dict[str, Any], named: str) -> None:
+def test_unsupported_arguments_are_refused(model: Any, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         model.generate(torch.tensor([[7, 8, 9]]), **{"max_new_tokens": 4, **options})
 
 
-def test_a_batch_is_refused_and_so_is_a_model_that_nobody_guesses_for(model: Any) -> None:
+def test_a_batch_and_a_model_without_a_draft_model_are_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="one sequence"):
         model.generate(torch.tensor([[7, 8], [8, 9]]), max_new_tokens=4)
     with pytest.raises(ValueError, match="small_model"):
@@ -183,3 +184,17 @@ def test_every_family_has_its_class() -> None:
     assert "DistributedLlamaForSpeculativeGeneration" in SPECULATIVE_CLASSES_BY_NAME
     assert "DistributedBloomForSpeculativeGeneration" in SPECULATIVE_CLASSES_BY_NAME
     assert len(SPECULATIVE_CLASSES_BY_NAME) == len({each.model_type for each in SPECULATIVE_CLASSES_BY_NAME.values()})
+
+
+@pytest.mark.parametrize("token_id", [61, -1])
+def test_a_token_outside_the_vocabulary_is_named(model: Any, token_id: int) -> None:
+    with pytest.raises(ValueError, match=rf"token id {token_id} .*vocabulary.* 61"):
+        model.generate(torch.tensor([[7, token_id, 9]]), max_new_tokens=4)
+
+
+def test_a_small_model_with_fewer_embeddings_drafts_on_behind_a_token_that_it_lacks(plain: Any) -> None:
+    """Equal tokenizers, but the embeddings of the large model are padded further."""
+    model = speculative(make(LlamaForCausalLM, 5, 40), 61)
+    prompt = torch.tensor([[7, 55, 60]])
+    expected = plain.generate(prompt, do_sample=False, max_new_tokens=12)
+    assert model.generate(prompt, do_sample=False, max_new_tokens=12).tolist() == expected.tolist()

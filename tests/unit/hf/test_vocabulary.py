@@ -1,4 +1,4 @@
-"""Two models that take a token id for different things are told apart, as far as it can be known."""
+"""Models with different tokens for an id are recognised, as far as their files show it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_other_tokens_are_refused_although_the_sizes_agree(make_config: MakeConf
         require_same_vocabulary(make_config("one", added=added), make_config("two", added=("<less>",)))
 
 
-def test_what_has_no_tokenizer_is_compared_by_size(make_config: MakeConfig) -> None:
+def test_models_without_a_tokenizer_are_compared_by_size(make_config: MakeConfig) -> None:
     unreadable = make_config("broken", file="{")
     for other in (make_config(), unreadable):
         require_same_vocabulary(make_config("one"), other)

@@ -1,4 +1,4 @@
-"""What nurseries of the tests run."""
+"""Functions that the tests' fork servers run."""
 
 import os
 import signal

@@ -18,7 +18,7 @@ def test_only_whole_lines_come_and_each_once(tmp_path: Path) -> None:
         assert log.new_lines() == []
 
 
-def test_the_end_of_a_file(tmp_path: Path) -> None:
+def test_a_log_file_is_read_to_its_end(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "a.log")
     assert log.last_lines() == []
     log.path.write_text("".join(f"{number}\n" for number in range(100)))

@@ -1,4 +1,4 @@
-"""Who is told to hold what."""
+"""Which block server of a local stack gets which span."""
 
 from pathlib import Path
 

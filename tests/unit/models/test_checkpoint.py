@@ -1,4 +1,4 @@
-"""What can be served is opened quickly; what cannot is refused with a sentence that says what to do."""
+"""Supported checkpoints open quickly; others are refused with a sentence that says what to do."""
 
 import json
 import shutil
@@ -58,8 +58,8 @@ def edit_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_says_what_it_is(tmp_path: Path, family: str) -> None:
-    checkpoint = Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=3)))
+def test_every_family_is_described(tmp_path: Path, family: str) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=3)))
     facts = (checkpoint.family.model_type, checkpoint.num_blocks, checkpoint.hidden_size, checkpoint.vocab_size)
     assert facts == (family, 3, HIDDEN_SIZE, VOCAB_SIZE)
     assert checkpoint.context_length == CONTEXT_LENGTH
@@ -74,17 +74,17 @@ def test_opening_reads_no_weights(folder: Path, monkeypatch: pytest.MonkeyPatch)
             yield
 
     monkeypatch.setattr(weights, "safe_open", checked_only)
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = Checkpoint.from_pretrained(str(folder))
     assert set(checkpoint.weight_index.values()) == set(shards(folder))
 
 
 def test_a_checkpoint_in_one_file_needs_no_index(folder: Path) -> None:
     tensors = {name: tensor for shard in shards(folder) for name, tensor in load_file(shard).items()}
-    sharded = Checkpoint.open(str(folder)).fingerprint("float32")
+    sharded = Checkpoint.from_pretrained(str(folder)).fingerprint("float32")
     for path in (*shards(folder), folder / INDEX):
         path.unlink()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    whole = Checkpoint.open(str(folder))
+    whole = Checkpoint.from_pretrained(str(folder))
     assert set(whole.weight_index) == set(tensors)
     assert whole.fingerprint("float32") == sharded, "how the tensors are spread over files changes no result"
 
@@ -179,7 +179,7 @@ def quantise(folder: Path) -> None:
 def test_a_bad_checkpoint_is_refused(folder: Path, damage: Callable[[Path], None], advice: str) -> None:
     damage(folder)
     with pytest.raises(CheckpointError, match=advice):
-        Checkpoint.open(str(folder))
+        Checkpoint.from_pretrained(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_bad_checkpoint_is_refused(folder: Path, damage: Callable[[Path], None
 def test_an_unsupported_model_is_refused(folder: Path, changes: dict[str, Any], advice: str) -> None:
     edit_json(folder / "config.json", **changes)
     with pytest.raises(UnsupportedFamily, match=advice):
-        Checkpoint.open(str(folder))
+        Checkpoint.from_pretrained(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_a_missing_checkpoint_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=advice):
-        Checkpoint.open(name)
+        Checkpoint.from_pretrained(name)
 
 
 def test_a_file_is_no_checkpoint(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file; point to the folder"):
-        Checkpoint.open(str(folder / "config.json"))
+        Checkpoint.from_pretrained(str(folder / "config.json"))
 
 
 def test_a_tensor_that_the_index_never_named_is_missed_at_loading(folder: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_tensor_that_the_index_never_named_is_missed_at_loading(folder: Path) 
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     del weight_map[name]
     edit_json(folder / INDEX, weight_map=weight_map)
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = Checkpoint.from_pretrained(str(folder))
     with pytest.raises(CheckpointError, match=r"lacks 1 tensors, layers\.1\.mlp\.up_proj\.weight"):
         load_span(checkpoint, Span(1, 3), dtype=torch.float32)
 
@@ -237,22 +237,22 @@ def test_a_tensor_that_the_index_never_named_is_missed_at_loading(folder: Path) 
 def test_a_tensor_of_another_shape_is_refused_at_loading(folder: Path) -> None:
     edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda tensor: tensor[:-1].contiguous())
     with pytest.raises(CheckpointError, match="fetch the checkpoint again"):
-        load_span(Checkpoint.open(str(folder)), Span(2, 3), dtype=torch.float32)
+        load_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
 
 
 def test_a_fingerprint_is_stable_and_short(pristine: Path, folder: Path) -> None:
-    fingerprint = Checkpoint.open(str(pristine)).fingerprint("float32")
-    assert fingerprint == Checkpoint.open(str(folder)).fingerprint("float32")
+    fingerprint = Checkpoint.from_pretrained(str(pristine)).fingerprint("float32")
+    assert fingerprint == Checkpoint.from_pretrained(str(folder)).fingerprint("float32")
     assert len(fingerprint) == 16
     int(fingerprint, 16)
 
 
 def another_dtype(checkpoint: Path) -> str:
-    return Checkpoint.open(str(checkpoint)).fingerprint("bfloat16")
+    return Checkpoint.from_pretrained(str(checkpoint)).fingerprint("bfloat16")
 
 
 def another_quantization(checkpoint: Path) -> str:
-    return Checkpoint.open(str(checkpoint)).fingerprint("float32", "int8")
+    return Checkpoint.from_pretrained(str(checkpoint)).fingerprint("float32", "int8")
 
 
 def another_number(checkpoint: Path, index: int) -> str:
@@ -261,7 +261,7 @@ def another_number(checkpoint: Path, index: int) -> str:
         return tensor
 
     edit_tensor(checkpoint, "model.layers.4.self_attn.o_proj.weight", change)
-    return Checkpoint.open(str(checkpoint)).fingerprint("float32")
+    return Checkpoint.from_pretrained(str(checkpoint)).fingerprint("float32")
 
 
 def another_beginning(checkpoint: Path) -> str:
@@ -278,12 +278,12 @@ def another_end(checkpoint: Path) -> str:
 
 def another_config(checkpoint: Path) -> str:
     edit_json(checkpoint / "config.json", rms_norm_eps=0.1)
-    return Checkpoint.open(str(checkpoint)).fingerprint("float32")
+    return Checkpoint.from_pretrained(str(checkpoint)).fingerprint("float32")
 
 
 def another_tokenizer(checkpoint: Path) -> str:
     (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
-    return Checkpoint.open(str(checkpoint)).fingerprint("float32")
+    return Checkpoint.from_pretrained(str(checkpoint)).fingerprint("float32")
 
 
 @pytest.mark.parametrize(
@@ -298,11 +298,13 @@ def another_tokenizer(checkpoint: Path) -> str:
         another_tokenizer,
     ],
 )
-def test_a_fingerprint_tells_apart(pristine: Path, folder: Path, change: Callable[[Path], str]) -> None:
-    assert change(folder) != Checkpoint.open(str(pristine)).fingerprint("float32")
+def test_a_fingerprint_distinguishes_checkpoints(pristine: Path, folder: Path, change: Callable[[Path], str]) -> None:
+    assert change(folder) != Checkpoint.from_pretrained(str(pristine)).fingerprint("float32")
 
 
-def test_a_fingerprint_ignores_who_wrote_the_files(pristine: Path, folder: Path) -> None:
+def test_a_fingerprint_does_not_depend_on_the_library_that_wrote_the_files(pristine: Path, folder: Path) -> None:
     edit_json(folder / "config.json", transformers_version="0.0", dtype="float16")
     edit_json(folder / "tokenizer_config.json", is_local=False, local_files_only=True)
-    assert Checkpoint.open(str(folder)).fingerprint("x") == Checkpoint.open(str(pristine)).fingerprint("x")
+    assert Checkpoint.from_pretrained(str(folder)).fingerprint("x") == Checkpoint.from_pretrained(
+        str(pristine)
+    ).fingerprint("x")

@@ -31,11 +31,11 @@ def start(cache_folder: Path, prelude: str = "") -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def demo() -> Checkpoint:
-    return Checkpoint.open("demo")
+    return Checkpoint.from_pretrained("demo")
 
 
 @pytest.mark.model
-def test_it_knows_the_capital_of_france(demo: Checkpoint) -> None:
+def test_the_demo_model_knows_the_capital_of_france(demo: Checkpoint) -> None:
     library: Any = AutoModelForCausalLM
     with LOADING:
         model = library.from_pretrained(demo.folder)
@@ -69,7 +69,7 @@ def test_digits_are_tokens_of_their_own(demo: Checkpoint) -> None:
 
 
 @pytest.mark.model
-def test_it_is_a_plain_sharded_checkpoint(demo: Checkpoint) -> None:
+def test_the_demo_model_is_a_plain_sharded_checkpoint(demo: Checkpoint) -> None:
     assert (demo.num_blocks, demo.hidden_size, demo.vocab_size, demo.context_length) == (30, 576, 49152, 8192)
     assert len(set(demo.weight_index.values())) >= 5
     assert not hasattr(demo.config, "quantization_config")
@@ -78,7 +78,7 @@ def test_it_is_a_plain_sharded_checkpoint(demo: Checkpoint) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_interrupted_conversion_leaves_nothing_and_two_at_once_make_one(tmp_path: Path) -> None:
     models = tmp_path / "models"
     interrupted = start(tmp_path)
@@ -97,12 +97,13 @@ def test_an_interrupted_conversion_leaves_nothing_and_two_at_once_make_one(tmp_p
     assert len(folders) == 1
     assert sum("converting" in printed for printed, _ in outputs) == 1
     assert list(models.glob(".*.building-*")) == []
-    made = Checkpoint.open(folders.pop())
-    assert made.fingerprint("float32") == Checkpoint.open("demo").fingerprint("float32")
+    made = Checkpoint.from_pretrained(folders.pop())
+    assert made.fingerprint("float32") == Checkpoint.from_pretrained("demo").fingerprint("float32")
 
 
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
+@pytest.mark.full
 def test_a_full_disk_is_reported_and_cleaned_up(tmp_path: Path) -> None:
     _, errors = start(tmp_path, WITHOUT_ROOM).communicate(timeout=120)
     assert "CheckpointError: The demo model cannot be written" in errors

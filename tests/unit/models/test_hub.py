@@ -1,4 +1,4 @@
-"""Of a checkpoint on the hub only what is needed is fetched, and only what is sound is used."""
+"""A process fetches only the files that it needs from the hub, and uses only undamaged ones."""
 
 import errno
 import hashlib
@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,13 +22,14 @@ from corolla.chassis.errors import CheckpointError, HubUnavailable
 from corolla.client.edges import edge_tensors, load_edges
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.local import preparation
-from corolla.models import hub_snapshot
+from corolla.models.checked_files import CheckedFiles
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.hub import Hub
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.hub_server import COMMIT, REPOSITORY, HubServer
+from tests.tiers import quick
 
 SERVICES = Path(__file__).parents[3] / "services"
 
@@ -45,7 +48,6 @@ def server(pristine: Path, tmp_path: Path) -> Iterator[HubServer]:
 @pytest.fixture(autouse=True)
 def may_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub_snapshot, "_sound", {})
 
 
 @pytest.fixture
@@ -54,11 +56,11 @@ def hub(server: HubServer, tmp_path: Path) -> Hub:
 
 
 def opened(hub: Hub, revision: str | None = None) -> Checkpoint:
-    return Checkpoint.open(REPOSITORY, revision=revision, hub=hub)
+    return Checkpoint.from_pretrained(REPOSITORY, revision=revision, hub=hub)
 
 
 def offline(hub: Hub) -> Hub:
-    return Hub(offline=True, cache=hub.cache, endpoint=hub.endpoint)
+    return replace(hub, offline=True)
 
 
 def shards_of(checkpoint: Checkpoint, span: Span) -> set[str]:
@@ -69,9 +71,9 @@ def shards_of(checkpoint: Checkpoint, span: Span) -> set[str]:
     }
 
 
-def forget_what_was_read() -> None:
-    """As another process would: nothing that is in the cache has been read yet."""
-    hub_snapshot._sound.clear()
+def of_another_process(hub: Hub) -> Hub:
+    """Of a process that has read no cached file yet."""
+    return replace(hub, checked=CheckedFiles())
 
 
 def test_opening_fetches_no_weights(hub: Hub, server: HubServer) -> None:
@@ -91,7 +93,7 @@ def test_a_span_fetches_its_shards_and_computes_the_same(hub: Hub, server: HubSe
     model = load_span(checkpoint, span, dtype=torch.float32)
     assert server.sent_shards() == sorted(shards_of(checkpoint, span))
     hidden = torch.randn(1, 7, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
-    local = load_span(Checkpoint.open(str(pristine)), span, dtype=torch.float32)
+    local = load_span(Checkpoint.from_pretrained(str(pristine)), span, dtype=torch.float32)
     assert torch.equal(model(hidden), local(hidden))
 
 
@@ -125,7 +127,7 @@ def test_weights_in_one_file_are_fetched_whole(hub: Hub, server: HubServer) -> N
     assert server.sent_shards() == ["model.safetensors"]
 
 
-def test_all_agree_on_the_fingerprint_whatever_they_fetched(hub: Hub, server: HubServer, tmp_path: Path) -> None:
+def test_processes_agree_on_the_fingerprint_whatever_they_fetched(hub: Hub, server: HubServer, tmp_path: Path) -> None:
     whole, parts, ends = (
         opened(Hub(patience_s=0.0, cache=tmp_path / name, endpoint=server.url)) for name in ("a", "b", "c")
     )
@@ -173,10 +175,10 @@ def test_all_files_are_of_the_commit_that_was_first(hub: Hub, server: HubServer)
         checkpoint.fetch()
 
 
-def test_what_the_cache_has_is_not_fetched_again(hub: Hub, server: HubServer) -> None:
+def test_cached_files_are_not_fetched_again(hub: Hub, server: HubServer) -> None:
     load_span(opened(hub), Span(0, 2), dtype=torch.float32)
     sent = server.sent()
-    forget_what_was_read()
+    hub = of_another_process(hub)
     load_span(opened(hub), Span(0, 2), dtype=torch.float32)
     assert server.sent() == sent
     num_requests = server.num_requests
@@ -204,7 +206,7 @@ def test_a_damaged_file_of_the_cache_is_fetched_again(
     shard = sorted(shards_of(checkpoint, Span(0, 1)))[0]
     path = checkpoint.folder / (shard if name == "shard" else name)
     damage(path.resolve())
-    forget_what_was_read()
+    hub = of_another_process(hub)
     server.asked_for.clear()
     load_span(opened(hub), Span(0, 2), dtype=torch.float32)
     assert server.sent() == [path.name]
@@ -220,7 +222,7 @@ def test_a_damaged_file_is_found_on_a_disk_without_links(hub: Hub, server: HubSe
         path.write_bytes(content)
     shard = checkpoint.folder / sorted(shards_of(checkpoint, Span(0, 1)))[0]
     flip_a_bit(shard)
-    forget_what_was_read()
+    hub = of_another_process(hub)
     load_span(opened(hub), Span(0, 2), dtype=torch.float32)
     assert (
         hashlib.sha256(shard.read_bytes()).digest()
@@ -232,7 +234,7 @@ def test_a_damaged_file_is_not_used_without_the_hub(hub: Hub) -> None:
     checkpoint = opened(hub)
     load_span(checkpoint, Span(0, 2), dtype=torch.float32)
     flip_a_bit((checkpoint.folder / sorted(shards_of(checkpoint, Span(0, 1)))[0]).resolve())
-    forget_what_was_read()
+    hub = of_another_process(hub)
     with pytest.raises(CheckpointError, match="is damaged and the hub is not to be asked"):
         load_span(opened(offline(hub)), Span(0, 2), dtype=torch.float32)
 
@@ -253,7 +255,7 @@ def test_a_transfer_that_breaks_off_goes_on(hub: Hub, server: HubServer, pristin
         assert (checkpoint.folder / name).read_bytes() == (pristine / name).read_bytes()
 
 
-def test_what_arrives_damaged_is_tried_again_and_then_given_up(hub: Hub, server: HubServer) -> None:
+def test_a_file_that_arrives_damaged_is_fetched_again_a_few_times(hub: Hub, server: HubServer) -> None:
     checkpoint = opened(hub)
     server.damage = lambda _name, content: content[:-1] + bytes([content[-1] ^ 1])
     with pytest.raises(HubUnavailable, match="is not what the hub says that it has"):
@@ -286,10 +288,10 @@ def test_a_transfer_ends_when_the_process_does(hub: Hub, server: HubServer) -> N
     assert list(hub.cache.rglob("*.incomplete")) == []
 
 
-def test_a_hub_that_is_away_is_not_needed_by_who_has_everything(hub: Hub, server: HubServer) -> None:
+def test_a_complete_cache_needs_no_hub(hub: Hub, server: HubServer) -> None:
     load_span(opened(hub), Span(0, 2), dtype=torch.float32)
     server.close()
-    forget_what_was_read()
+    hub = of_another_process(hub)
     load_span(opened(hub), Span(0, 2), dtype=torch.float32)
 
 
@@ -323,7 +325,7 @@ def test_a_refusal_is_not_tried_again(server: HubServer, tmp_path: Path, status:
 
 def test_an_unknown_model_or_revision_is_named(hub: Hub) -> None:
     with pytest.raises(CheckpointError, match="'nobody/none' is no local folder, and the hub does not know it"):
-        Checkpoint.open("nobody/none", hub=hub)
+        Checkpoint.from_pretrained("nobody/none", hub=hub)
     with pytest.raises(CheckpointError, match="no such revision"):
         opened(hub, "v7")
 
@@ -345,18 +347,18 @@ def test_pickled_weights_are_refused_before_they_are_fetched(hub: Hub, server: H
     assert "pytorch_model.bin" not in server.sent()
 
 
-def test_an_index_that_names_what_is_not_there_is_refused(hub: Hub, server: HubServer) -> None:
+def test_an_index_that_names_missing_files_is_refused(hub: Hub, server: HubServer) -> None:
     lost = sorted(server.folder.glob("*.safetensors"))[1]
     lost.unlink()
     with pytest.raises(CheckpointError, match=rf"{lost.name} is missing in 'tests/tiny' although .* names it"):
         opened(hub)
 
 
-def test_what_does_not_fit_is_refused_before_it_is_fetched(
+def test_files_beyond_the_free_disk_space_are_refused_before_the_fetch(
     hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = opened(hub)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(total=10, used=9, free=1))
     with pytest.raises(CheckpointError, match=r"MiB left, and what is missing .* give the cache more room"):
         load_span(checkpoint, Span(0, 1), dtype=torch.float32)
     assert server.sent_shards() == []
@@ -373,7 +375,7 @@ def test_a_disk_that_fills_up_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch
     assert list((hub.cache).rglob("*.incomplete")) == []
 
 
-def test_what_killed_processes_left_is_removed(hub: Hub, server: HubServer) -> None:
+def test_leftovers_of_killed_processes_are_removed(hub: Hub, server: HubServer) -> None:
     checkpoint = opened(hub)
     blobs = checkpoint.folder.parents[1] / "blobs"
     old, new = blobs / "x.1.incomplete", blobs / "x.2.incomplete"
@@ -398,7 +400,7 @@ def test_without_the_hub_the_missing_file_is_named(hub: Hub, server: HubServer) 
     assert server.num_requests == num_requests
 
 
-def test_a_cache_that_another_tool_filled_serves_without_the_hub(hub: Hub, server: HubServer) -> None:
+def test_a_cache_filled_by_another_tool_works_offline(hub: Hub, server: HubServer) -> None:
     snapshot_download(REPOSITORY, cache_dir=hub.cache, endpoint=server.url)
     num_requests = server.num_requests
     checkpoint = opened(offline(hub))
@@ -412,7 +414,7 @@ def test_a_cache_that_another_tool_filled_serves_without_the_hub(hub: Hub, serve
         opened(offline(hub))
 
 
-def test_a_hub_that_tells_no_checksums_is_refused(hub: Hub, server: HubServer) -> None:
+def test_a_hub_without_checksums_is_refused(hub: Hub, server: HubServer) -> None:
     server.commit = "../../../elsewhere"
     with pytest.raises(CheckpointError, match="does not say which files 'tests/tiny' has, with their checksums"):
         opened(hub)
@@ -438,11 +440,12 @@ if "no-sockets" in sys.argv:
             raise RuntimeError("a socket was opened")
     sys.addaudithook(refuse)
 import torch
+from corolla.models.checked_files import CheckedFiles
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.wire.span import Span
-checkpoint = Checkpoint.open("tests/tiny")
+checkpoint = Checkpoint.from_pretrained("tests/tiny")
 TextTokenizer.load(checkpoint.folder)
 load_span(checkpoint, Span(0, int(sys.argv[1])), dtype=torch.float32)
 print("fingerprint", checkpoint.fingerprint("float32"))
@@ -463,17 +466,18 @@ def fingerprint(output: str) -> str:
     return line
 
 
+@pytest.mark.full
 def test_two_processes_share_a_cache(server: HubServer, tmp_path: Path) -> None:
     both = [loader(server, tmp_path / "home", "8") for _ in range(2)]
     with ThreadPoolExecutor() as pool:  # a full pipe would hold up one of them, and with it the other
         outputs = [output for output, _ in pool.map(lambda process: process.communicate(timeout=120), both)]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert len({fingerprint(output) for output in outputs}) == 1
-    checkpoint = Checkpoint.open(str(server.folder))
+    checkpoint = Checkpoint.from_pretrained(str(server.folder))
     assert server.sent_shards() == sorted(shards_of(checkpoint, Span(0, 8))), "each once"
 
 
-@pytest.mark.parametrize("source", ["HF_TOKEN", "HF_TOKEN_PATH"])
+@pytest.mark.parametrize("source", quick(["HF_TOKEN", "HF_TOKEN_PATH"]))
 def test_a_token_is_taken_from_the_environment_or_a_file_and_never_shown(
     server: HubServer, tmp_path: Path, source: str
 ) -> None:
@@ -493,6 +497,7 @@ def test_a_token_is_taken_from_the_environment_or_a_file_and_never_shown(
     assert "hf_verysecret" not in output
 
 
+@pytest.mark.full
 def test_offline_no_socket_is_opened(server: HubServer, tmp_path: Path) -> None:
     home = tmp_path / "home"
     output, _ = loader(server, home, "4").communicate(timeout=120)

@@ -1,4 +1,4 @@
-"""Tuned linear layers give what `nn.Linear` gives, whichever way they were told to use."""
+"""Tuned linear layers give the products of `nn.Linear`, with each kernel."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corolla.models import linear
-from corolla.models.linear import TunedLinear, _gain, is_plain, multiply_relaid, padded, relay, replace_linears, tune
+from corolla.models.linear import (
+    TunedLinear,
+    is_plain,
+    measured_gain,
+    multiply_relaid,
+    padded,
+    relay,
+    replace_linears,
+    tune,
+)
 
 
 @pytest.mark.parametrize("num_rows", [*range(20), 64, 67, 513])
@@ -26,7 +35,7 @@ def test_both_ways_give_the_product(num_rows: int, bias: bool, is_shared: bool) 
         torch.testing.assert_close(tuned(rows.view(1, num_rows, 24)), plain(rows).unsqueeze(0), rtol=0, atol=1e-5)
 
 
-def test_few_numbers_of_rows_are_multiplied_and_little_in_vain() -> None:
+def test_rows_are_padded_to_few_sizes_with_little_waste() -> None:
     assert [padded(num_rows) for num_rows in range(17)] == list(range(17))
     assert all(num_rows <= padded(num_rows) <= num_rows * 9 / 8 for num_rows in range(17, 5000))
     assert len({padded(num_rows) for num_rows in range(1025)}) == 17 + 6 * 8
@@ -72,8 +81,8 @@ def test_only_torchs_own_linear_layers_are_plain() -> None:
 
 @pytest.fixture
 def gain(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Says what the measurement finds."""
-    return lambda found: monkeypatch.setattr(linear, "_gain", lambda *_: found)
+    """Sets the result of the measurement."""
+    return lambda found: monkeypatch.setattr(linear, "measured_gain", lambda *_: found)
 
 
 def test_the_faster_way_is_chosen_for_all_layers_of_a_shape(gain: Callable[[float], None]) -> None:
@@ -99,7 +108,7 @@ def test_the_gain_is_the_ratio_of_the_best_times() -> None:
             yield (now_s := now_s + relaid_s)
 
     clock, weight = readings(), torch.randn(16, 16)
-    assert _gain(torch.ones(1, 16), [weight], [relay(weight)], lambda: next(clock)) == 2.0
+    assert measured_gain(torch.ones(1, 16), [weight], [relay(weight)], lambda: next(clock)) == 2.0
 
 
 def test_a_spent_budget_leaves_the_librarys_order() -> None:

@@ -1,4 +1,4 @@
-"""The table says what the family's own module says."""
+"""The rotary table agrees with the family's own module."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_what_it_turns_is_turned_as_the_module_would(kind: str) -> None:
+def test_the_rotary_table_rotates_like_the_families_own_module(kind: str) -> None:
     table, module = table_and_module(kind)
     for positions in ([0], [5, 6, 7], [0, 1023, 1024], [3000], [2, 90]):
         position_ids = torch.tensor(positions)
@@ -45,7 +45,7 @@ def test_what_it_turns_is_turned_as_the_module_would(kind: str) -> None:
         torch.testing.assert_close(states * cos + states.roll(8, -1) * sin, wanted, rtol=0, atol=0)
 
 
-def test_only_what_does_not_depend_on_the_length_is_kept() -> None:
+def test_only_tables_that_do_not_depend_on_the_length_are_kept() -> None:
     assert len(table_and_module("llama3")[0].__dict__["_table"]) == 0
     kept, not_kept = table_and_module("llama3")[0], table_and_module("dynamic")[0]
     for table in (kept, not_kept):

@@ -26,7 +26,7 @@ def peak():
     status = pathlib.Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
-checkpoint = Checkpoint.open(sys.argv[1])
+checkpoint = Checkpoint.from_pretrained(sys.argv[1])
 load_span(checkpoint, Span(29, 30), dtype=torch.float32)
 before = peak()
 model = load_span(checkpoint, Span.parse(sys.argv[2]), dtype=torch.float32)
@@ -36,7 +36,7 @@ print(peak() - before, model.nbytes)
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_spans_share_out_the_blocks(tmp_path: Path, family: str) -> None:
-    checkpoint = Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)))
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)))
     whole = load_span(checkpoint, Span(0, 4), dtype=torch.float32)
     parts = [load_span(checkpoint, span, dtype=torch.float32) for span in (Span(0, 3), Span(3, 4))]
     assert [part.config.num_hidden_layers for part in parts] == [3, 1]
@@ -50,7 +50,7 @@ def test_spans_share_out_the_blocks(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_span_is_made_up_without_reading_weights(tmp_path: Path, family: str) -> None:
-    checkpoint = Checkpoint.open(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=2)))
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=2)))
     hidden = torch.randn(1, 20, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
     real = load_span(checkpoint, Span(0, 1), dtype=torch.bfloat16)
     for shard in set(checkpoint.weight_index.values()):
@@ -64,7 +64,7 @@ def test_a_span_is_made_up_without_reading_weights(tmp_path: Path, family: str) 
 
 
 def test_only_the_spans_shards_are_opened(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=12)))
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=12)))
     needed = {shard for name, shard in checkpoint.weight_index.items() if name.startswith("model.layers.7.")}
     others = set(checkpoint.weight_index.values()) - needed
     assert others
@@ -76,20 +76,21 @@ def test_only_the_spans_shards_are_opened(tmp_path: Path) -> None:
 
 
 def test_weights_are_kept_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(str(make_tiny_checkpoint("llama", tmp_path / "llama")))
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama")))
     full, half = (load_span(checkpoint, Span(1, 3), dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     assert half.dtype == torch.bfloat16
     assert half.nbytes < 0.6 * full.nbytes
 
 
 def test_blocks_that_do_not_exist_are_refused(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=2)))
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=2)))
     with pytest.raises(CheckpointError, match="has 2 blocks, so it has no span 1:3; ask for blocks within 0:2"):
         load_span(checkpoint, Span(1, 3), dtype=torch.float32)
 
 
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.full
 def test_memory_is_proportional_to_the_span() -> None:
     folder = demo_checkpoint()
     for span in ("0:8", "0:24"):

@@ -32,7 +32,7 @@ def test_a_control_groups_share_limits_the_cores(tmp_path: Path, quota: str, mos
     assert available_cores(file) == (most or available_cores(tmp_path / "absent"))
 
 
-def test_what_was_asked_for_is_not_measured() -> None:
+def test_a_configured_number_of_threads_is_not_measured() -> None:
     before = torch.get_num_threads()
     try:
         assert set_num_threads(1, lambda: pytest.fail("measured")) == 1

@@ -1,4 +1,4 @@
-"""Sessions between the plan and the heartbeat that tells of them: none is forgotten, and equals share a burst."""
+"""Sessions between the plan and the heartbeat that reports them: none is lost, and equal replicas share a burst."""
 
 from collections import Counter
 from itertools import count
@@ -17,7 +17,7 @@ MANY_TOKENS = 1 << 20
 
 
 class Server:
-    """One that tells at each heartbeat how many sessions it holds."""
+    """A server whose heartbeats report its number of sessions."""
 
     def __init__(self, server_id: str, tokens_per_second: float = 100.0) -> None:
         self.num_sessions = 0
@@ -39,7 +39,7 @@ def placed(servers: list[Server]) -> list[pb.PlacedServer]:
 
 def place(servers: list[Server], bookings: Bookings, now_s: float, num_tokens: int = 8) -> Server:
     """One session goes where the planner sends it."""
-    booked = bookings.beside(placed(servers), now_s)
+    booked = bookings.unreported(placed(servers), now_s)
     (hop,) = plan(candidates(placed(servers), num_tokens=num_tokens, booked=booked), 4).hops
     bookings.book(chain_of([hop], "").hops, num_tokens, now_s)
     (taken,) = [each for each in servers if each.placed.server.server_id == hop.server.server_id]
@@ -66,7 +66,7 @@ def test_equals_share_a_burst_whenever_heartbeats_come(
     assert max(split) - min(split) <= 1
 
 
-def test_the_faster_one_takes_as_much_more_as_it_is_faster() -> None:
+def test_a_faster_replica_gets_a_proportional_share() -> None:
     fast, slow = servers = [Server("fast", 120.0), Server("slow", 100.0)]
     bookings = Bookings(LAG_S)
     for _ in range(64):
@@ -77,7 +77,7 @@ def test_the_faster_one_takes_as_much_more_as_it_is_faster() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["place", "beat", "look"]), st.integers(0, 26)), max_size=40))
-def test_no_session_is_left_out_and_none_is_counted_twice_for_long(steps: list[tuple[str, int]]) -> None:
+def test_bookings_count_each_session_and_none_twice_for_long(steps: list[tuple[str, int]]) -> None:
     """A server learns of a session at any time within the lag; here at its end."""
     server, bookings, now_s = Server("s"), Bookings(LAG_S), 0.0
     underway: list[float] = []
@@ -85,7 +85,7 @@ def test_no_session_is_left_out_and_none_is_counted_twice_for_long(steps: list[t
     for what, num_ticks in steps:
         now_s += num_ticks / 64
         if what == "place":
-            bookings.beside(placed([server]), now_s)
+            bookings.unreported(placed([server]), now_s)
             bookings.book([common_pb2.Hop(server_id="s")], 8, now_s)
             underway.append(now_s)
             num_placed += 1
@@ -94,13 +94,13 @@ def test_no_session_is_left_out_and_none_is_counted_twice_for_long(steps: list[t
             server.num_sessions += len(arrived)
             underway = [each for each in underway if each not in arrived]
             server.beat()
-        booked = bookings.beside(placed([server]), now_s).get("s", Booked())
+        booked = bookings.unreported(placed([server]), now_s).get("s", Booked())
         if now_s < MOST_AGE_S:
             assert server.placed.load.num_sessions + booked.num_sessions >= num_placed
     now_s += LAG_S
     server.num_sessions = num_placed
     server.beat()
-    assert bookings.beside(placed([server]), now_s) == {}
+    assert bookings.unreported(placed([server]), now_s) == {}
 
 
 def test_room_is_booked_as_well() -> None:
@@ -108,17 +108,17 @@ def test_room_is_booked_as_well() -> None:
     bookings = Bookings(LAG_S)
     split = Counter(place(servers, bookings, 1.0, MANY_TOKENS // 2).placed.server.server_id for _ in range(4))
     assert split == {"a": 2, "b": 2}
-    booked = bookings.beside(placed(servers), 1.0)
+    booked = bookings.unreported(placed(servers), 1.0)
     assert not any(each.has_pages for each in candidates(placed(servers), num_tokens=1, booked=booked))
     # The hops have the last word.
     assert all(each.has_pages for each in candidates(placed(servers), num_tokens=0, booked=booked))
 
 
-def test_what_never_came_about_is_forgotten() -> None:
+def test_bookings_that_were_never_opened_expire() -> None:
     servers, bookings = [Server("s")], Bookings(LAG_S)
     place(servers, bookings, 1.0)
-    assert bookings.beside(placed(servers), 1.0 + MOST_AGE_S - 0.1) == {"s": Booked(1, 8)}
-    assert bookings.beside(placed(servers), 1.0 + MOST_AGE_S) == {}
+    assert bookings.unreported(placed(servers), 1.0 + MOST_AGE_S - 0.1) == {"s": Booked(1, 8)}
+    assert bookings.unreported(placed(servers), 1.0 + MOST_AGE_S) == {}
     place(servers, bookings, 20.0)
-    assert bookings.beside([], 20.1) == {}
-    assert bookings.beside(placed(servers), 20.2) == {}, "another server may have come under its name"
+    assert bookings.unreported([], 20.1) == {}
+    assert bookings.unreported(placed(servers), 20.2) == {}, "another server may have come under its name"

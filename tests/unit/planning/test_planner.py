@@ -1,4 +1,4 @@
-"""Chains: against brute force, whose fault there is none, and how equals share the sessions."""
+"""Chains against brute force, the cause of a missing chain, and how equal replicas share sessions."""
 
 import itertools
 import random
@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corolla.chassis.errors import NoChain, OutOfPages
-from corolla.planning.planner import Candidate, LinkCosts, PlannedChain, plan
+from corolla.planning.bookings import Booked
+from corolla.planning.candidates import candidates
+from corolla.planning.planner import Candidate, LinkCosts, PlannedChain, plan, plan_blocks
+from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
+from tests.unit.planning import listing_planner
 
 COSTS = LinkCosts(hop_seconds=0.5, other_zone_seconds=0.75)
 
@@ -101,6 +105,43 @@ def test_the_plan_is_the_cheapest_of_all_chains(cluster: tuple[list[Candidate], 
         assert chain.seconds >= min(costs_of_all) - 1e-9
     else:
         assert chain.seconds == pytest.approx(min(costs_of_all))
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[list[Candidate], Span]:
+    """Up to 30 servers of a placement, some excluded and some booked, no two of one speed; and which blocks to plan."""
+    num_blocks = draw(st.integers(1, 40))
+    source = random.Random(draw(st.integers(0, 2**32)))
+    servers, booked = [], {}
+    for index in range(draw(st.integers(1, 30))):
+        start, end = sorted(source.sample(range(num_blocks + 1), 2))
+        placed = pb.PlacedServer(span=Span(start, end).to_message(), state=pb.SERVER_STATE_READY)
+        placed.server.server_id, placed.server.address = f"s{index}", f"s{index}:1"
+        placed.server.fingerprint, placed.server.zone = source.choice("ffffg"), source.choice("abc")
+        placed.server.decode_tokens_per_second = source.uniform(50, 5000)
+        placed.load.num_sessions, placed.load.num_queued_steps = source.randrange(20), source.choice([0, 0, 1, 5])
+        placed.load.max_session_tokens = source.choice([50, 100, 1000])
+        booked[f"s{index}"] = Booked(source.randrange(3), source.randrange(100))
+        servers.append(placed)
+    excluded = {f"s{source.randrange(40)}" for _ in range(source.randrange(3))}
+    part = sorted(source.sample(range(num_blocks + 1), 2))
+    blocks = source.choice([Span(0, num_blocks), Span(*part)])
+    return candidates(servers, num_tokens=40, excluded=excluded, booked=booked), blocks
+
+
+@settings(max_examples=300)
+@given(placements())
+def test_the_plan_is_that_of_a_planner_that_lists_every_hop(placement: tuple[list[Candidate], Span]) -> None:
+    servers, blocks = placement
+    costs = LinkCosts()
+    groups = [[each for each in servers if each.fingerprint == fingerprint] for fingerprint in "fg"]
+    listed = [chain for group in groups if (chain := listing_planner.cheapest(group, blocks, costs)) is not None]
+    try:
+        chain = plan_blocks(servers, blocks, costs)
+    except (NoChain, OutOfPages):
+        assert listed == []
+        return
+    assert chain == min(listed, key=lambda each: each.seconds)
 
 
 @given(clusters())

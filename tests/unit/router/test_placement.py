@@ -86,13 +86,13 @@ def test_gaps_are_filled_side_by_side(capacities: list[int], spans: list[str]) -
     assert [str(each.span) for each in join(capacities, 30)] == spans
 
 
-def test_a_newcomer_takes_over_what_a_lost_server_held() -> None:
+def test_a_new_server_takes_the_blocks_of_a_lost_one() -> None:
     servers = join([10, 10, 10, 10], 30)
     del servers[1]
     assert str(choose_span(servers, 30, 10, 10.0)) == "10:20"
 
 
-def test_a_newcomer_fills_the_gap_that_it_fits() -> None:
+def test_a_new_server_fills_the_gap_that_fits_its_capacity() -> None:
     # Gaps 0:5 and 8:11: three blocks fill the second whole, so that five find the first whole.
     servers = [HostedSpan(Span(5, 8), 1.0), HostedSpan(Span(11, 20), 3.0)]
     assert str(choose_span(servers, 20, 3, 1.0)) == "8:11"

@@ -43,7 +43,7 @@ def covered(members: Sequence[Member], num_blocks: int) -> set[int]:
 
 
 def reachable(members: Sequence[Member], num_blocks: int) -> set[tuple[int, int]]:
-    """What the layouts that can be reached are worth, by the plainest means."""
+    """The values of all reachable layouts, by brute force."""
     speeds = [each.hosted.speed for each in members]
     first = tuple(each.hosted.span for each in members)
     seen, waiting = {first}, [first]
@@ -68,7 +68,7 @@ def reachable(members: Sequence[Member], num_blocks: int) -> set[tuple[int, int]
 
 
 def follow(members: Sequence[Member], num_blocks: int, min_gain: float = 0.0, **limits: int) -> list[list[Member]]:
-    """The layouts that moves lead through, the first one included; checks what each move must hold."""
+    """The layouts that moves lead through, the first one included; checks each move's conditions."""
     way = [list(members)]
     while (move := next_move(way[-1], num_blocks, min_gain=min_gain, **limits)) is not None:
         mover = next(each for each in way[-1] if each.server_id == move.server_id)
@@ -85,7 +85,7 @@ def follow(members: Sequence[Member], num_blocks: int, min_gain: float = 0.0, **
 
 @st.composite
 def pools(draw: st.DrawFn, most_servers: int = 4, most_blocks: int = 7) -> tuple[list[Member], int]:
-    """As joining leaves them, or anyhow; some servers hold what they were told to."""
+    """Layouts as joining makes them, or random ones; some servers have configured spans."""
     num_blocks = draw(st.integers(1, most_blocks))
     members: list[Member] = []
     for number in range(draw(st.integers(1, most_servers))):
@@ -108,9 +108,7 @@ def test_moves_lead_to_the_best_layout_that_can_be_reached(pool: tuple[list[Memb
 
 
 @given(pools(), st.sampled_from([0.1, 0.25, 1.0]))
-def test_with_hysteresis_they_end_where_nothing_is_worth_a_move(
-    pool: tuple[list[Member], int], min_gain: float
-) -> None:
+def test_moves_with_hysteresis_end_where_no_move_pays(pool: tuple[list[Member], int], min_gain: float) -> None:
     members, num_blocks = pool
     end = follow(members, num_blocks, min_gain)[-1]
     num_covered, slowest = worth(end, num_blocks)
@@ -130,7 +128,7 @@ def test_a_search_that_is_cut_short_still_comes_to_an_end_and_never_makes_it_wor
 
 @settings(deadline=None, max_examples=50)
 @given(pools(), st.randoms(use_true_random=False))
-def test_speeds_that_waver_set_nothing_moving_to_and_fro(pool: tuple[list[Member], int], rng: random.Random) -> None:
+def test_unstable_speeds_do_not_move_servers_back_and_forth(pool: tuple[list[Member], int], rng: random.Random) -> None:
     members, num_blocks = pool
     restless = {each.server_id: each.hosted.speed for each in members}
     rests: list[tuple[int, int]] = []
@@ -150,14 +148,14 @@ def test_speeds_that_waver_set_nothing_moving_to_and_fro(pool: tuple[list[Member
     assert len(rests) >= 25
 
 
-def test_what_a_lost_server_held_is_taken_by_one_that_is_not_needed() -> None:
+def test_a_server_that_is_not_needed_moves_to_the_blocks_of_a_lost_one() -> None:
     members = parse("0:3@10", "0:3@10")
     assert next_move(members, 6, min_gain=0.5) == Move("s0", Span(3, 6), covers=True)
     assert next_move(parse("0:3@10", "0:3@10", fixed=[0]), 6, min_gain=0.5) == Move("s1", Span(3, 6), covers=True)
     assert next_move(parse("0:3@10", "0:3@10", fixed=[0, 1]), 6, min_gain=0.5) is None
 
 
-def test_nobody_moves_who_alone_holds_a_block() -> None:
+def test_the_only_server_of_a_block_never_moves() -> None:
     # Better were 0:2, 2:4, 4:6: but to get there, blocks would have no server for a while.
     assert next_move(parse("0:4@10", "2:6@10"), 8, min_gain=0.0) is None
 

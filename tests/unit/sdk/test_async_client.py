@@ -1,15 +1,13 @@
 """The asyncio client against a real gRPC server."""
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from corolla import AsyncClient, errors
 from corolla.sdk.results import Chunk
 from corolla.sdk.streams import AsyncStream
-from corolla.v1 import generation_pb2 as pb
-from tests.generation_server import GenerationServer, Servicer
+from tests.generation_server import GenerationServer
 
 
 async def test_completions_and_streams(server: GenerationServer) -> None:
@@ -39,7 +37,7 @@ async def test_leaving_a_stream_early_cancels_the_call(server: GenerationServer)
         await asyncio.wait_for(asyncio.to_thread(server.servicer.cancelled.wait), 30)
 
 
-async def test_a_stream_that_somebody_else_closes_ends_for_its_reader(server: GenerationServer) -> None:
+async def test_a_stream_closed_from_another_task_ends_for_its_reader(server: GenerationServer) -> None:
     async with AsyncClient(server.address) as client:
         stream = client.stream("endless")
         await anext(stream)
@@ -47,7 +45,7 @@ async def test_a_stream_that_somebody_else_closes_ends_for_its_reader(server: Ge
         await asyncio.wait_for(read_all(stream), 30)
 
 
-async def test_a_stream_whose_reader_gave_up_waiting_is_closed(server: GenerationServer) -> None:
+async def test_a_stream_is_closed_when_its_reader_stops_waiting(server: GenerationServer) -> None:
     async with AsyncClient(server.address) as client:
         stream = client.stream("endless")
         with pytest.raises(TimeoutError):
@@ -104,24 +102,12 @@ async def test_a_chat_of_three_turns(server: GenerationServer) -> None:
     assert roles == [["system", "user"], ["system", "user"], ["user"]]
 
 
-async def test_a_turn_that_the_service_kept_counts_though_its_answer_was_lost(
-    server: GenerationServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_turn_that_the_service_kept_counts_though_its_answer_was_lost(server: GenerationServer) -> None:
     async with AsyncClient(server.address) as client, client.chat(system="be brief") as chat:
-        with monkeypatch.context() as lossy:
-            lossy.setattr(server.servicer, "_end", lose_the_answer_of(server.servicer))
-            with pytest.raises(errors.RouterUnavailable):
-                await chat.send("hello")
+        server.servicer.loses_answers = True
+        with pytest.raises(errors.RouterUnavailable):
+            await chat.send("hello")
+        server.servicer.loses_answers = False
         await chat.send("again")
     turns = [each for each in server.servicer.requests if hasattr(each, "messages")]
     assert [[message.role for message in each.messages] for each in turns] == [["system", "user"], ["user"]]
-
-
-def lose_the_answer_of(servicer: Servicer) -> Callable[[pb.Session], None]:
-    end = servicer._end
-
-    def end_and_fail(session: pb.Session) -> None:
-        end(session)
-        raise errors.RouterUnavailable("the answer is lost")
-
-    return end_and_fail

@@ -1,6 +1,7 @@
 """The blocking client against a real gRPC server."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_a_field_of_the_request_is_named(client: Client, server: GenerationServe
     assert raised.value.violations == (("sampling.top_p", "must be in (0, 1]"),)
 
 
-def test_no_service_is_a_sentence_with_the_address() -> None:
+def test_an_unreachable_service_is_reported_with_its_address() -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(errors.ServiceUnavailable, match=r"127\.0\.0\.1:1"):
         client.generate("hello")
 
@@ -93,7 +94,7 @@ def test_models_and_tokens(client: Client) -> None:
     assert len(client.tokenize([Message("user", "a b c")])) == 3
 
 
-def test_a_chat_sends_only_what_is_new(client: Client, server: GenerationServer) -> None:
+def test_a_chat_sends_only_new_messages(client: Client, server: GenerationServer) -> None:
     with client.chat(system="be brief", max_tokens=9) as chat:
         assert chat.send("hello").text == "hello"
         assert "".join(chunk.text for chunk in chat.stream("and now", seed=4)) == "and now"
@@ -154,4 +155,10 @@ def test_a_chat_without_a_session(client: Client, server: GenerationServer) -> N
     reply = client.complete_chat([{"role": "user", "content": "hello"}])
     assert reply.message == Message("assistant", "hello")
     assert "".join(map(str, client.stream_chat([Message("user", "hello you")]))) == "hello you"
+    assert server.servicer.sessions == {}
+
+
+def test_threads_that_use_a_session_first_at_the_same_time_share_it(client: Client, server: GenerationServer) -> None:
+    with client.session() as session, ThreadPoolExecutor(8) as threads:
+        assert len(set(threads.map(lambda _: session.session_id, range(8)))) == 1
     assert server.servicer.sessions == {}

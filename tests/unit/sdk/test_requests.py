@@ -1,4 +1,4 @@
-"""Each option lands in its field; what cannot be carried is refused under the caller's own name for it."""
+"""Each option lands in its field; invalid values are refused under the caller's own name for them."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def test_an_answer_is_resumed_by_its_tokens_or_by_their_number() -> None:
 
 
 @pytest.mark.parametrize("received", [-1, "7", b"7", [1.5], 2**32])
-def test_what_is_no_received_answer_is_refused(received: Any) -> None:
+def test_an_invalid_received_answer_is_refused(received: Any) -> None:
     with pytest.raises(InvalidRequest, match="resume_from"):
         generate_request("hello", {"request_id": "a", "resume_from": received})
 

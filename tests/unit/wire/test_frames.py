@@ -42,7 +42,7 @@ def test_frames_come_back_as_they_went(given_frames: list[tuple[Message, bytes]]
 
 
 @given(frames.filter(bool), st.data())
-def test_a_message_cut_short_is_malformed_and_what_came_whole_is_read(
+def test_a_truncated_message_is_malformed_and_its_complete_frames_are_read(
     given_frames: list[tuple[Message, bytes]], data: st.DataObject
 ) -> None:
     message = join(encode(control, payload) for control, payload in given_frames)
@@ -90,7 +90,7 @@ def test_damage_is_malformed_or_another_frame_but_never_another_failure(
     ],
     ids=["short header", "unknown kind", "another version", "lengths beyond the end", "bad control", "http"],
 )
-def test_what_is_no_frame_is_refused(message: bytes) -> None:
+def test_an_invalid_frame_is_refused(message: bytes) -> None:
     with pytest.raises(MalformedMessage):
         list(decode(message))
 

@@ -12,7 +12,7 @@ def epochs(message: bytes) -> list[int]:
     return [frame.control.epoch for frame in decode(message)]  # type: ignore[attr-defined]
 
 
-async def test_what_is_ready_travels_together_and_in_order() -> None:
+async def test_ready_frames_travel_together_and_in_order() -> None:
     outbox = Outbox()
     messages = outbox.messages()
     for epoch in (1, 2, 3):
@@ -25,7 +25,7 @@ async def test_what_is_ready_travels_together_and_in_order() -> None:
     assert epochs(await waiting) == [4]
 
 
-async def test_a_closed_outbox_gives_what_waits_and_ends() -> None:
+async def test_a_closed_outbox_gives_its_waiting_frames_and_ends() -> None:
     outbox = Outbox()
     outbox.put(pb.Close(epoch=1))
     outbox.close()
@@ -44,7 +44,7 @@ async def test_a_reader_that_does_not_keep_up_is_noticed_and_one_that_does_is_no
         outbox.put(pb.Close(epoch=2), bytes(800))
 
 
-async def test_what_was_refused_takes_no_room_once_the_reader_keeps_up_again() -> None:
+async def test_refused_frames_take_no_room_once_the_reader_keeps_up_again() -> None:
     outbox = Outbox(max_waiting_bytes=1000)
     messages = outbox.messages()
     outbox.put(pb.Close(epoch=1), bytes(800))

@@ -14,12 +14,12 @@ def test_a_span_is_read_as_it_is_written(span: Span) -> None:
 
 
 @given(spans, spans)
-def test_a_span_covers_what_has_no_block_outside(left: Span, right: Span) -> None:
+def test_a_span_covers_spans_within_its_bounds(left: Span, right: Span) -> None:
     blocks = set(range(left.start, left.end))
     assert left.covers(right) == (set(range(right.start, right.end)) <= blocks)
 
 
 @pytest.mark.parametrize("text", ["", "3", "3:3", "4:3", "-1:2", "a:b", "1:2:3", ":", "1:", ":2"])
-def test_what_is_no_span_is_refused(text: str) -> None:
+def test_an_invalid_span_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         Span.parse(text)

@@ -9,6 +9,7 @@ import grpc
 
 from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import HopUnavailable
+from corolla.chassis.tasks import until_first_ends
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import EXCHANGE, Buffer, decode
 from corolla.wire.outbox import Outbox
@@ -28,26 +29,22 @@ class HandoverLink:
         self._is_broken = False
 
     @asynccontextmanager
-    async def open(self, fingerprint: str) -> AsyncIterator[None]:
-        """It lives as long as the context. Whoever asks on a broken one gets HopUnavailable."""
+    async def connect(self, fingerprint: str) -> AsyncIterator[None]:
+        """The stream lasts as long as the context; once it broke, requests raise HopUnavailable."""
         self._outbox.put(pb.Hello(fingerprint=fingerprint))
         channel = self._channels(self.address)
-        tasks: list[asyncio.Task[None]] = []
+        exchanging = asyncio.create_task(self._exchange(channel))
         try:
-            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
-            tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))]
             yield
         finally:
-            # What was told last is still written.
+            # The writer ends once it has written what was sent last, and the exchange with it.
             self._outbox.close()
-            if tasks:
-                await asyncio.wait(tasks[1:], timeout=_FLUSH_TIMEOUT_S)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.wait({exchanging}, timeout=_FLUSH_TIMEOUT_S)
+            exchanging.cancel()
+            await asyncio.gather(exchanging, return_exceptions=True)
             await channel.close(None)
 
-    async def ask(self, control: pb.Handover | pb.HandoverTokens, payload: Buffer = b"") -> pb.HandoverAnswer:
+    async def request(self, control: pb.Handover | pb.HandoverTokens, payload: Buffer = b"") -> pb.HandoverAnswer:
         """Sends one frame and waits for its answer. Raises HopUnavailable."""
         if self._is_broken:
             raise self._broken()
@@ -62,26 +59,30 @@ class HandoverLink:
         finally:
             del self._answers[control.session_id]
 
-    def tell(self, control: pb.Close | pb.Truncate) -> None:
+    def send(self, control: pb.Close | pb.Truncate) -> None:
         """Sends a frame that has no answer."""
         if not self._is_broken:
             self._outbox.put(control)
 
-    async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
+    async def _exchange(self, channel: grpc.aio.Channel) -> None:
         try:
-            async for message in call:
-                for frame in decode(message):
-                    if isinstance(frame.control, pb.HandoverAnswer):
-                        answer = self._answers.get(frame.control.session_id)
-                        if answer is not None and not answer.done():
-                            answer.set_result(frame.control)
-        except grpc.RpcError:
-            pass  # whoever waits learns of it
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
+            await until_first_ends(handover_reader=self._read(call), handover_writer=self._write(call))
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # requests raise it
         finally:
             self._is_broken = True
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(self._broken())
+
+    async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
+        async for message in call:
+            for frame in decode(message):
+                if isinstance(frame.control, pb.HandoverAnswer):
+                    answer = self._answers.get(frame.control.session_id)
+                    if answer is not None and not answer.done():
+                        answer.set_result(frame.control)
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> None:
         async for message in self._outbox.messages():

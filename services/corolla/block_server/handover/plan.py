@@ -1,4 +1,4 @@
-"""Who takes a session over, and what is sent next. Pure."""
+"""Which server takes a session over, and which part is sent next. Pure."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from corolla.v1 import router_pb2
 from corolla.wire.span import Span
 
 MAX_REPEATS: Final = 8
-"""Answers in a row that do not bring a handover further before it is given up."""
+"""After so many answers in a row without progress a handover is given up."""
 
 
 def peers_for(

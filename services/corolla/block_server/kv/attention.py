@@ -36,23 +36,39 @@ class PackedRow:
         return self.end - self.start
 
 
+@dataclass(slots=True)
+class LayerInput:
+    """What attention computes with in one layer.
+
+    Attributes:
+        layer: index within the server's span.
+        query: `[N, heads, head_dim]`, the new tokens of all rows.
+        key: `[N, key heads, head_dim]`; value likewise, with a head size of its own.
+        scaling: of the scores.
+        window: how many tokens, itself included, a token sees; None for all before it.
+        softcap: bound of the scores, or None.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+    def part(self, row: PackedRow) -> "LayerInput":
+        """The same of one row only."""
+        query, key, value = (tensor[row.start : row.end] for tensor in (self.query, self.key, self.value))
+        return LayerInput(self.layer, query, key, value, self.scaling, self.window, self.softcap)
+
+
 class AttentionBackend(Protocol):
     """A way to compute attention over pages."""
 
     name: str
 
-    def attend(
-        self,
-        batch: "AttentionBatch",
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, batch: "AttentionBatch", given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
         ...
 
@@ -65,7 +81,7 @@ class AttentionBatch:
         rows: of different sessions.
         backend: computes.
         slots: where new tokens go, int64 `[N]` for each group of layers, where that is known already.
-        prepared: likewise what the backend would prepare for each group. With both, nobody looks at the rows.
+        prepared: likewise what the backend would prepare for each group. With both, rows are not read.
     """
 
     def __init__(
@@ -97,20 +113,8 @@ class AttentionBatch:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Stores new keys and values and attends.
-
-        Args:
-            layer: index within the server's span.
-            query: `[N, heads, head_dim]`, the new tokens of all rows.
-            key: `[N, key heads, head_dim]`; value likewise, with a head size of its own.
-            scaling: of the scores.
-            window: how many tokens, itself included, a token sees; None for all before it.
-            softcap: bound of the scores, or None.
-
-        Returns:
-            `[N, heads, value head size]`.
-        """
-        return self._backend.attend(self, layer, query, key, value, scaling=scaling, window=window, softcap=softcap)
+        """Stores new keys and values and attends. Returns `[N, heads, value head size]`; see `LayerInput`."""
+        return self._backend.attend(self, LayerInput(layer, query, key, value, scaling, window, softcap))
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the new tokens of all rows.
@@ -130,10 +134,10 @@ class AttentionBatch:
 
     def extents(self, number: int, layer: int, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """Where a row's keys of positions `[start, end)` lie: first slot and number of tokens of each run."""
-        place = (number, self.store.group_of(layer), start, end)
-        extents = self._extents.get(place)
+        key = (number, self.store.group_of(layer), start, end)
+        extents = self._extents.get(key)
         if extents is None:
-            extents = self._extents[place] = self.rows[number].cache.extents(end, start, place[1])
+            extents = self._extents[key] = self.rows[number].cache.extents(end, start, key[1])
         return extents
 
     def bias(

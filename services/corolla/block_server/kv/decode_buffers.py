@@ -26,7 +26,7 @@ class DecodeBuffers:
         max_tokens: see there.
         hidden: `[max_rows, H]`.
         positions: int64 `[max_rows]`.
-        output: `[max_rows, H]`, for who runs the step to fill.
+        output: `[max_rows, H]`, filled by the step.
     """
 
     def __init__(self, store: KVStore, max_rows: int, max_tokens: int, like: Tensor) -> None:
@@ -77,7 +77,7 @@ class DecodeBuffers:
         for group, tensor in enumerate(self._pages):
             pages = [list(row.cache.tables[group].pages[: tensor.shape[1]]) for row in rows]
             pages += [[self._scratch_page]] * (size - len(rows))
-            # Sessions get their pages when they open, so a batch that goes on has the ones it had.
+            # Sessions get their pages when they open, so consecutive steps of a batch mostly have the same ones.
             if pages != self._written[group]:
                 longest = max(map(len, pages))
                 filled = [[*each, *[self._scratch_page] * (longest - len(each))] for each in pages]

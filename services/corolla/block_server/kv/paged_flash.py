@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from corolla.block_server.kv.attention import AttentionBatch, PackedRow
+from corolla.block_server.kv.attention import AttentionBatch, LayerInput, PackedRow
 from corolla.block_server.kv.kernels import math
 from corolla.block_server.kv.run_attention import RunAttention
 
@@ -39,7 +39,7 @@ class PagedFlash:
     """torch's variable-length flash attention with block tables; for half precision on CUDA.
 
     It may not split a row's keys among blocks of threads: how it splits depends on the longest row of the batch, and so
-    would the rounding. A session's tokens must not depend on who else is served.
+    would the rounding. A session's tokens must not depend on the other rows of a batch.
 
     Args:
         kernel: computes.
@@ -51,37 +51,26 @@ class PagedFlash:
         self._kernel = kernel
         self._capped = RunAttention("math", math)
 
-    def attend(
-        self,
-        batch: AttentionBatch,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
-        if softcap is not None:
-            return self._capped.attend(batch, layer, query, key, value, scaling=scaling, window=window, softcap=softcap)
-        keys, values = batch.write(layer, key, value)
-        group = batch.store.group_of(layer)
+        if given.softcap is not None:
+            return self._capped.attend(batch, given)
+        keys, values = batch.write(given.layer, given.key, given.value)
+        group = batch.store.group_of(given.layer)
         tables = batch.prepared.get(group)
         if tables is None:
-            tables = batch.prepared[group] = _tables(batch.rows, group, query.device)
+            tables = batch.prepared[group] = _tables(batch.rows, group, given.query.device)
         page_tokens = batch.store.pool.page_tokens
         output: Tensor = self._kernel(
-            query.contiguous(),
+            given.query.contiguous(),
             keys.view(-1, page_tokens, *keys.shape[1:]),
             values.view(-1, page_tokens, *values.shape[1:]),
             tables.first_queries,
             None,
             tables.max_queries,
             tables.max_keys,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
+            scale=given.scaling,
+            window_size=(-1 if given.window is None else given.window - 1, 0),
             enable_gqa=True,
             seqused_k=tables.num_keys,
             block_table=tables.pages,

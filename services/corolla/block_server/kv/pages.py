@@ -1,4 +1,4 @@
-"""Exact accounting of the server's KV pages: who may have how many, and who holds which. Pure."""
+"""Exact accounting of the server's KV pages: promises, holders and free ids. Pure."""
 
 from collections.abc import Sequence
 
@@ -21,9 +21,12 @@ class PagePool:
     A session is promised pages for its worst case, and then holds page ids within its promise. Sessions may hold pages
     together; each could come to need pages of its own for all of them, so the promises add up in full.
 
-    Invariants: each page is used (held by somebody), cached (it holds the beginning of some text, and nobody uses it)
+    Invariants: each page is used (held by a session), cached (it holds the beginning of a text, and no session uses it)
     or free. Used, reserved (promised, and not held) and available pages add up to the pool, and no more pages are
-    cached than are available; so whoever was promised a page finds a free one.
+    cached than are available; so a promised page can always be allocated.
+
+    Attributes:
+        version: another one after each change of what is promised or held.
     """
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
@@ -36,6 +39,7 @@ class PagePool:
         self._num_promised = 0
         self._num_used = 0
         self._prefixes = PrefixPages()
+        self.version = 0
         self.num_prefix_tokens_asked = 0
         self.num_prefix_tokens_found = 0
 
@@ -56,13 +60,23 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds or was promised, and that hold nothing."""
+        """Pages that are neither held, promised nor cached."""
         return self.num_available - self.num_cached
 
     @property
     def num_available(self) -> int:
         """Pages that may be promised."""
         return self.num_pages - self._num_promised
+
+    @property
+    def holders(self) -> Sequence[int]:
+        """For each page, how many hold it."""
+        return self._num_holders
+
+    @property
+    def num_unused(self) -> int:
+        """Pages that hold nothing, whether they were promised or not."""
+        return len(self._free)
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold `num_tokens` tokens of one session."""
@@ -77,40 +91,44 @@ class PagePool:
         if num_pages > self.num_available:
             raise too_few_pages(num_pages, self.num_available)
         self._num_promised += num_pages
+        self.version += 1
         self._evict()
 
-    def take(self, num_pages: int, after: int | None = None) -> list[int]:
+    def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
         """Page ids within a promise, in as few runs as can be; one that follows page `after` comes first."""
-        pages = self._free.take(num_pages, after)
+        pages = self._free.allocate(num_pages, after)
         for page in pages:
             self._num_holders[page] = 1
         self._num_used += num_pages
+        self.version += 1
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
         """One more session holds these pages."""
+        self.version += 1
         for page in pages:
             if not self._num_holders[page]:
                 if page not in self._prefixes:
                     raise ValueError("a free page cannot be shared")
-                self._prefixes.wake(page)
+                self._prefixes.mark_used(page)
                 self._num_used += 1
             self._num_holders[page] += 1
 
-    def drop(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """One session fewer holds these pages. Of a text's pages the last ones will be evicted first."""
+        self.version += 1
         free: list[int] = []
         for page in reversed(pages):
             if not self._num_holders[page]:
-                raise ValueError("a page came back that nobody held")
+                raise ValueError("a page was released that no session held")
             self._num_holders[page] -= 1
             if not self._num_holders[page]:
                 self._num_used -= 1
                 if page in self._prefixes:
-                    self._prefixes.rest(page)
+                    self._prefixes.mark_unused(page)
                 else:
                     free.append(page)
-        self._free.give(free[::-1])
+        self._free.release(free[::-1])
         self._evict()
 
     def may_write(self, page: int) -> bool:
@@ -120,11 +138,11 @@ class PagePool:
         self._prefixes.forget(page)
         return True
 
-    def remember(self, key: PrefixKey, page: int) -> None:
-        """The page that somebody holds is whole and will not change while it is known by this key."""
+    def add_prefix(self, key: PrefixKey, page: int) -> None:
+        """Makes a whole page findable by what it holds. It must not change while it is."""
         self._prefixes.add(key, page)
 
-    def find(self, key: PrefixKey) -> int | None:
+    def find_prefix(self, key: PrefixKey) -> int | None:
         """The page that holds this, if there is one; valid until the next promise or drop, unless shared before."""
         return self._prefixes.find(key)
 
@@ -135,4 +153,4 @@ class PagePool:
 
     def _evict(self) -> None:
         while self.num_cached > self.num_available:
-            self._free.give([self._prefixes.evict()])
+            self._free.release([self._prefixes.evict()])

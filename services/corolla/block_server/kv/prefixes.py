@@ -3,11 +3,9 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
+from corolla.wire.page_hashes import HASH_BYTES
 from corolla.wire.span import Span
-
-HASH_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +78,11 @@ class PrefixPages:
             del self._pages[key]
             self._evictable.pop(page, None)
 
-    def rest(self, page: int) -> None:
+    def mark_unused(self, page: int) -> None:
         """No session uses the page any more."""
         self._evictable[page] = None
 
-    def wake(self, page: int) -> None:
+    def mark_used(self, page: int) -> None:
         """A session uses the page again."""
         self._evictable.pop(page, None)
 

@@ -21,12 +21,12 @@ class FreeRuns:
         """How many ids there are."""
         return self._num_ids
 
-    def take(self, num_ids: int, after: int | None = None) -> list[int]:
+    def allocate(self, num_ids: int, after: int | None = None) -> list[int]:
         """Removes ids, in as few runs as there can be: best fit, else the largest runs.
 
         Args:
             num_ids: at most as many as there are.
-            after: what follows this id is taken first, since it makes no new run for whoever holds that id.
+            after: ids that follow this one are taken first: they make no new run for its holder.
         """
         if num_ids > self._num_ids:
             raise ValueError(f"cannot take {num_ids} of {self._num_ids} free ids")
@@ -40,7 +40,7 @@ class FreeRuns:
             taken += self._cut(start, missing)
         return taken
 
-    def give(self, ids: Sequence[int]) -> None:
+    def release(self, ids: Sequence[int]) -> None:
         """Adds ids that are not in the set."""
         index = 0
         while index < len(ids):

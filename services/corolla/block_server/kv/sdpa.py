@@ -1,6 +1,5 @@
 """Attention as transformers computes it with torch's SDPA: the reference, bit for bit, and for any device."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from corolla.block_server.kv.attention import AttentionBatch, PackedRow
+from corolla.block_server.kv.attention import AttentionBatch, LayerInput, PackedRow
+from corolla.block_server.kv.store import gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,30 +24,20 @@ class SdpaAttention:
 
     name = "sdpa"
 
-    def attend(
-        self,
-        batch: AttentionBatch,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
-        all_keys, all_values = batch.write(layer, key, value)
+        query, window, scaling, softcap = given.query, given.window, given.scaling, given.softcap
+        tensors = batch.write(given.layer, given.key, given.value)
         outputs = []
         for number, row in enumerate(batch.rows):
             queries = query[row.start : row.end].transpose(0, 1).unsqueeze(0)
             end = row.position + row.num_tokens
             first_key = 0 if window is None else max(0, row.position - window + 1)
-            extents = batch.extents(number, layer, first_key, end)
-            keys, values = _gathered(all_keys, extents), _gathered(all_values, extents)
+            extents = batch.extents(number, given.layer, first_key, end)
+            keys, values = (gathered(tensor, extents).unsqueeze(0) for tensor in tensors)
             mask = _mask(row, first_key, window, query.device)
             if softcap is None:
-                module = cast(Any, _Module(query.shape[1] // key.shape[1]))
+                module = cast(Any, _Module(query.shape[1] // given.key.shape[1]))
                 output = sdpa_attention_forward(module, queries, keys, values, mask, scaling=scaling)[0]
             else:
                 output = _attend_capped(queries, keys, values, mask, scaling, softcap)
@@ -69,12 +59,6 @@ def _mask(row: PackedRow, first_key: int, window: int | None, device: torch.devi
     if window is not None:
         mask &= keys > queries - window
     return mask[None, None]
-
-
-def _gathered(tensor: Tensor, extents: Sequence[tuple[int, int]]) -> Tensor:
-    """`[1, key heads, tokens, head_dim]`, head by head as the library's own caches lie: others round differently."""
-    parts = [tensor.narrow(0, start, count) for start, count in extents]
-    return torch.cat(parts).transpose(0, 1).contiguous().unsqueeze(0)
 
 
 def _attend_capped(

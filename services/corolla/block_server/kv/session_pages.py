@@ -22,7 +22,7 @@ class SessionPages:
         rules: of the groups.
 
     Attributes:
-        num_unchanged_tokens: the first tokens that are the same ones since somebody set this, for copies in parts.
+        num_unchanged_tokens: so many first tokens have not changed since this was set; a copy in parts continues there.
     """
 
     def __init__(self, pool: PagePool, rules: Sequence[GroupRule]) -> None:
@@ -58,7 +58,7 @@ class SessionPages:
         """Pages that a session of `max_tokens` tokens may hold at once."""
         return sum(table.worst_case(max_tokens) for table in self.tables)
 
-    def longest(self, num_pages: int) -> int:
+    def max_tokens_within(self, num_pages: int) -> int:
         """Tokens of the longest session whose worst case is so many pages; `MAX_TOKENS` where windows bound it."""
         return bisect_right(range(MAX_TOKENS + 1), num_pages, key=self.worst_case) - 1
 
@@ -82,7 +82,7 @@ class SessionPages:
             self.pool.promise(num_more)
         self.num_reserved_tokens = max_tokens
 
-    def open(self, max_tokens: int, text: ExpectedText | None = None) -> None:
+    def allocate(self, max_tokens: int, text: ExpectedText | None = None) -> None:
         """Room for just so many tokens; an empty session begins with what the prefix cache has of its text.
 
         Raises:
@@ -106,14 +106,14 @@ class SessionPages:
         num_pages = min(len(text.hashes), max(0, text.num_tokens - 1) // page_tokens, max_tokens // page_tokens)
         hashes = text.hashes[:num_pages]
         groups = range(len(self.tables))
-        found = [[self.pool.find(PrefixKey(text.salt, each, group)) for each in hashes] for group in groups]
+        found = [[self.pool.find_prefix(PrefixKey(text.salt, each, group)) for each in hashes] for group in groups]
         needed = [table.num_needed_pages() for table in self.tables]
         num_matched = longest_match([[page is not None for page in pages] for pages in found], needed)
         self.pool.count_prefix_query(num_pages * page_tokens, num_matched * page_tokens)
         if num_matched:
             for table, pages, num_needed in zip(self.tables, found, needed, strict=True):
                 num_passed = 0 if num_needed is None else max(0, num_matched - num_needed)
-                table.match(num_passed, [page for page in pages[num_passed:num_matched] if page is not None])
+                table.hold_cached(num_passed, [page for page in pages[num_passed:num_matched] if page is not None])
             self.num_tokens = num_matched * page_tokens
 
     def make_writable(self, position: int, num_tokens: int) -> Copies:
@@ -160,7 +160,7 @@ class SessionPages:
             # From here on the text is another one than was said.
             self._text = replace(self._text, hashes=self._text.hashes[:num_whole])
 
-    def describe(self, salt: bytes, hashes: Sequence[bytes]) -> None:
+    def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
         """Its first whole pages hold what these digests say, and may be reused."""
         num_whole = min(len(hashes), self.num_tokens // self.pool.page_tokens)
         self._text = ExpectedText(salt, tuple(hashes[:num_whole]), num_whole * self.pool.page_tokens)
@@ -209,7 +209,7 @@ class SessionPages:
         for index in range(self._num_remembered, num_whole):
             for group, table in enumerate(self.tables):
                 if (page := table.page(index)) is not None:
-                    self.pool.remember(PrefixKey(text.salt, text.hashes[index], group), page)
+                    self.pool.add_prefix(PrefixKey(text.salt, text.hashes[index], group), page)
         self._num_remembered = max(self._num_remembered, num_whole)
 
     def _take_account(self, other: "SessionPages") -> None:

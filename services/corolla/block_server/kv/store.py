@@ -8,7 +8,7 @@ from torch import Tensor
 
 from corolla.block_server.kv.pages import PagePool
 from corolla.block_server.kv.session_pages import SessionPages
-from corolla.block_server.kv.tables import GroupRule
+from corolla.block_server.kv.tables import Extent, GroupRule
 from corolla.wire.span import Span
 
 
@@ -22,13 +22,13 @@ class LayerGroups:
 
     Attributes:
         windows: of the groups; None where a token sees all before it.
-        places: of each layer: its group, and its place within the group.
-        num_places: layers of the largest group.
+        layer_indices: of each layer: its group, and its index within that.
+        layers_per_group: layers of the largest group.
     """
 
     windows: tuple[int | None, ...]
-    places: tuple[tuple[int, int], ...]
-    num_places: int
+    layer_indices: tuple[tuple[int, int], ...]
+    layers_per_group: int
 
     @classmethod
     def of(cls, windows: Sequence[int | None]) -> "LayerGroups":
@@ -36,15 +36,15 @@ class LayerGroups:
         layers_by_window: dict[int | None, list[int]] = {}
         for layer, window in enumerate(windows):
             layers_by_window.setdefault(window, []).append(layer)
-        num_places = min(map(len, layers_by_window.values()))
+        layers_per_group = min(map(len, layers_by_window.values()))
         group_windows: list[int | None] = []
-        places = [(0, 0)] * len(windows)
+        indices = [(0, 0)] * len(windows)
         for window, layers in layers_by_window.items():
-            for start in range(0, len(layers), num_places):
-                for place, layer in enumerate(layers[start : start + num_places]):
-                    places[layer] = (len(group_windows), place)
+            for start in range(0, len(layers), layers_per_group):
+                for index, layer in enumerate(layers[start : start + layers_per_group]):
+                    indices[layer] = (len(group_windows), index)
                 group_windows.append(window)
-        return cls(tuple(group_windows), tuple(places), num_places)
+        return cls(tuple(group_windows), tuple(indices), layers_per_group)
 
 
 class KVStore:
@@ -52,7 +52,7 @@ class KVStore:
 
     The tensors of a layer are `[num_pages * page_tokens, key heads, head_dim]`, slot by slot, as the paged caches of
     flash attention have them; the slots of a token are the same in all layers of its group. They are made at a
-    layer's first use. On a CPU memory that nobody touched costs nothing.
+    layer's first use. On a CPU untouched memory costs nothing.
 
     Args:
         num_pages: of the server.
@@ -79,11 +79,11 @@ class KVStore:
         self.rules = tuple(GroupRule(window, max_step_tokens) for window in self.groups.windows)
         self.scratch_page = num_pages if has_scratch_page else None
         self._num_pages = num_pages + int(has_scratch_page)
-        self._tensors: list[tuple[Tensor, Tensor] | None] = [None] * self.groups.num_places
+        self._tensors: list[tuple[Tensor, Tensor] | None] = [None] * self.groups.layers_per_group
 
     @property
     def num_layers(self) -> int:
-        return len(self.groups.places)
+        return len(self.groups.layer_indices)
 
     @property
     def page_bytes(self) -> int:
@@ -93,7 +93,7 @@ class KVStore:
 
     def group_of(self, layer: int) -> int:
         """Which of a session's page tables a layer uses."""
-        return self.groups.places[layer][0]
+        return self.groups.layer_indices[layer][0]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, `[num_slots, key heads, head_dim]` each; head sizes may differ.
@@ -101,7 +101,7 @@ class KVStore:
         Raises:
             ValueError: the layer was never used.
         """
-        tensors = self._tensors[self.groups.places[layer][1]]
+        tensors = self._tensors[self.groups.layer_indices[layer][1]]
         if tensors is None:
             raise ValueError(f"layer {layer} holds nothing yet")
         return tensors
@@ -113,9 +113,9 @@ class KVStore:
             layer: index within the span.
             keys: `[..., key heads, head_dim]`, of which shape, dtype and device are taken; values likewise.
         """
-        place = self.groups.places[layer][1]
-        if self._tensors[place] is None:
-            self._tensors[place] = (self._made(keys), self._made(values))
+        index = self.groups.layer_indices[layer][1]
+        if self._tensors[index] is None:
+            self._tensors[index] = (self._made(keys), self._made(values))
         return self.layer(layer)
 
     def new_cache(self) -> "SessionCache":
@@ -161,19 +161,22 @@ class SessionCache(SessionPages):
     def prepare(self, position: int, num_tokens: int) -> None:
         """Before a step is computed: its pages are there, and may be written.
 
+        Where a page cannot be copied, the session no longer holds the tokens on it: its own page is in place already.
+
         Raises:
             OutOfPages: the step goes beyond what was reserved, and there is no more.
         """
         if copies := self.make_writable(position, num_tokens):
-            self.store.copy_pages(copies)
+            try:
+                self.store.copy_pages(copies)
+            except BaseException:
+                self.truncate(self.nearest_position(position - position % self.pool.page_tokens))
+                raise
 
     def gather(self, layer: int, end: int, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions `[start, end)`, `[key heads, end - start, head_dim]` each.
-
-        A copy, laid out as the library lays its own caches out: where the numbers lie decides how products round.
-        """
+        """Keys and values of positions `[start, end)`, `[key heads, end - start, head_dim]` each; see `gathered`."""
         extents = self.extents(end, start, self.store.group_of(layer))
-        keys, values = (_gathered(tensor, extents) for tensor in self.store.layer(layer))
+        keys, values = (gathered(tensor, extents) for tensor in self.store.layer(layer))
         return keys, values
 
     def _empty(self) -> "SessionCache":
@@ -182,6 +185,10 @@ class SessionCache(SessionPages):
         return twin
 
 
-def _gathered(tensor: Tensor, extents: Sequence[tuple[int, int]]) -> Tensor:
+def gathered(tensor: Tensor, extents: Sequence[Extent]) -> Tensor:
+    """A copy of these slots, `[key heads, tokens, head_dim]`.
+
+    It is laid out as the library lays its own caches out: where the numbers lie decides how products round.
+    """
     parts = [tensor.narrow(0, start, count) for start, count in extents]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1).contiguous()

@@ -74,7 +74,7 @@ class PageTable:
 
     @property
     def min_position(self) -> int:
-        """The lowest position after 0 from which the session can go on, as far as this group is concerned."""
+        """The lowest position after 0 from which this group lets the session continue."""
         if not self._first or self._rule.window is None:
             return 0
         return self.first_token + self._rule.window - 1
@@ -119,10 +119,10 @@ class PageTable:
             return []
         old = [self._pages[index - self._first] for index in shared]
         before = self.page(shared[0] - 1)
-        new = self._pool.take(len(shared), before)
+        new = self._pool.allocate(len(shared), before)
         for index, page in zip(shared, new, strict=True):
             self._pages[index - self._first] = page
-        self._pool.drop(old)
+        self._pool.release(old)
         self._runs = None
         # Only the first page can have tokens before the new ones.
         return [(old[0], new[0])] if shared[0] * page_tokens < position else []
@@ -131,20 +131,20 @@ class PageTable:
         """Gives back the pages that no token after the first `num_tokens` can see."""
         kept = self._rule.num_kept_tokens
         if kept is not None:
-            self.forget_before(max(0, num_tokens - kept))
+            self.release_before(max(0, num_tokens - kept))
 
-    def forget_before(self, token: int) -> None:
+    def release_before(self, token: int) -> None:
         """Gives back the whole pages before a token, as if the window had moved on."""
         num_gone = min(token // self._pool.page_tokens - self._first, len(self._pages))
         if num_gone > 0:
-            self._pool.drop(self._pages[:num_gone])
+            self._pool.release(self._pages[:num_gone])
             del self._pages[:num_gone]
             self._first += num_gone
             self._runs = None
 
     def clear(self) -> None:
         """Gives all pages back; the promise stands."""
-        self._pool.drop(self._pages)
+        self._pool.release(self._pages)
         self._set(0, [])
 
     def share(self, num_tokens: int) -> "PageTable":
@@ -161,14 +161,14 @@ class PageTable:
         room = max(0, self.num_promised - len(twin._pages))
         start = end - self._first
         kept = self._pages[start : start + room] if start >= 0 else []
-        self._pool.drop([page for page in self._pages if page not in kept] if kept else self._pages)
+        self._pool.release(self._pages[:start] + self._pages[start + len(kept) :] if kept else self._pages)
         self._set(twin._first, twin._pages + kept)
         twin._set(0, [])
 
-    def match(self, first: int, pages: list[int]) -> None:
+    def hold_cached(self, first: int, pages: list[int]) -> None:
         """Holds pages of the prefix cache instead of what it held; the first of them is the session's page `first`."""
         self._pool.share(pages)
-        self._pool.drop(self._pages)
+        self._pool.release(self._pages)
         self._set(first, pages)
 
     def num_needed_pages(self) -> int | None:
@@ -207,13 +207,13 @@ class PageTable:
     def _fill(self) -> None:
         num_missing = min(self.num_promised, self._num_wanted - self._first) - len(self._pages)
         if num_missing > 0:
-            self._pages += self._pool.take(num_missing, self._pages[-1] if self._pages else None)
+            self._pages += self._pool.allocate(num_missing, self._pages[-1] if self._pages else None)
             self._runs = None
 
     def _cut(self, num_pages: int) -> None:
         num_held = max(0, num_pages - self._first)
         if num_held < len(self._pages):
-            self._pool.drop(self._pages[num_held:])
+            self._pool.release(self._pages[num_held:])
             del self._pages[num_held:]
             self._runs = None
 

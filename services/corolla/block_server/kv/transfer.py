@@ -92,7 +92,7 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
 def give_back(cache: SessionCache, layers: range, first_tokens: Sequence[int]) -> None:
     """Gives back the pages of tokens that the session did not hold where it came from."""
     for layer, first in zip(layers, first_tokens, strict=True):
-        cache.tables[cache.store.group_of(layer)].forget_before(first)
+        cache.tables[cache.store.group_of(layer)].release_before(first)
 
 
 def _check_first_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:

@@ -2,25 +2,17 @@
 
 from collections.abc import Sequence
 
+from corolla.client.generation.admission import Usage
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.sampling import SampledToken
 from corolla.client.generation.stopping import FinishReason
-from corolla.client.generation.usage import Usage
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 
-_FINISH_REASONS = {
-    FinishReason.EOS: pb.FINISH_REASON_EOS,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.STOP_SEQUENCE: pb.FINISH_REASON_STOP_SEQUENCE,
-    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
-    FinishReason.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
-}
-
 
 def finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:
-    return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
+    return pb.FinishReason.Value(f"FINISH_REASON_{'UNSPECIFIED' if reason is None else reason.name}")
 
 
 def usage(counted: Usage) -> pb.Usage:
@@ -77,6 +69,6 @@ class Collected:
         return "".join(self._parts)
 
     def add(self, delta: Delta) -> None:
-        self.tokens.append(delta.token)
+        self.tokens.extend(delta.tokens)
         self._parts.append(delta.text)
         self.finish_reason = finish_reason(delta.finish_reason)

@@ -9,6 +9,9 @@ from corolla.chassis.errors import SettingsError, Unauthenticated
 from corolla.chassis.handlers import Context
 
 PUBLIC: Final = "public"
+MIN_KEY_CHARS: Final = 16
+"""A shorter key could be found by trying."""
+
 _SCHEME: Final = "bearer "
 
 
@@ -16,14 +19,21 @@ class Tenants:
     """Maps a call to its tenant. Without a file of keys, every caller is the tenant `public`.
 
     Args:
-        keys_file: lines `tenant:key`; empty lines and lines that begin with `#` are passed over.
+        keys_file: lines `tenant:key`, also several of one tenant; empty lines and those that begin with `#` are passed
+            over, and so are spaces around tenant and key.
 
     Raises:
-        SettingsError: the file cannot be read, or a line is not of that form.
+        SettingsError: the file cannot be read, a line is not of that form, a key is shorter than `MIN_KEY_CHARS` or
+            stands for two tenants.
     """
 
     def __init__(self, keys_file: Path | None) -> None:
         self._tenant_by_digest = _read(keys_file) if keys_file else None
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(set((self._tenant_by_digest or {b"": PUBLIC}).values()))
 
     def of(self, context: Context) -> str:
         """The caller's tenant. Raises Unauthenticated."""
@@ -51,13 +61,20 @@ def _read(keys_file: Path) -> dict[bytes, str]:
     except (OSError, UnicodeDecodeError):
         raise SettingsError(f"COROLLA_API_KEYS_FILE={keys_file} cannot be read") from None
     tenants: dict[bytes, str] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or line.startswith("#"):
+    first_lines: dict[bytes, int] = {}
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
             continue
-        tenant, separator, key = line.strip().partition(":")
-        if not (tenant and separator and key.strip()):
-            raise SettingsError(f"COROLLA_API_KEYS_FILE={keys_file}: line {number} is not of the form tenant:key")
-        tenants[_digest(key.strip())] = tenant
+        tenant, _, key = map(str.strip, line.partition(":"))
+        place = f"COROLLA_API_KEYS_FILE={keys_file}: line {number}"
+        if not (tenant and key):
+            raise SettingsError(f"{place} is not of the form tenant:key")
+        if len(key) < MIN_KEY_CHARS:
+            raise SettingsError(f"{place}: a key has at least {MIN_KEY_CHARS} characters; draw it at random")
+        digest = _digest(key)
+        if tenants.setdefault(digest, tenant) != tenant:
+            raise SettingsError(f"{place}: the key of line {first_lines[digest]} belongs to another tenant")
+        first_lines.setdefault(digest, number)
     if not tenants:
         raise SettingsError(f"COROLLA_API_KEYS_FILE={keys_file} holds no keys")
     return tenants

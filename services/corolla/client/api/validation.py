@@ -1,12 +1,11 @@
-"""Requests to values, or refusals that name the field. Pure: nothing is called, nothing is allocated."""
+"""Requests to values, or refusals that name the field. Nothing is called, nothing is allocated."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from corolla.client.generation.options import AnswerOptions
+from corolla.client.generation.answering import AnswerOptions
 from corolla.client.generation.resumption import Resumption
 from corolla.client.generation.sampling import SamplingParams
 from corolla.client.generation.speculation import MAX_DRAFT_TOKENS
@@ -28,57 +27,22 @@ _SPECULATION_MODES: Final[dict[pb.SpeculationMode.ValueType, SpeculationMode | N
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PromptCall:
-    """A Generate request. The prompt is text or token ids."""
-
-    prompt: str | Sequence[int]
-    options: AnswerOptions
-    session_id: str
-    num_completions: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChatCall:
-    """A Chat request."""
-
-    messages: tuple[Message, ...]
-    options: AnswerOptions
-    session_id: str
-
-
 def check_model(given: str, served: str) -> None:
     """Raises ModelNotFound."""
     if given and given != served:
         raise ModelNotFound("this service does not have that model; see ListModels", given[:256])
 
 
-def prompt_call(request: pb.GenerateRequest, vocab_size: int, context_length: int) -> PromptCall:
-    """Checks a Generate request by itself. Raises InvalidRequest, ContextLengthExceeded."""
-    num_completions = request.num_completions if request.HasField("num_completions") else 1
-    if not 1 <= num_completions <= MAX_COMPLETIONS:
+def num_completions(request: pb.GenerateRequest) -> int:
+    """How many answers the request wants. Raises InvalidRequest."""
+    number = request.num_completions if request.HasField("num_completions") else 1
+    if not 1 <= number <= MAX_COMPLETIONS:
         raise InvalidRequest("num_completions", f"must be between 1 and {MAX_COMPLETIONS}")
-    if request.session_id and num_completions > 1:
+    if request.session_id and number > 1:
         raise InvalidRequest("num_completions", "must be 1 in a session")
-    if request.request_id and num_completions > 1:
+    if request.request_id and number > 1:
         raise InvalidRequest("num_completions", "must be 1 in a request with a name")
-    logprobs = request.logprobs if request.HasField("logprobs") else None
-    return PromptCall(
-        prompt=_prompt(request, vocab_size, context_length),
-        options=_options(request, logprobs, vocab_size),
-        session_id=request.session_id,
-        num_completions=num_completions,
-    )
-
-
-def chat_call(request: pb.ChatRequest, vocab_size: int) -> ChatCall:
-    """Checks a Chat request by itself; the order of roles depends on the session and is checked later."""
-    logprobs = request.logprobs if request.HasField("logprobs") else None
-    return ChatCall(
-        messages=messages(request.messages),
-        options=_options(request, logprobs, vocab_size),
-        session_id=request.session_id,
-    )
+    return number
 
 
 def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
@@ -103,7 +67,8 @@ def _shifted(field: str, num_earlier: int) -> str:
     return f"{prefix}[{int(number) - num_earlier}]{name}" if number.isdigit() else field
 
 
-def _prompt(request: pb.GenerateRequest, vocab_size: int, context_length: int) -> str | Sequence[int]:
+def prompt(request: pb.GenerateRequest, vocab_size: int, context_length: int) -> str | Sequence[int]:
+    """Text or token ids. Raises InvalidRequest, ContextLengthExceeded."""
     kind = request.WhichOneof("prompt")
     if kind == "text":
         if not request.text:
@@ -139,7 +104,8 @@ def _resumption(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int) -
     return Resumption(request.request_id, request.resume_from_index, received_ids)
 
 
-def _options(request: pb.GenerateRequest | pb.ChatRequest, num_logprobs: int | None, vocab_size: int) -> AnswerOptions:
+def answer_options(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int) -> AnswerOptions:
+    """How an answer is to be made. Raises InvalidRequest with one violation per field that is out of range."""
     sampling, stopping, speculation = request.sampling, request.stopping, request.speculation
     violations: list[tuple[str, str]] = []
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
@@ -162,7 +128,7 @@ def _options(request: pb.GenerateRequest | pb.ChatRequest, num_logprobs: int | N
         violations.append(("speculation.mode", "is none that this service knows"))
     params = SamplingParams()
     try:
-        params = _sampling(sampling, num_logprobs)
+        params = _sampling(sampling, request.logprobs if request.HasField("logprobs") else None)
     except InvalidRequest as error:
         names = {"num_logprobs": "logprobs"}
         violations += [(names.get(field, f"sampling.{field}"), text) for field, text in error.violations]

@@ -8,11 +8,9 @@ import torch
 
 @dataclass(slots=True)
 class StepShapes:
-    """The lengths of a sequence's steps, in order, so that a replay can repeat them.
+    """The lengths of a sequence's steps, in order, so that a replay can repeat them; `num_tokens` is their sum.
 
-    Attributes:
-        lengths: tokens of each step that counts; of a step that checked guesses, as far as they were right.
-        num_tokens: their sum.
+    A step that checked draft tokens counts as far as they were right.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -41,12 +39,9 @@ class StepShapes:
         return StepShapes(list(self.lengths), self.num_tokens, set(self._prompt_starts))
 
     def replay(self, start: int, max_tokens: int, *, merges: bool) -> Iterator[tuple[int, int]]:
-        """The steps `[start, end)` of a replay, from `start` on.
+        """The steps `[start, end)` of a replay from `start` on, each of at most `max_tokens`.
 
-        Args:
-            start: tokens that need no replay.
-            max_tokens: of one step.
-            merges: whether steps that are no prompt's chunks run together, up to `max_tokens` at a time.
+        `merges`: steps that are no prompt's chunks run together.
         """
         begin, end = start, 0
         follows_prompt = False
@@ -99,7 +94,7 @@ class StateHistory:
         self.shapes.append(len(hidden), is_prompt=len(hidden) > 1)
 
     def until(self, position: int) -> "StateHistory":
-        """What a sequence has that goes on from `position`."""
+        """The history of a sequence that continues from `position`."""
         shapes = self.shapes.copy()
         shapes.truncate(position)
         parts = self.parts[: len(shapes.lengths)]

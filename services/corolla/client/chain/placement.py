@@ -12,19 +12,19 @@ from corolla.chassis.status import from_rpc_error
 from corolla.client.chain.control import ControlPlane
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
-from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S: Final = 0.5
-_REMEMBERED_S: Final = 5.0
+SETTLING_S: Final = 5.0
+"""How long servers that a store has forgotten may take to register again."""
 
 
 class PlacementWatch:
     """Follows the router's pushes and remembers the newest snapshot.
 
     A snapshot that lacks blocks may be that of a store that has just lost its memory: for a few seconds, in which its
-    servers register again, those of the last complete one count beside it. The servers themselves have the last word.
+    servers register again, those of the last complete one count next to it. The servers themselves have the last word.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -46,19 +46,20 @@ class PlacementWatch:
         """All registered servers, as far as is known."""
         if self._placement is None:
             return ()
-        is_recent = asyncio.get_running_loop().time() < self._incomplete_since_s + _REMEMBERED_S
-        if self._complete is None or self._complete is self._placement or not is_recent:
+        if self._complete is None or not self.is_settling:
             return self._placement.servers
         listed = {each.server.address for each in self._placement.servers}
         unlisted = [each for each in self._complete.servers if each.server.address not in listed]
         return [*self._placement.servers, *unlisted]
 
     @property
-    def uncovered(self) -> list[Span]:
-        """Blocks without a ready server, as far as is known."""
-        return [Span(span.start, span.end) for span in self._placement.uncovered] if self._placement else []
+    def is_settling(self) -> bool:
+        """Whether blocks have been uncovered for a few seconds at most, in which their servers may register again."""
+        if self._placement is None or self._placement is self._complete:
+            return False
+        return asyncio.get_running_loop().time() < self._incomplete_since_s + SETTLING_S
 
-    async def news(self, timeout_s: float) -> None:
+    async def wait_for_update(self, timeout_s: float) -> None:
         """Returns when something was pushed, at the latest after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -66,19 +67,19 @@ class PlacementWatch:
 
     async def run(self) -> None:
         """Watches for ever."""
-        told = False
+        has_logged = False
         while True:
             try:
                 request = pb.WatchPlacementRequest(model=self._control.model)
                 async for placement in self._control.stub.WatchPlacement(request):
                     self._take(placement)
-                    told = False
+                    has_logged = False
             except grpc.RpcError as failure:
-                if not told:
+                if not has_logged:
                     log.warning(
                         "router lost; the last placement stands", extra={"reason": from_rpc_error(failure).reason}
                     )
-                told = True
+                has_logged = True
             await asyncio.sleep(_RETRY_INTERVAL_S)
 
     def _take(self, placement: pb.Placement) -> None:

@@ -1,9 +1,10 @@
-"""Servers that failed lately. Pure: time is passed in."""
+"""Servers that are left out for a while, and when they are asked again. Pure: time is passed in."""
 
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final, Literal
 
-FIRST_S: Final = 5.0
-MOST_S: Final = 60.0
+FIRST_QUARANTINE_S: Final = 5.0
+MOST_QUARANTINE_S: Final = 60.0
 
 QuarantineCause = Literal["open", "step"]
 """Whether a server did not open a session, or failed in the middle of one."""
@@ -21,8 +22,8 @@ class Quarantine:
         until_s, length_s = self._entries.get(server_id, (0.0, 0.0))
         if now_s < until_s:
             return False
-        is_repeated = length_s and now_s < until_s + MOST_S
-        length_s = min(2 * length_s, MOST_S) if is_repeated else FIRST_S
+        is_repeated = length_s and now_s < until_s + MOST_QUARANTINE_S
+        length_s = min(2 * length_s, MOST_QUARANTINE_S) if is_repeated else FIRST_QUARANTINE_S
         self._entries[server_id] = (now_s + length_s, length_s)
         return True
 
@@ -32,5 +33,63 @@ class Quarantine:
 
     def active(self, now_s: float) -> frozenset[str]:
         """The servers to leave out now."""
-        self._entries = {name: entry for name, entry in self._entries.items() if now_s < entry[0] + MOST_S}
+        self._entries = {name: entry for name, entry in self._entries.items() if now_s < entry[0] + MOST_QUARANTINE_S}
         return frozenset(name for name, (until_s, _) in self._entries.items() if now_s < until_s)
+
+
+FIRST_RETRY_INTERVAL_S: Final = 0.2
+RETRY_INTERVAL_S: Final = 1.0
+MOST_RETRY_INTERVAL_S: Final = 4.0
+
+
+class LostServers(Collection[str]):
+    """Ids of the servers that one request does without.
+
+    A stream that broke does not say whether its server is gone: the network may have forgotten the connection, or this
+    very process may have been frozen, and then all its streams broke at once. So where no other server can take its
+    place, the request asks it again for `patience_s` after its first failure, at first almost at once, then less often
+    the longer it takes: each time is one of the request's attempts.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        # When it failed at first, and at last; None where it is of no use whatever it says.
+        self._times: dict[str, tuple[float, float] | None] = {}
+
+    def __contains__(self, server_id: object) -> bool:
+        return server_id in self._times
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._times)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def add(self, server_id: str, now_s: float, *, for_good: bool = False) -> None:
+        """It failed now. `for_good`: it is never tried again."""
+        before = self._times.get(server_id, (now_s, now_s))
+        self._times[server_id] = None if for_good or before is None else (before[0], now_s)
+
+    def discard(self, server_ids: Iterable[str]) -> None:
+        """They have opened: they are lost no longer."""
+        for server_id in server_ids:
+            self._times.pop(server_id, None)
+
+    def retryable(self, now_s: float) -> frozenset[str]:
+        """Those that may be tried again now, if nobody else can take their place."""
+        return frozenset(
+            server_id
+            for server_id, times in self._times.items()
+            if times is not None and _retry_s(*times) <= now_s < times[0] + self._patience_s
+        )
+
+    def may_return(self, now_s: float) -> bool:
+        """Whether one of them will be due, now or later."""
+        return any(times is not None and now_s < times[0] + self._patience_s for times in self._times.values())
+
+
+def _retry_s(first_s: float, last_s: float) -> float:
+    """When a server is due that failed at these times."""
+    if first_s == last_s:
+        return last_s + FIRST_RETRY_INTERVAL_S
+    return last_s + min(max(RETRY_INTERVAL_S, last_s - first_s), MOST_RETRY_INTERVAL_S)

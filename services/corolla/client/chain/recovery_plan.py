@@ -18,7 +18,7 @@ class HopState:
 
     Attributes:
         num_held: tokens in its cache, from the first on.
-        min_position: it can go on from any position between this one and `num_held`, or from the beginning: a sliding
+        min_position: it can continue from any position from this one to `num_held`, or from the beginning: a sliding
             window has moved beyond what lies in between.
         kept_start: of the tokens `[kept_start, kept_end)` it has kept its outputs.
     """
@@ -31,7 +31,7 @@ class HopState:
     def start_for(self, position: int) -> int:
         """From where it must process tokens again so that it holds those up to `position`; that itself: from nowhere.
 
-        The highest position that it can go on from, at most `position`.
+        The highest position that it can continue from, at most `position`.
         """
         start = min(self.num_held, position)
         return start if start >= self.min_position else 0
@@ -42,11 +42,11 @@ class Lane:
     """One replay: the tokens `[start, position)` run through neighbouring hops, and end at one that lacks them.
 
     Attributes:
-        source: the hop whose kept outputs go in, or `CLIENT`.
+        source: the hop whose boundary activations go in, or `CLIENT`.
         first: the hop that they go into; `source + 1`.
         last: the hop where the lane ends.
         start: the first token.
-        scratch: hops that lack nothing and only compute on the way, beside what they hold.
+        scratch: hops that lack nothing and only compute on the way, next to what they hold.
     """
 
     source: int
@@ -66,14 +66,12 @@ class Lane:
 
 
 def plan_lanes(states: Sequence[HopState], position: int, *, may_scratch: bool = True) -> list[Lane]:
-    """The lanes after which every hop holds `position` tokens. They are independent of each other.
-
-    Each missing hop is reached from the nearest source before it, so that as few hops as possible compute.
+    """The lanes after which every hop holds `position` tokens, each from the nearest source. They are independent.
 
     Args:
         states: of the chain's hops, in order.
         position: of the session; what hops hold beyond does not count.
-        may_scratch: whether hops may compute beside what they hold. Otherwise they compute their tokens anew in place.
+        may_scratch: whether hops may compute next to what they hold. Otherwise they compute their tokens anew in place.
     """
     lacks = [state.start_for(position) < position for state in states]
     lanes: list[Lane] = []
@@ -99,7 +97,7 @@ def _nearest(states: Sequence[HopState], lacks: Sequence[bool], last: int, posit
             if any(start < states[hop].min_position for hop in range(source, last + 1) if lacks[hop]):
                 start = 0
         else:
-            # It begins at the first token, whether beside what it holds or in place.
+            # It begins at the first token, whether next to what it holds or in place.
             start = 0
             if may_scratch:
                 scratch.add(source)

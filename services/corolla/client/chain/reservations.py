@@ -1,32 +1,40 @@
-"""Places on chains: a chain from the router, then a place for each session on each of its hops, or nothing at all."""
+"""Reserves sessions on chains: on every hop of one chain, or nowhere."""
 
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
-from corolla.chassis.errors import HopLeaving, HopUnavailable, InvalidRequest, NoChain, OutOfPages
-from corolla.client.chain.attempts import Attempts
+from corolla.chassis.errors import (
+    CorollaError,
+    HopLeaving,
+    HopUnavailable,
+    InvalidRequest,
+    NoChain,
+    OutOfPages,
+    RouterUnavailable,
+    StoreUnavailable,
+)
 from corolla.client.chain.identity import SessionIdentity
-from corolla.client.chain.prefixes import TextDigests
+from corolla.client.chain.quarantine import LostServers
 from corolla.client.chain.recovery_plan import HopState
 from corolla.client.chain.routes import Routes
 from corolla.client.chain.streams import DataPlane
-from corolla.planning.candidates import span_of
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer
+from corolla.wire.page_hashes import TextDigests
 from corolla.wire.span import Span
 from corolla.wire.tensors import MAX_PROMPT_BYTES, describe_prompts, to_payload
 
 log = logging.getLogger(__name__)
 
-_MAX_ATTEMPTS: Final = 3
-_RECONNECT_DELAY_S: Final = 0.2
+_MAX_REFUSALS: Final = 3
 _ALL_TOKENS: Final = 2**31
 _AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages)
 
@@ -37,13 +45,13 @@ class ChainLimits:
 
     Attributes:
         max_recoveries: of one request; after them its failure is the caller's.
-        recovery_patience_s: how long a recovery waits for a server that can replace a lost one.
+        recovery_patience_s: how long a request waits for a server that was lost, or for one that can replace it.
         max_replayed_tokens: of all recoveries at a time, so that a server's death does not become a stampede.
         merges_replayed_steps: whether tokens that were processed one by one are replayed in chunks.
     """
 
     prefill_chunk_tokens: int
-    prefill_chunk_tokens_beside_decode: int
+    prefill_chunk_tokens_during_decode: int
     step_timeout_s: float
     lease_ms: int
     max_recoveries: int = 16
@@ -59,9 +67,9 @@ class OpenOptions:
     Attributes:
         max_tokens: pages for so many are reserved.
         lease_ms: how long the hops keep it without hearing of it; None is the configured lease.
-        recorded: the chain of its last turn; those hops keep what they hold of it.
+        recorded_chain: of its last turn; those hops keep what they hold of it.
         record_id: the id under which the router knows the session, if it does.
-        chain: just this one, without asking the router.
+        only_chain: where nothing is planned.
         blocks: of the planned chain only these.
         texts: of each session all tokens that it is going to hold, as far as they are known; hops may hold their
             beginnings already. The last token is left to be processed. None where the sessions are given other things.
@@ -73,9 +81,9 @@ class OpenOptions:
     max_tokens: int
     transient: bool
     lease_ms: int | None = None
-    recorded: common_pb2.Chain | None = None
+    recorded_chain: common_pb2.Chain | None = None
     record_id: str = ""
-    chain: common_pb2.Chain | None = None
+    only_chain: common_pb2.Chain | None = None
     blocks: Span | None = None
     texts: Sequence[Sequence[int]] | None = None
     max_position: int | None = None
@@ -84,30 +92,82 @@ class OpenOptions:
 
     def resumes(self, hop: common_pb2.Hop) -> bool:
         """Whether the hop may hold something of the session that counts."""
-        return self.recorded is not None and hop in self.recorded.hops
+        return self.recorded_chain is not None and hop in self.recorded_chain.hops
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Places that were given.
+@dataclass(slots=True)
+class ChainBinding:
+    """Sessions that are open on every hop of one chain, in one epoch. A recovery binds them to another chain.
 
     Attributes:
+        identities: of the sessions; during a recovery in the epoch in which hops are to open them.
         max_step_tokens: that every hop takes in one step.
-        opened: what each hop says of each session.
-        num_cached_tokens: that every hop holds of every session, and can go on from.
+        open_replies: what each hop answered for each session when the chain was opened.
+        open_identities: the identities in which every hop of the chain opened them last.
     """
 
+    identities: tuple[SessionIdentity, ...]
     chain: common_pb2.Chain
+    open_options: OpenOptions
     max_step_tokens: int
-    opened: Sequence[Sequence[pb.Opened]]
-    num_cached_tokens: int
+    open_replies: Sequence[Sequence[pb.Opened]] = ()
+    open_identities: tuple[SessionIdentity, ...] = field(init=False)
 
-    def states(self, number: int) -> list[HopState]:
-        """What each hop holds of one of the sessions."""
+    def __post_init__(self) -> None:
+        self.open_identities = self.identities
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that every hop holds of every session, and can continue from."""
+        replies = [reply for on_hop in self.open_replies for reply in on_hop]
+        position = min(reply.num_cached_tokens for reply in replies)
+        if self.open_options.max_position is not None:
+            position = min(position, self.open_options.max_position)
+        # A sliding window may have moved beyond the end of what others hold.
+        return position if position >= max(reply.min_position for reply in replies) else 0
+
+    def hop_states(self, number: int) -> list[HopState]:
+        """What each hop held of one of the sessions when the chain was opened."""
         return [
-            HopState(answer.num_cached_tokens, answer.min_position, answer.kept_start, answer.kept_end)
-            for answer in (on_hop[number] for on_hop in self.opened)
+            HopState(reply.num_cached_tokens, reply.min_position, reply.kept_start, reply.kept_end)
+            for reply in (on_hop[number] for on_hop in self.open_replies)
         ]
+
+    def raise_epoch(self) -> None:
+        """Fences off what hops answer in the old epoch. Raises HopUnavailable where the turn has no further epoch."""
+        self.identities = tuple(identity.in_next_epoch() for identity in self.identities)
+
+    def rebind(self, opened: "ChainBinding") -> None:
+        """Every hop of another chain, or of the same one, has opened the sessions now."""
+        self.chain, self.max_step_tokens = opened.chain, opened.max_step_tokens
+        self.open_replies, self.open_identities = opened.open_replies, opened.identities
+
+
+class Attempts:
+    """The attempts of one request: servers that were `too_full`, or `lost` since they did not answer or refused.
+
+    `num_refused` counts the attempts that failed though every server answered.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.too_full: set[str] = set()
+        self.lost = LostServers(patience_s)
+        self.num_refused = 0
+
+    def record(self, failures: Sequence[tuple[common_pb2.Hop, BaseException]], now_s: float) -> None:
+        """What hops answered in one attempt."""
+        if not any(isinstance(failure, HopUnavailable) for _, failure in failures):
+            self.num_refused += 1
+        for hop, failure in failures:
+            if isinstance(failure, OutOfPages):
+                self.too_full.add(hop.server_id)
+            else:
+                self.lost.add(hop.server_id, now_s, for_good=not isinstance(failure, HopUnavailable))
+
+    def excluded(self, now_s: float, *, as_last_resort: bool) -> frozenset[str]:
+        """Servers that are not asked now. `as_last_resort`, those are asked that may have come back."""
+        excluded = self.too_full.union(self.lost)
+        return frozenset(excluded - self.lost.retryable(now_s) if as_last_resort else excluded)
 
 
 class NotOpened(Exception):
@@ -126,60 +186,67 @@ class Reservations:
         self._plane = plane
         self._limits = limits
 
-    async def reserve(self, identities: Sequence[SessionIdentity], options: OpenOptions) -> Reservation:
+    async def reserve(
+        self, identities: Sequence[SessionIdentity], open_options: OpenOptions, until_s: float = math.inf
+    ) -> ChainBinding:
         """Opens sessions, all of them on one chain.
 
         A hop that cannot be reached is left out for a while and another chain is tried; so is one without free pages.
-        One whose connection broke at once is asked a second time where there is no chain without it.
+        Where there is no chain without a hop that could not be reached, it is asked again and again: it may be slow, or
+        the connection to blame. Nobody waits after `until_s` of the event loop's clock.
 
         Raises:
             NoChain, OutOfPages, HopUnavailable: nothing stays allocated.
             InvalidRequest: the prompts are too large for a hop.
         """
-        attempts = Attempts()
         clock = asyncio.get_running_loop().time
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
-            chain = options.chain or await self._choose(len(identities), options, attempts)
-            if attempts.is_second(chain):
-                await self._reconnect(identities, options, chain)
-            asked_s = clock()
+        attempts = Attempts(self._limits.recovery_patience_s)
+        give_up_s = min(until_s, clock() + self._limits.recovery_patience_s)
+        while True:
+            chain = open_options.only_chain or await self._choose(len(identities), open_options, attempts, give_up_s)
+            if any(hop.server_id in attempts.lost for hop in chain.hops):
+                # An open may have come through whose answer did not: it is taken back on the new connection.
+                await asyncio.gather(*(self._plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
+                self._undo(identities, open_options, chain)
             try:
-                return await self.open(identities, options, chain)
+                return await self.open(identities, open_options, chain)
             except NotOpened as refused:
                 failures = refused.failures
-            self._undo(identities, options, chain)
-            attempts.note(failures, clock() - asked_s)
+            self._undo(identities, open_options, chain)
+            attempts.record(failures, clock())
             for hop, failure in failures:
-                self._routes.refused(hop.server_id, failure)
+                self._routes.on_open_refused(hop.server_id, failure)
             hard = [failure for _, failure in failures if not isinstance(failure, _AVOIDABLE)]
-            if hard or attempt == _MAX_ATTEMPTS or options.chain is not None:
+            has_had_enough = attempts.num_refused == _MAX_REFUSALS or clock() >= give_up_s
+            if hard or has_had_enough or open_options.only_chain is not None:
                 raise (hard or [failure for _, failure in failures])[0]
-            last_failure = failures[0][1]
-            log.warning(
-                "chain not opened; trying another", extra={"reason": getattr(last_failure, "reason", "INTERNAL")}
-            )
-        raise NoChain("no chain could be opened")
+            reason = getattr(failures[0][1], "reason", "INTERNAL")
+            log.warning("chain not opened; trying another", extra={"reason": reason})
 
     async def open(
-        self, identities: Sequence[SessionIdentity], options: OpenOptions, chain: common_pb2.Chain
-    ) -> Reservation:
+        self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain
+    ) -> ChainBinding:
         """Opens sessions on just this chain.
 
-        Raises:
-            NotOpened: what did open stays so, and is the caller's to give back.
+        Raises NotOpened: what did open stays so, and is the caller's to give back.
         """
         last = len(chain.hops) - 1
         # What trained prompts make of a text is no other session's.
-        texts = None if options.prompts is not None or options.texts is None else list(map(TextDigests, options.texts))
-        try:
-            answers = await asyncio.gather(
-                *(
-                    self._open_on(hop, identities, options, texts, keep_outputs=options.keeps_outputs and number < last)
-                    for number, hop in enumerate(chain.hops)
-                )
+        texts = (
+            None
+            if open_options.prompts is not None or open_options.texts is None
+            else list(map(TextDigests, open_options.texts))
+        )
+        opens = [
+            self._open_on(
+                hop, identities, open_options, texts, keep_activations=open_options.keeps_outputs and number < last
             )
+            for number, hop in enumerate(chain.hops)
+        ]
+        try:
+            answers = await asyncio.gather(*opens)
         except asyncio.CancelledError:
-            self._undo(identities, options, chain)
+            self._undo(identities, open_options, chain)
             raise
         failures = [
             (hop, answer)
@@ -189,98 +256,108 @@ class Reservations:
         ]
         if failures:
             raise NotOpened(failures)
-        given = [[answer for answer in on_hop if not isinstance(answer, BaseException)] for on_hop in answers]
-        return Reservation(
+        opened = [[answer for answer in on_hop if not isinstance(answer, BaseException)] for on_hop in answers]
+        return ChainBinding(
+            tuple(identities),
             chain,
-            max_step_tokens=min(max_tokens for on_hop in given for _, max_tokens in on_hop),
-            opened=[[opened for opened, _ in on_hop] for on_hop in given],
-            num_cached_tokens=_common_position(
-                [opened for on_hop in given for opened, _ in on_hop], options.max_position
-            ),
+            open_options,
+            max_step_tokens=min(max_tokens for on_hop in opened for _, max_tokens in on_hop),
+            open_replies=[[reply for reply, _ in on_hop] for on_hop in opened],
         )
 
     def give_back(self, identities: Sequence[SessionIdentity], hops: Sequence[common_pb2.Hop]) -> None:
         """Frees sessions on some hops. What a hop holds of a later epoch, it keeps."""
-        for hop in hops:
-            for identity in identities:
-                self._plane.tell(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
+        for identity in identities:
+            self._plane.close_session(hops, identity)
 
-    async def _choose(self, num_sessions: int, options: OpenOptions, attempts: Attempts) -> common_pb2.Chain:
-        """Where hops of the last turn are gone, those that remain keep what they hold."""
-        num_tokens = options.max_tokens * num_sessions
-        if options.recorded is not None:
-            kept = await self._routes.kept(options.recorded, attempts.too_full | attempts.failed, num_tokens=num_tokens)
-            if kept is not None:
-                return kept
-        return await self._routes.plan(
-            num_tokens=num_tokens,
-            record_id=options.record_id,
-            blocks=options.blocks,
-            too_full=attempts.too_full,
-            failed=attempts.failed,
-        )
+    async def _choose(
+        self, num_sessions: int, open_options: OpenOptions, attempts: Attempts, give_up_s: float
+    ) -> common_pb2.Chain:
+        """A chain of servers that may open the sessions; waits for one while a server may be back soon."""
+        first_failure: CorollaError | None = None
+
+        async def plan(now_s: float, *, as_last_resort: bool) -> common_pb2.Chain:
+            excluded_ids = attempts.excluded(now_s, as_last_resort=as_last_resort)
+            num_tokens = open_options.max_tokens * num_sessions
+            if open_options.recorded_chain is not None:
+                # Where hops of the last turn are gone, those that remain keep what they hold.
+                chain = await self._routes.replan_recorded(
+                    open_options.recorded_chain, excluded_ids, num_tokens=num_tokens
+                )
+                if chain is not None:
+                    return chain
+            return await self._routes.plan(
+                num_tokens=num_tokens,
+                record_id=open_options.record_id,
+                blocks=open_options.blocks,
+                excluded_ids=excluded_ids,
+                are_some_full=bool(attempts.too_full),
+                # Else what was pushed has to do: all who wait would ask the router again and again.
+                asks_router=first_failure is None,
+            )
+
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            try:
+                return await plan(now_s, as_last_resort=False)
+            except (NoChain, RouterUnavailable, StoreUnavailable) as failure:
+                first_failure = first_failure or failure
+                with contextlib.suppress(NoChain, RouterUnavailable, StoreUnavailable):
+                    return await plan(now_s, as_last_resort=True)
+                may_succeed = attempts.lost.may_return(now_s) or self._routes.is_settling
+                if asyncio.get_running_loop().time() >= give_up_s or not may_succeed:
+                    raise first_failure from None
+            await self._routes.wait_for_update(give_up_s)
 
     async def _open_on(
         self,
         hop: common_pb2.Hop,
         identities: Sequence[SessionIdentity],
-        options: OpenOptions,
+        open_options: OpenOptions,
         texts: Sequence[TextDigests] | None,
         *,
-        keep_outputs: bool,
+        keep_activations: bool,
     ) -> list[tuple[pb.Opened, int] | BaseException]:
         # Prompts may be large: only one session's wait to be written.
-        turn = contextlib.nullcontext() if options.prompts is None else asyncio.Lock()
+        turn = contextlib.nullcontext() if open_options.prompts is None else asyncio.Lock()
 
         async def open_one(number: int) -> tuple[pb.Opened, int]:
             async with turn:
                 welcome = await self._plane.connect(hop.address)
-                if not span_of(welcome.span).covers(span_of(hop.span)):
+                if not Span.of(welcome.span).covers(Span.of(hop.span)):
                     raise HopUnavailable("another server has a hop's address, with other blocks", hop.address)
-                request = self._frame(identities[number], options, hop)
-                request.keep_outputs = keep_outputs
+                request = pb.Open(
+                    session_id=identities[number].session_id,
+                    epoch=identities[number].epoch,
+                    tenant=identities[number].tenant,
+                    resume=open_options.resumes(hop),
+                    max_tokens=open_options.max_tokens,
+                    blocks=hop.span,
+                    lease_ms=open_options.lease_ms or self._limits.lease_ms,
+                    transient=open_options.transient,
+                    keep_activations=keep_activations,
+                )
                 if texts is not None and welcome.page_tokens:
                     request.text.CopyFrom(texts[number].of(welcome.page_tokens))
-                return await self._plane.open(hop.address, request, _describe_prompts(request, number, options))
+                return await self._plane.open(hop.address, request, _describe_prompts(request, number, open_options))
 
         return await asyncio.gather(*map(open_one, range(len(identities))), return_exceptions=True)
 
-    def _frame(self, identity: SessionIdentity, options: OpenOptions, hop: common_pb2.Hop) -> pb.Open:
-        return pb.Open(
-            session_id=identity.session_id,
-            epoch=identity.epoch,
-            tenant=identity.tenant,
-            resume=options.resumes(hop),
-            max_tokens=options.max_tokens,
-            blocks=hop.span,
-            lease_ms=options.lease_ms or self._limits.lease_ms,
-            transient=options.transient,
-        )
-
-    async def _reconnect(
-        self, identities: Sequence[SessionIdentity], options: OpenOptions, chain: common_pb2.Chain
-    ) -> None:
-        """An open may have come through whose answer did not: it is taken back on the new connection."""
-        await asyncio.sleep(_RECONNECT_DELAY_S)
-        await asyncio.gather(*(self._plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
-        self._undo(identities, options, chain)
-
-    def _undo(self, identities: Sequence[SessionIdentity], options: OpenOptions, chain: common_pb2.Chain) -> None:
+    def _undo(self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain) -> None:
         """What an open that failed in part has taken is given back; what hops held before, they keep."""
-        for hop in chain.hops:
-            for identity in identities:
-                session_id, epoch = identity.session_id, identity.epoch
-                keep = pb.Truncate(session_id=session_id, epoch=epoch, position=_ALL_TOKENS, idle=True)
-                drop = pb.Close(session_id=session_id, epoch=epoch)
-                self._plane.tell(hop.address, keep if options.resumes(hop) else drop)
+        self.give_back(identities, [hop for hop in chain.hops if not open_options.resumes(hop)])
+        for hop in filter(open_options.resumes, chain.hops):
+            for each in identities:
+                keep = pb.Truncate(session_id=each.session_id, epoch=each.epoch, position=_ALL_TOKENS, idle=True)
+                self._plane.notify(hop.address, keep)
 
 
-def _describe_prompts(request: pb.Open, number: int, options: OpenOptions) -> Buffer:
-    """The payload for just the blocks of an open, which is told what it will be."""
-    if options.prompts is None:
+def _describe_prompts(request: pb.Open, number: int, open_options: OpenOptions) -> Buffer:
+    """The payload for just the blocks of an open, which is given its size."""
+    if open_options.prompts is None:
         return b""
-    first = options.blocks.start if options.blocks is not None else 0
-    part = options.prompts[number][request.blocks.start - first : request.blocks.end - first]
+    first = open_options.blocks.start if open_options.blocks is not None else 0
+    part = open_options.prompts[number][request.blocks.start - first : request.blocks.end - first]
     if part.nbytes > MAX_PROMPT_BYTES:
         raise InvalidRequest(
             "block_prompts",
@@ -289,11 +366,3 @@ def _describe_prompts(request: pb.Open, number: int, options: OpenOptions) -> Bu
         )
     request.block_prompts.CopyFrom(describe_prompts(part))
     return to_payload(part)
-
-
-def _common_position(answers: Sequence[pb.Opened], max_position: int | None) -> int:
-    """The highest position that all hops can go on from: 0, where a sliding window has moved beyond the others' end."""
-    position = min(answer.num_cached_tokens for answer in answers)
-    if max_position is not None:
-        position = min(position, max_position)
-    return position if position >= max(answer.min_position for answer in answers) else 0

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Final
 
 from corolla.chassis.errors import (
@@ -17,14 +18,14 @@ from corolla.chassis.errors import (
     RouterUnavailable,
     StoreUnavailable,
 )
-from corolla.chassis.lifecycle import TaskGroup
+from corolla.chassis.tasks import TaskGroup
 from corolla.client.chain.control import ControlPlane
 from corolla.client.chain.placement import PlacementWatch
 from corolla.client.chain.quarantine import Quarantine, QuarantineCause
 from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import candidates, chain_of
 from corolla.planning.planner import Candidate, plan_around_suspects, plan_blocks
-from corolla.v1 import common_pb2
+from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.span import Span
 
 _RETRY_INTERVAL_S: Final = 0.5
@@ -61,20 +62,29 @@ class Routes:
         """Leaves a server out for a while, and tells the router so that others do."""
         if self.quarantine.add(server_id, asyncio.get_running_loop().time()):
             self._on_quarantine(cause)
-            self._tasks.start(self._report(server_id), "report of a server")
+            self._tasks.start(self._report_server(server_id), "report of a server")
 
-    def leaves(self, server_id: str) -> None:
+    def exclude_leaving(self, server_id: str) -> None:
         """Leaves a server out for good: this incarnation drains, and is to blame for nothing."""
         # Those that are gone no planner knows any more; every request would carry their names.
         self._leaving &= {each.server.server_id for each in self._placement.servers}
         self._leaving.add(server_id)
 
-    def refused(self, server_id: str, failure: BaseException) -> None:
+    def is_leaving_or_gone(self, server_id: str) -> bool:
+        """Whether a server said that it leaves, or is listed no longer: no request is to blame for its end.
+
+        One that died is listed until its lease ends, and its end is noticed long before.
+        """
+        states = {each.server.server_id: each.state for each in self._placement.servers}
+        draining = router_pb2.SERVER_STATE_DRAINING
+        return server_id in self._leaving or (bool(states) and states.get(server_id, draining) == draining)
+
+    def on_open_refused(self, server_id: str, failure: BaseException) -> None:
         """A server did not open a session: what that says of it."""
         if isinstance(failure, HopUnavailable):
             self.avoid(server_id, "open")
         elif isinstance(failure, HopLeaving):
-            self.leaves(server_id)
+            self.exclude_leaving(server_id)
 
     async def plan(
         self,
@@ -82,8 +92,9 @@ class Routes:
         num_tokens: int,
         record_id: str,
         blocks: Span | None,
-        too_full: Collection[str] = (),
-        failed: Collection[str] = (),
+        excluded_ids: Collection[str] = (),
+        are_some_full: bool = False,
+        asks_router: bool = True,
     ) -> common_pb2.Chain:
         """The chain of a recorded session if it still lives, else the cheapest.
 
@@ -91,29 +102,48 @@ class Routes:
 
         Args:
             num_tokens: for which every hop needs pages.
-            record_id: the id under which the router knows the session, if it does.
-            blocks: of the planned chain only these.
-            too_full: servers without room for it.
-            failed: servers that failed it just now.
+            excluded_ids: servers that have no room for it, or failed it just now.
+            are_some_full: whether there are such without room.
+            asks_router: otherwise the placement as last pushed is all that counts.
 
         Raises:
             NoChain, OutOfPages, RouterUnavailable, StoreUnavailable
         """
-        useless = frozenset(too_full) | frozenset(failed) | self._leaving
-        excluded = useless | self._quarantined()
+        excluded_ids = frozenset(excluded_ids) | self._leaving
+        excluded = excluded_ids | self._quarantined()
         try:
-            chain = await self._planned_there(num_tokens, record_id, excluded)
+            if not asks_router:
+                raise NoChain("no server holds some blocks")
+            chain = await self._plan_by_router(num_tokens, record_id, excluded)
         except (RouterUnavailable, StoreUnavailable, ModelNotFound, NoChain) as failure:
             # No router, no store, or one that has lost its memory: the last snapshot may know better.
-            here = self._planned_here(num_tokens, excluded) or self._planned_here(num_tokens, useless)
+            here = self._plan_by_snapshot(num_tokens, excluded) or self._plan_by_snapshot(num_tokens, excluded_ids)
             if here is None:
-                raise self._no_chain(failure, are_some_full=bool(too_full)) from None
+                raise self._no_chain(failure, are_some_full=are_some_full) from None
             chain = here
         chain = _cut(chain, blocks)
         self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time())
         return chain
 
-    async def _planned_there(self, num_tokens: int, record_id: str, excluded: frozenset[str]) -> common_pb2.Chain:
+    @property
+    def is_settling(self) -> bool:
+        """Whether blocks have had no server for so short a time that theirs may only have to register once more."""
+        return self._placement.is_settling
+
+    async def wait_for_update(self, until_s: float) -> None:
+        """Returns when another plan may succeed: after a push, or a moment, and at the latest at `until_s`."""
+        await self._placement.wait_for_update(
+            max(0.0, min(_RETRY_INTERVAL_S, until_s - asyncio.get_running_loop().time()))
+        )
+
+    def may_gain_server(self, lost: Collection[str]) -> bool:
+        """Whether a server is on its way, or one next to the lost ones failed lately and has to register again."""
+        placed = self._placement.servers
+        if any(each.state == router_pb2.SERVER_STATE_JOINING for each in placed):
+            return True
+        return bool(self._quarantined().difference(lost, (each.server.server_id for each in placed)))
+
+    async def _plan_by_router(self, num_tokens: int, record_id: str, excluded: frozenset[str]) -> common_pb2.Chain:
         plan = partial(self._control.plan_chain, fingerprint=self._fingerprint, session_id=record_id, excluded=excluded)
         try:
             planned = await plan(num_tokens=num_tokens)
@@ -122,13 +152,11 @@ class Routes:
             planned = await plan(num_tokens=0)
         return planned.chain
 
-    def _planned_here(self, num_tokens: int, excluded: Collection[str]) -> common_pb2.Chain | None:
+    def _plan_by_snapshot(self, num_tokens: int, excluded: Collection[str]) -> common_pb2.Chain | None:
         for wanted_tokens in (num_tokens, 0):
             usable = self._candidates(wanted_tokens, excluded)
-            try:
+            with contextlib.suppress(NoChain, OutOfPages):
                 return chain_of(plan_around_suspects(usable, self._num_blocks).hops, self._fingerprint)
-            except (NoChain, OutOfPages):
-                continue
         return None
 
     def _no_chain(self, failure: CorollaError, *, are_some_full: bool) -> CorollaError:
@@ -137,49 +165,49 @@ class Routes:
             # We do have the model; only its blocks have no server, and never had one.
             listed = f"0:{self._num_blocks}"
             return NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed})
-        if isinstance(failure, NoChain) and are_some_full:
+        if are_some_full:
             # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
             return OutOfPages("block servers have too few free KV pages for this request")
         return failure
 
-    async def kept(
-        self, recorded: common_pb2.Chain, useless: Collection[str], *, num_tokens: int
+    async def replan_recorded(
+        self, recorded: common_pb2.Chain, excluded_ids: Collection[str], *, num_tokens: int
     ) -> common_pb2.Chain | None:
-        """The chain of a session's last turn, with others in place of the hops that are of no use now.
+        """The chain of a session's last turn, with other servers in place of the hops that are gone or excluded.
 
         Those that failed lately stay if nobody can take their place. None where no hop of it would stay, or none is
         missing.
-
-        Args:
-            useless: servers that have no room for the session, or failed it just now.
         """
-        gone = {hop.server_id for hop in recorded.hops if self._is_gone(hop) or hop.server_id in useless}
-        may_stay = (gone & self._quarantined()).difference(useless)
+        gone = {hop.server_id for hop in recorded.hops if self._is_gone(hop) or hop.server_id in excluded_ids}
+        may_stay = (gone & self._quarantined()).difference(excluded_ids)
         if not gone or (len(gone) == len(recorded.hops) and not may_stay):
             return None
         try:
-            return await self.repaired(
-                recorded, gone.union(useless), num_tokens=num_tokens, patience_s=0, due=lambda now_s: may_stay
+            return await self.replace_lost(
+                recorded,
+                gone.union(excluded_ids),
+                num_tokens=num_tokens,
+                patience_s=0,
+                retryable=lambda now_s: may_stay,
             )
         except CorollaError:
             return None
 
-    async def repaired(
+    async def replace_lost(
         self,
         chain: common_pb2.Chain,
         lost: Collection[str],
         *,
         num_tokens: int,
         patience_s: float,
-        due: Callable[[float], Collection[str]] = lambda now_s: (),
+        retryable: Callable[[float], Collection[str]] = lambda now_s: (),
     ) -> common_pb2.Chain:
         """The chain with other servers in place of the lost ones, which may cut the blocks otherwise.
 
         Args:
-            lost: server ids.
             num_tokens: for which a replacement needs pages, if that can be had.
             patience_s: how long to wait for a replacement to appear.
-            due: which of the lost ones may stay, at a time, if nobody can take their place.
+            retryable: which of the lost ones may stay, at a time, if nobody can take their place.
 
         Raises:
             NoChain: none appeared.
@@ -188,22 +216,22 @@ class Routes:
         give_up_s = clock() + patience_s
         while True:
             try:
-                return self._repaired_now(chain, lost, num_tokens)
+                return self._replace_now(chain, lost, num_tokens)
             except CorollaError:
                 now_s = clock()
                 with contextlib.suppress(CorollaError):
-                    if may_stay := frozenset(due(now_s)):
-                        return self._repaired_now(chain, frozenset(lost) - may_stay, num_tokens)
+                    if may_stay := frozenset(retryable(now_s)):
+                        return self._replace_now(chain, frozenset(lost) - may_stay, num_tokens)
                 if now_s >= give_up_s:
                     raise
-            await self._placement.news(min(_RETRY_INTERVAL_S, give_up_s - now_s))
+            await self.wait_for_update(give_up_s)
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    def _repaired_now(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> common_pb2.Chain:
+    def _replace_now(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> common_pb2.Chain:
         try:
-            hops = self._refilled(chain, lost, num_tokens)
+            hops = self._fill_gaps(chain, lost, num_tokens)
         except (NoChain, OutOfPages):
             # Where spans overlap, a hop that stays may be needed for more blocks, and then begins anew.
             blocks = Span(chain.hops[0].span.start, chain.hops[-1].span.end)
@@ -212,40 +240,37 @@ class Routes:
         self._bookings.book(fresh, num_tokens, asyncio.get_running_loop().time())
         return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
 
-    def _refilled(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
+    def _fill_gaps(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
         """The hops that stay, as they are, and others in the gaps."""
         # A server's sessions have one run of blocks each, so a hop that stays cannot take more.
         staying = {hop.server_id for hop in chain.hops if hop.server_id not in lost}
         hops: list[common_pb2.Hop] = []
-        for group in _runs(chain.hops, lost):
-            if group[0].server_id in lost:
-                blocks = Span(group[0].span.start, group[-1].span.end)
+        for is_lost, run in groupby(chain.hops, lambda hop: hop.server_id in lost):
+            neighbours = list(run)
+            if is_lost:
+                blocks = Span(neighbours[0].span.start, neighbours[-1].span.end)
                 hops.extend(self._replacements(blocks, staying | set(lost), num_tokens))
                 staying.update(hop.server_id for hop in hops)
             else:
-                hops.extend(group)
+                hops.extend(neighbours)
         return hops
 
     def _replacements(self, blocks: Span, excluded: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
         """Servers with room that failed not lately, if there are; else such as may have none, or may have recovered."""
-        avoided = self._avoided()
-        failure: CorollaError | None = None
-        attempts = ((num_tokens, True), (0, True), (0, False))
-        for wanted_tokens, is_careful in attempts:
-            usable = self._candidates(wanted_tokens, {*excluded, *(avoided if is_careful else ())})
-            if is_careful:
-                usable = [each for each in usable if not each.is_suspected]
-            try:
-                return chain_of(plan_blocks(usable, blocks).hops, self._fingerprint).hops
-            except (NoChain, OutOfPages) as none:
-                failure = none
-        raise failure or NoChain(f"no server holds blocks {blocks}")
+        for wanted_tokens in (num_tokens, 0):
+            usable = self._candidates(wanted_tokens, self._avoided().union(excluded))
+            with contextlib.suppress(NoChain, OutOfPages):
+                return self._plan([each for each in usable if not each.is_suspected], blocks)
+        return self._plan(self._candidates(0, excluded), blocks)
+
+    def _plan(self, usable: Sequence[Candidate], blocks: Span) -> Sequence[common_pb2.Hop]:
+        return chain_of(plan_blocks(usable, blocks).hops, self._fingerprint).hops
 
     def _candidates(self, num_tokens: int, excluded: Collection[str]) -> list[Candidate]:
         servers = self._placement.servers
         usable = candidates(
             servers, fingerprint=self._fingerprint, num_tokens=num_tokens, excluded=excluded,
-            booked=self._bookings.beside(servers, asyncio.get_running_loop().time()),
+            booked=self._bookings.unreported(servers, asyncio.get_running_loop().time()),
         )  # fmt: skip
         # The planner keeps to the order between equals: shuffled, they share the sessions.
         random.shuffle(usable)
@@ -264,36 +289,20 @@ class Routes:
     def _avoided(self) -> frozenset[str]:
         return self._quarantined() | self._leaving
 
-    async def _report(self, server_id: str) -> None:
+    async def _report_server(self, server_id: str) -> None:
         # Should no router hear it, the server's lease ends, or it lives.
         with contextlib.suppress(CorollaError):
             await self._control.report_server(server_id)
-
-
-def _runs(hops: Sequence[common_pb2.Hop], lost: Collection[str]) -> Iterator[list[common_pb2.Hop]]:
-    """Neighbours that are all lost, or all not."""
-    run: list[common_pb2.Hop] = []
-    for hop in hops:
-        if run and (run[-1].server_id in lost) != (hop.server_id in lost):
-            yield run
-            run = []
-        run.append(hop)
-    if run:
-        yield run
 
 
 def _cut(chain: common_pb2.Chain, blocks: Span | None) -> common_pb2.Chain:
     """The part of a chain that covers just `blocks`."""
     if blocks is None:
         return chain
-    return common_pb2.Chain(hops=_hops_within(chain, blocks), fingerprint=chain.fingerprint)
-
-
-def _hops_within(chain: common_pb2.Chain, blocks: Span) -> Iterator[common_pb2.Hop]:
+    part = common_pb2.Chain(fingerprint=chain.fingerprint)
     for hop in chain.hops:
         start, end = max(hop.span.start, blocks.start), min(hop.span.end, blocks.end)
         if start < end:
-            part = common_pb2.Hop()
-            part.CopyFrom(hop)
-            part.span.start, part.span.end = start, end
-            yield part
+            part.hops.append(hop)
+            part.hops[-1].span.start, part.hops[-1].span.end = start, end
+    return part

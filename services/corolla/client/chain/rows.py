@@ -1,23 +1,23 @@
 """Several sequences that step through one chain together, each with any number of new tokens."""
 
-import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InternalError, OutOfPages
-from corolla.client.chain.account import RecoveryAccount
-from corolla.client.chain.awaited import RowFuture, RowResult, give_up
+from corolla.chassis.errors import CorollaError, HopLeaving, InternalError, OutOfPages
 from corolla.client.chain.history import StateHistory
 from corolla.client.chain.identity import SessionIdentity
+from corolla.client.chain.pending import RowFuture, RowResult, discard, wait_for_result
 from corolla.client.chain.recovery import Recovery
-from corolla.client.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP, Places
+from corolla.client.chain.recovery_budget import RecoveryBudget
+from corolla.client.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP
+from corolla.client.chain.reservations import ChainBinding
 from corolla.client.chain.streams import DataPlane
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.tensors import from_payload, tensor_type, to_payload
+from corolla.wire.tensors import from_payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RowStep:
         position: tokens of it before this step; it forgets what it holds beyond.
         hidden: `[T, H]`, the input of block 0 for its new tokens; T is at least 1.
         num_results: how many of the last new tokens' outputs are wanted.
-        source: the sequence whose tokens it takes over first; None keeps its own. All rows of a step do so at once.
+        source: the sequence that it forks first; None keeps its own tokens. All rows of a step fork at once.
     """
 
     row: int
@@ -40,16 +40,14 @@ class RowStep:
 
 
 class RowGroup:
-    """Sequences that are open on every hop of one chain.
+    """Sequences that are open on every hop of one chain; row `i` is the binding's `i`-th identity.
 
-    A step that hops swallowed is taken again once they are replaced and filled, out of what went into the first block:
-    that is remembered here.
+    A step that hops lost is sent again once they are replaced and filled with what went into the first block, which
+    this class remembers.
 
     Args:
-        places: of the sequences; row `i` is the `i`-th identity.
         earlier: the same sequences before there were more of them, or before they had more room.
         max_step_tokens: longer steps travel in chunks; hops may take less.
-        step_timeout_s: after it a step counts as lost.
         max_recoveries: attempts within one step.
         num_cached_tokens: of each sequence's text, that all hops held when it was first opened. The first step may give
             them nevertheless, since replays need them; they are sent nowhere.
@@ -57,7 +55,7 @@ class RowGroup:
 
     def __init__(
         self,
-        places: Places,
+        binding: ChainBinding,
         plane: DataPlane,
         recovery: Recovery,
         *,
@@ -67,7 +65,7 @@ class RowGroup:
         max_recoveries: int,
         num_cached_tokens: int = 0,
     ) -> None:
-        self._places = places
+        self._binding = binding
         self._plane = plane
         self._recovery = recovery
         self._max_step_tokens = max_step_tokens
@@ -76,26 +74,23 @@ class RowGroup:
         self.num_cached_tokens = num_cached_tokens
         self._has_stepped = False
         known: list[StateHistory] = earlier._histories if earlier is not None else []
-        self._histories: list[StateHistory] = [*known, *(StateHistory() for _ in places.identities[len(known) :])]
+        self._histories: list[StateHistory] = [*known, *(StateHistory() for _ in binding.identities[len(known) :])]
 
     @property
     def identities(self) -> tuple[SessionIdentity, ...]:
-        return self._places.identities
+        return self._binding.identities
 
     @property
     def chain(self) -> common_pb2.Chain:
-        return self._places.chain
+        return self._binding.chain
 
-    def reopened(self) -> tuple[SessionIdentity, ...]:
+    def raise_epoch(self) -> tuple[SessionIdentity, ...]:
         """Its sequences as they are to be opened once more. However that ends, `close` frees them."""
-        self._places.reopened()
-        return self._places.identities
+        self._binding.raise_epoch()
+        return self._binding.identities
 
     async def step(self, rows: Sequence[RowStep]) -> list[torch.Tensor]:
-        """Takes new tokens of some sequences through the chain.
-
-        Args:
-            rows: of different sequences.
+        """Takes new tokens of different sequences through the chain.
 
         Returns:
             For each of `rows` `[num_results, H]`, the output of the last block before the final norm.
@@ -106,23 +101,23 @@ class RowGroup:
         if not rows or any(len(row.hidden) == 0 for row in rows):
             raise InternalError("a step has rows, and each row new tokens")
         if not self._has_stepped:
-            rows = [self._behind_cached(row) for row in rows]
+            rows = [self._skip_cached(row) for row in rows]
             self._has_stepped = True
-        self._cut_texts(rows)
-        pasts = [self._past(row) for row in rows]
-        account = RecoveryAccount(self._max_recoveries)
-        if self._plane.moves.concern(self.chain, self._places.opened):
-            await self.recover(HopLeaving("a hop of the chain handed sessions over"), account)
+        self._truncate_texts(rows)
+        pasts = [self._history_before(row) for row in rows]
+        budget = RecoveryBudget(self._max_recoveries)
+        if self._plane.handovers.affect(self.chain, self._binding.open_identities):
+            await self.recover(HopLeaving("a hop of the chain handed sessions over"), budget)
         while True:
             try:
-                outputs = await self._try(rows)
+                outputs = await self._send_chunks(rows)
                 break
             except CorollaError as failure:
                 for row, past in zip(rows, pasts, strict=True):
                     self._histories[row.row] = past
                 # Nobody knows which hops they had taken over another's tokens on.
                 ambiguous = frozenset(row.row for row in rows if row.source is not None)
-                await self.recover(failure, account, ambiguous)
+                await self.recover(failure, budget, ambiguous)
                 rows = [replace(row, source=None) for row in rows]
         for row, past in zip(rows, pasts, strict=True):
             past.append(row.hidden)
@@ -130,39 +125,39 @@ class RowGroup:
         return outputs
 
     async def recover(
-        self, failure: CorollaError, account: RecoveryAccount, ambiguous: frozenset[int] = frozenset()
+        self, failure: CorollaError, budget: RecoveryBudget, ambiguous: frozenset[int] = frozenset()
     ) -> None:
         """Brings all sequences back after a failure, or raises why not. Of `ambiguous` rows hops hold nothing."""
-        await self._recovery.recover(self._places, self._histories, failure, account, ambiguous)
+        await self._recovery.recover(self._binding, self._histories, failure, budget, ambiguous)
 
-    def _behind_cached(self, row: RowStep) -> RowStep:
+    def _skip_cached(self, row: RowStep) -> RowStep:
         num_cached = self.num_cached_tokens
         if not num_cached or row.position or row.source is not None or num_cached > len(row.hidden) - row.num_results:
             return row
         self._histories[row.row].append(row.hidden[:num_cached])
         return replace(row, position=num_cached, hidden=row.hidden[num_cached:])
 
-    def _cut_texts(self, rows: Sequence[RowStep]) -> None:
-        """Hops that open the sequences once more are to be told no more of their texts than these still have."""
-        said = self._places.options.texts
-        if said is None:
+    def _truncate_texts(self, rows: Sequence[RowStep]) -> None:
+        """Forgets texts beyond what the sequences keep, so that hops which open them again learn no more."""
+        known = self._binding.open_options.texts
+        if known is None:
             return
-        texts = list(said)
+        texts = list(known)
         for row in rows:
             if row.source is not None or row.position < self._histories[row.row].position:
-                text = said[row.row if row.source is None else row.source]
+                text = known[row.row if row.source is None else row.source]
                 texts[row.row] = text if row.position >= len(text) else text[: row.position]
-        if any(text is not before for text, before in zip(texts, said, strict=True)):
-            self._places.options = replace(self._places.options, texts=texts)
+        if any(text is not before for text, before in zip(texts, known, strict=True)):
+            self._binding.open_options = replace(self._binding.open_options, texts=texts)
 
-    def _past(self, row: RowStep) -> StateHistory:
+    def _history_before(self, row: RowStep) -> StateHistory:
         own = self._histories[row.row]
         if row.source is None and row.position == own.position:
             return own
         return self._histories[row.row if row.source is None else row.source].until(row.position)
 
-    async def _try(self, rows: Sequence[RowStep]) -> list[torch.Tensor]:
-        max_step_tokens = min(self._max_step_tokens, self._places.max_step_tokens)
+    async def _send_chunks(self, rows: Sequence[RowStep]) -> list[torch.Tensor]:
+        max_step_tokens = min(self._max_step_tokens, self._binding.max_step_tokens)
         chunk_tokens = max_step_tokens // len(rows)
         if chunk_tokens == 0:
             raise OutOfPages(f"a step takes at most {max_step_tokens} sequences")
@@ -179,24 +174,22 @@ class RowGroup:
                 await self._collect(under_way[0], results)
                 under_way.popleft()
         finally:
-            give_up(future for chunk in under_way for _, future in chunk)
+            discard(future for chunk in under_way for _, future in chunk)
         return [_joined(parts, row.hidden) for parts, row in zip(results, rows, strict=True)]
 
     def close(self) -> None:
         """Frees all sequences on every hop."""
-        for identity, opened in zip(self.identities, self._places.opened, strict=True):
-            for hop in self._plane.moves.holders(self.chain, opened):
-                self._plane.tell(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
+        for identity, opened in zip(self.identities, self._binding.open_identities, strict=True):
+            self._plane.close_session(self._plane.handovers.hops_holding(self.chain, opened), identity)
 
     def _send(self, rows: Sequence[RowStep], start: int, chunk_tokens: int) -> list[tuple[int, RowFuture]]:
         """One frame: of each row the new tokens `[start, start + chunk_tokens)`, where there are any."""
         numbers, step_rows, parts = [], [], []
         for number, row in enumerate(rows):
-            num_tokens = len(row.hidden)
-            end = min(start + chunk_tokens, num_tokens)
+            end = min(start + chunk_tokens, len(row.hidden))
             if start >= end:
                 continue
-            first_result = max(start, num_tokens - row.num_results)
+            first_result = max(start, len(row.hidden) - row.num_results)
             source = self.identities[row.source].session_id if row.source is not None and start == 0 else b""
             numbers.append(number)
             parts.append(row.hidden[start:end])
@@ -211,16 +204,11 @@ class RowGroup:
                 )
             )
         hidden = torch.cat(parts)
-        step = pb.Step(rows=step_rows, dtype=tensor_type(hidden.dtype), hidden_size=hidden.shape[1])
-        return list(zip(numbers, self._plane.step(self.chain.hops, step, to_payload(hidden)), strict=True))
+        return list(zip(numbers, self._plane.step(self.chain.hops, step_rows, hidden), strict=True))
 
     async def _collect(self, chunk: list[tuple[int, RowFuture]], results: list[list[RowResult]]) -> None:
-        try:
-            async with asyncio.timeout(self._step_timeout_s):
-                for number, future in chunk:
-                    results[number].append(await future)
-        except TimeoutError:
-            raise HopUnavailable("a hop of the chain does not answer") from None
+        for number, future in chunk:
+            results[number].append(await wait_for_result(future, self._step_timeout_s))
 
 
 def _joined(parts: Sequence[RowResult], like: torch.Tensor) -> torch.Tensor:

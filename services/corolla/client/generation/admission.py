@@ -1,55 +1,96 @@
-"""Which requests run, which wait, and how each is counted."""
+"""Who asks, which requests run, which wait, and how each is counted."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Self
 
-from corolla.chassis.errors import QueueFull
-from corolla.client.chain.account import Recovered
+from corolla.client.chain.recovery_budget import RecoveryReport
 from corolla.client.generation.stopping import FinishReason
-from corolla.client.generation.usage import Usage
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 
 
+@dataclass(slots=True)
+class Usage:
+    """Counted while the request runs; times in seconds from its start."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    recoveries: int = 0
+    stall_s: float = 0.0
+    time_to_first_token_s: float = 0.0
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    def count_token(self) -> None:
+        if not self.completion_tokens:
+            self.time_to_first_token_s = self.elapsed_s
+        self.completion_tokens += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, with `num_bytes` of message; `until_s` is when it no longer waits, by the event loop's clock."""
+
+    tenant: str
+    num_bytes: int
+    usage: Usage
+    until_s: float = math.inf
+
+    def waits_until_s(self, time_limit_s: float | None) -> float:
+        """When nobody waits any more for an answer that begins now."""
+        if time_limit_s is None:
+            return self.until_s
+        return min(self.until_s, asyncio.get_running_loop().time() + time_limit_s)
+
+
+class AdmissionTicket:
+    """A request's place: in the line until its turn has come, then among those who run."""
+
+    def __init__(self, ticket: asyncio.Future[None]) -> None:
+        self._ticket = ticket
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its turn has not come yet."""
+        return not self._ticket.done()
+
+    async def admitted(self) -> None:
+        """Returns when the turn has come. Raises QueueFull when others have more right to wait."""
+        await self._ticket
+
+
 class Admission:
-    """Refuses what is too much before it takes anything, and keeps the gauges true on every way out.
+    """Bounds the requests that run and wait, and the bytes of their messages. `WaitingLine` says who is next."""
 
-    Args:
-        max_running: requests at a time.
-        max_waiting: requests that wait for their turn.
-        max_bytes: of the messages of all requests, running and waiting.
-    """
-
-    def __init__(self, max_running: int, max_waiting: int, max_bytes: int, metrics: ClientMetrics) -> None:
-        self._line: WaitingLine[asyncio.Future[None]] = WaitingLine(max_running, max_waiting, max_bytes)
-        self._metrics = metrics
+    def __init__(self, max_running: int, max_waiting: int, max_bytes: int, min_shares: int = 1) -> None:
+        self._line: WaitingLine[asyncio.Future[None]] = WaitingLine(max_running, max_waiting, max_bytes, min_shares)
 
     @asynccontextmanager
-    async def request(self, tenant: str, num_bytes: int, usage: Usage) -> AsyncIterator["RequestMeter"]:
-        """Holds a place in the line, and among those who run from the request's turn on.
-
-        Args:
-            num_bytes: of its message.
-
-        Raises:
-            QueueFull: there is no room in the line.
-        """
+    async def enter(self, tenant: str, num_bytes: int) -> AsyncIterator[AdmissionTicket]:
+        """A place in the line, and from its admission on among the requests that run. Raises QueueFull."""
         ticket = asyncio.get_running_loop().create_future()
-        for displaced in self._line.enter(tenant, ticket, num_bytes):
+        for displaced, refusal in self._line.enter(tenant, ticket, num_bytes):
             if not displaced.done():
-                displaced.set_exception(QueueFull("the service has more requests than it takes; others had fewer"))
-        meter = RequestMeter(self._metrics, usage, ticket)
+                displaced.set_exception(refusal)
         try:
             self._admit()
-            yield meter
+            yield AdmissionTicket(ticket)
         finally:
             if not ticket.cancel() and not ticket.cancelled():
                 ticket.exception()  # seen: the request may have failed before it asked for its turn
             self._line.leave(ticket)
             self._admit()
-            meter.close()
 
     def _admit(self) -> None:
         for ticket in self._line.admit():
@@ -59,47 +100,40 @@ class Admission:
 
 
 class RequestMeter:
-    """One request: its turn and what the metrics learn of it."""
+    """What usage and metrics learn of one request. Within the context it counts as waiting, then as running."""
 
-    def __init__(self, metrics: ClientMetrics, usage: Usage, ticket: asyncio.Future[None]) -> None:
+    def __init__(self, metrics: ClientMetrics, usage: Usage) -> None:
         self._metrics = metrics
         self._usage = usage
-        self._ticket = ticket
         self._newest_token_s: dict[int, float] = {}
         self._is_waiting = True
-        metrics.waiting.inc()
+
+    def __enter__(self) -> Self:
+        self._metrics.waiting.inc()
+        return self
+
+    def __exit__(self, *_failure: object) -> None:
+        (self._metrics.waiting if self._is_waiting else self._metrics.running).dec()
 
     @property
     def started_s(self) -> float:
         """When the request began, by `time.monotonic()`."""
         return self._usage.started_s
 
-    @property
-    def must_wait(self) -> bool:
-        """Whether its turn has not come yet."""
-        return not self._ticket.done()
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Waits for the request's turn. Raises QueueFull when others have more right to wait."""
-        await self._ticket
-        yield
-
-    def prompt(self, num_tokens: int, num_cached_tokens: int, num_recomputed_tokens: int) -> None:
+    def count_prompt(self, num_tokens: int, num_cached_tokens: int, num_recomputed_tokens: int) -> None:
         """The chain is open and the prompt known: what of it the hops still had, and what of the log they had lost."""
         self._usage.prompt_tokens = num_tokens
         self._usage.cached_tokens = num_cached_tokens
         self._metrics.prompt_tokens.inc(num_tokens)
         self._metrics.prompt_length.observe(num_tokens)
-        self._metrics.cache_queries.inc(num_tokens)
-        self._metrics.cache_hits.inc(num_cached_tokens)
+        self._metrics.cached_prompt_tokens.inc(num_cached_tokens)
         self._metrics.recomputed.inc(num_recomputed_tokens)
         if self._is_waiting:
             self._metrics.waiting.dec()
             self._metrics.running.inc()
             self._is_waiting = False
 
-    def token(self, completion_index: int) -> None:
+    def count_token(self, completion_index: int) -> None:
         now_s = time.monotonic()
         newest_s = self._newest_token_s.get(completion_index)
         self._newest_token_s[completion_index] = now_s
@@ -110,21 +144,21 @@ class RequestMeter:
             self._metrics.time_to_first_token.observe(self._usage.time_to_first_token_s)
         self._metrics.generation_tokens.inc()
 
-    def draft(self, num_drafted: int, num_accepted: int) -> None:
-        """A step carried guesses, of which so many were right."""
+    def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        """A step carried draft tokens, of which so many were right."""
         self._usage.drafted_tokens += num_drafted
         self._usage.accepted_tokens += num_accepted
         self._metrics.drafted_tokens.inc(num_drafted)
         self._metrics.accepted_tokens.inc(num_accepted)
 
-    def recovered(self, recovered: Recovered) -> None:
-        """The chain lost hops, and the answer goes on."""
+    def count_recovery(self, report: RecoveryReport) -> None:
+        """The chain lost hops and has recovered."""
         self._usage.recoveries += 1
-        self._usage.stall_s += recovered.seconds
+        self._usage.stall_s += report.seconds
 
-    def finished(self, reason: FinishReason) -> None:
+    def count_finish(self, reason: FinishReason | None) -> None:
+        """An answer ended, or not yet where `reason` is None."""
+        if reason is None:
+            return
         self._metrics.success.labels(reason.value).inc()
         self._metrics.e2e.observe(self._usage.elapsed_s)
-
-    def close(self) -> None:
-        (self._metrics.waiting if self._is_waiting else self._metrics.running).dec()

@@ -1,4 +1,4 @@
-"""An answer as it grows: tokens in, text and the end out. Pure: time is passed in."""
+"""An answer as it grows: tokens in, text and the end out. Time is passed in."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,25 +14,21 @@ class Delta:
     """What one token adds to an answer.
 
     Attributes:
-        token: the token.
+        tokens: the token; none where the delta is only the end.
         text: whole characters that can no longer become part of a stop sequence.
         finish_reason: set on the last one.
     """
 
-    token: SampledToken
+    tokens: tuple[SampledToken, ...]
     text: str
     finish_reason: FinishReason | None
 
 
 class Answer:
-    """One answer.
+    """One answer: `finish_reason` is None while it continues.
 
-    Whether it goes on is decided at each token; its text is looked at later, while the next step is under way, unless
-    a stop sequence may end it.
-
-    Attributes:
-        token_ids: all tokens so far.
-        finish_reason: why it ended; None while it goes on.
+    `accept` decides at each token whether the answer ends; the text is decoded later, while the next step is under way,
+    unless a stop sequence may end the answer.
     """
 
     def __init__(
@@ -59,12 +55,7 @@ class Answer:
         return "".join(self._parts)
 
     def accept(self, token: SampledToken, elapsed_s: float) -> None:
-        """Takes the next token, and decides whether the answer ends with it.
-
-        Args:
-            token: as sampled.
-            elapsed_s: seconds since the request began.
-        """
+        """Takes the next token, `elapsed_s` seconds after the request began, and decides whether the answer ends."""
         self.token_ids.append(token.token_id)
         self.finish_reason = self._decider.finish_reason(token.token_id, len(self.token_ids), elapsed_s)
         self._undecoded.append(token)
@@ -90,4 +81,4 @@ class Answer:
             elif is_last:
                 text += self._matcher.flush()
             self._parts.append(text)
-            self._deltas.append(Delta(token, text, self.finish_reason if matched or is_last else None))
+            self._deltas.append(Delta((token,), text, self.finish_reason if matched or is_last else None))

@@ -5,26 +5,25 @@ Everything that an answer takes is held by a context: finish, cancellation and f
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
 
-from corolla.chassis.errors import ContextLengthExceeded, RouterUnavailable, StoreUnavailable
+from corolla.chassis.errors import ContextLengthExceeded, CorollaError, RouterUnavailable, StoreUnavailable
 from corolla.client.chain.identity import SessionIdentity
-from corolla.client.chain.opener import ChainOpener
 from corolla.client.chain.reservations import OpenOptions
-from corolla.client.chain.session import ChainSession
-from corolla.client.generation.admission import Admission, RequestMeter
+from corolla.client.chain.session import ChainSession, ChainSessions
+from corolla.client.generation.admission import Admission, Caller, RequestMeter, Usage
 from corolla.client.generation.answer import Answer, Delta
-from corolla.client.generation.caller import Caller
-from corolla.client.generation.loop import generate
+from corolla.client.generation.loop import AnswerSampler, Prefill, SharedPrompt, generate
 from corolla.client.generation.merge import merge
-from corolla.client.generation.options import AnswerOptions
-from corolla.client.generation.resumption import Missing, told_again
-from corolla.client.generation.sampling import Sampler
-from corolla.client.generation.speculator import Speculators
+from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
+from corolla.client.generation.sampling import Sampler, SamplingParams
+from corolla.client.generation.speculator import SpeculationOptions, Speculators
 from corolla.client.generation.stopping import FinishReason, StopDecider
-from corolla.client.generation.usage import Usage
+from corolla.client.metrics import ClientMetrics
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.v1 import common_pb2, router_pb2
@@ -32,8 +31,26 @@ from corolla.v1 import common_pb2, router_pb2
 NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
 """A session's record to its new token log, and how many of its first tokens are those of the old one."""
 
-Remember = Callable[[router_pb2.SessionRecord, str], None]
+RecordTurn = Callable[[router_pb2.SessionRecord, str], None]
 """Writes a finished turn's text into the record."""
+
+_SKIPPED_AT_A_TIME: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """How an answer is to be made and when it ends.
+
+    `max_tokens` None leaves it to the service; `resumption` is None for a request without a name.
+    """
+
+    sampling: SamplingParams
+    max_tokens: int | None
+    stop_sequences: tuple[str, ...]
+    ignore_eos: bool
+    time_limit_s: float | None
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    resumption: Resumption | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +60,18 @@ class ModelLimits:
     context_length: int
     default_max_tokens: int
     eos_token_ids: frozenset[int]
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """What the answers to one prompt share: `max_tokens` new ones each, until `until_s` of the event loop's clock."""
+
+    tenant: str
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    meter: RequestMeter
+    until_s: float
 
 
 class Answering:
@@ -50,99 +79,126 @@ class Answering:
 
     def __init__(
         self,
-        opener: ChainOpener,
+        sessions: ChainSessions,
         transcripts: Transcripts,
         tokenizer: TextTokenizer,
         limits: ModelLimits,
         admission: Admission,
         speculators: Speculators,
+        metrics: ClientMetrics,
     ) -> None:
-        self._opener = opener
+        self._sessions = sessions
         self._transcripts = transcripts
         self._tokenizer = tokenizer
         self._limits = limits
         self._admission = admission
         self._speculators = speculators
+        self._metrics = metrics
 
     async def complete(
         self, caller: Caller, encode: Callable[[], Sequence[int]], options: AnswerOptions, num_completions: int
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Answers a prompt once or several times, in sessions that end with the answer.
+        """Answers a prompt once or several times, in sessions that end with the answer. The prompt is processed once.
 
         Args:
-            encode: gives the prompt's ids. It works while the request waits for its turn, so that what is wrong with
-                the prompt is known at once, and no more prompts are encoded than may wait.
+            encode: gives the prompt's ids, before the request is admitted: a wrong prompt is refused at once.
 
         Yields:
             `(index, delta)` as they come; of each index the last has a finish reason.
         """
-        tenant, until_s = caller.tenant, caller.waits_until_s(options.time_limit_s)
+        until_s = caller.waits_until_s(options.time_limit_s)
         self._speculators.check(options.speculation)
-        async with self._admission.request(tenant, caller.num_bytes, caller.usage) as meter:
+        async with AsyncExitStack() as stack:
+            ticket = await stack.enter_async_context(self._admission.enter(caller.tenant, caller.num_bytes))
+            meter = stack.enter_context(RequestMeter(self._metrics, caller.usage))
             prompt_ids = await asyncio.to_thread(encode)
-            max_tokens = self._max_tokens(len(prompt_ids), options)
-            answers = [
-                self._complete_one(tenant, prompt_ids, _seeded(options, index), max_tokens, index, meter, until_s)
-                for index in range(num_completions)
+            job = _Completion(caller.tenant, prompt_ids, self._max_tokens(len(prompt_ids), options), meter, until_s)
+            if (end := (await self._begun_answer(prompt_ids, job.max_tokens, options)).finish_reason) is not None:
+                # All tokens had come but the word that they are all.
+                meter.count_prompt(len(prompt_ids), len(prompt_ids), 0)
+                meter.count_finish(end)
+                yield 0, Delta((), "", end)
+                return
+            await ticket.admitted()
+            unsent = UnsentDeltas(options.resumption)
+            shared = SharedPrompt(num_completions - 1)
+            if num_completions == 1:
+                only = self._stream_completion(job, options, shared, 0)
+                async for delta in await stack.enter_async_context(aclosing(only)):
+                    meter.count_token(0)
+                    if (left := unsent.select(delta)) is not None:
+                        meter.count_finish(left.finish_reason)
+                        yield 0, left
+                return
+            streams = [
+                self._stream_completion(job, _seeded(options, index), shared, index) for index in range(num_completions)
             ]
-            async with meter.running(), aclosing(merge(answers)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            async for index, delta in await stack.enter_async_context(aclosing(merge(streams))):
+                meter.count_token(index)
+                meter.count_finish(delta.finish_reason)
+                yield index, delta
 
     async def continue_session(
-        self, caller: Caller, session_id: str, next_prompt: NextPrompt, remember: Remember, options: AnswerOptions
-    ) -> AsyncGenerator[Delta, None]:
+        self, caller: Caller, session_id: str, next_prompt: NextPrompt, record_turn: RecordTurn, options: AnswerOptions
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Runs one turn of a session. If it does not finish, the session stays as it was before.
 
-        A turn that its caller named is run once: asked for again, it is told again.
+        A turn that its caller named is run once: asked for again, its answer is repeated.
         """
         tenant, until_s = caller.tenant, caller.waits_until_s(options.time_limit_s)
         self._speculators.check(options.speculation)
         resumption = options.resumption
-        turn_name = "" if resumption is None else resumption.name_of_turn(tenant)
+        turn_name = "" if resumption is None else resumption.turn_name(tenant)
         async with AsyncExitStack() as stack:
-            meter = await stack.enter_async_context(self._admission.request(tenant, caller.num_bytes, caller.usage))
-            if meter.must_wait:
+            ticket = await stack.enter_async_context(self._admission.enter(tenant, caller.num_bytes))
+            meter = stack.enter_context(RequestMeter(self._metrics, caller.usage))
+            if ticket.is_waiting:
                 await self._check_turn(session_id, tenant, turn_name, next_prompt, options)
-            await stack.enter_async_context(meter.running())
+            await ticket.admitted()
             turn = await stack.enter_async_context(self._transcripts.turn(session_id, tenant, turn_name))
             record = turn.record
             if resumption is not None and record.last_turn == turn_name:
-                for delta in resumption.missing_of(self._last_answer(record, options, caller.usage)):
-                    yield delta
+                for delta in resumption.unsent_of(await self._last_answer(record, options, caller.usage)):
+                    yield 0, delta
                 return
-            earlier = common_pb2.Chain()
-            earlier.CopyFrom(record.chain)
+            earlier = common_pb2.Chain.FromString(record.chain.SerializeToString())
             num_kept_tokens, prompt_ids, max_tokens = await self._prompt_of_turn(record, next_prompt, options)
-            answer = self._answer(prompt_ids, max_tokens, options)
+            answer, options = await self._answer_of_turn(prompt_ids, max_tokens, options)
+            sampler = await self._ready_sampler(options, tenant, prompt_ids, record.sampler_state)
             text_ids = [*prompt_ids, *answer.token_ids]
             identity = SessionIdentity.of_turn(session_id, record.epoch, tenant)
-            opening = OpenOptions(
+            open_options = OpenOptions(
                 max_tokens=len(prompt_ids) + max_tokens,
                 transient=False,
                 lease_ms=self._transcripts.ttl_ms,
-                recorded=earlier,
+                recorded_chain=earlier,
                 record_id=session_id,
                 texts=[text_ids],
                 max_position=min(num_kept_tokens, record.position) if earlier.hops else None,
             )
-            async with self._opener.open(identity, opening, meter.recovered, until_s) as session:
+            async with self._sessions.open(identity, open_options, meter.count_recovery, until_s) as session:
                 position = num_past_tokens = min(num_kept_tokens, record.position)
                 try:
-                    await session.take_up(text_ids, num_past_tokens if earlier.hops else 0)
+                    await session.restore(text_ids, num_past_tokens if earlier.hops else 0)
                     num_lost_tokens = max(0, num_past_tokens - session.position)
-                    meter.prompt(len(prompt_ids), min(session.num_cached_tokens, len(prompt_ids)), num_lost_tokens)
-                    sampler = self._sampler(options, tenant, prompt_ids, record.sampler_state)
-                    deltas = self._deltas(session, sampler, answer, text_ids, options, 0, meter)
+                    meter.count_prompt(
+                        len(prompt_ids), min(session.num_cached_tokens, len(prompt_ids)), num_lost_tokens
+                    )
+                    prefill = partial(session.prefill, text_ids[session.position :])
+                    unsent = UnsentDeltas(options.resumption)
+                    deltas = self._deltas(session, sampler, answer, text_ids, options, prefill, meter)
                     async with aclosing(deltas):
                         async for delta in deltas:
+                            meter.count_token(0)
+                            left = unsent.select(delta)
                             if delta.finish_reason is not None:
                                 # Before the caller learns of the end: the next turn may follow at once.
-                                remember(record, answer.text)
-                                _write_back(record, session, prompt_ids, answer, sampler, turn_name)
+                                _write_back(record, session, prompt_ids, answer, sampler, turn_name, record_turn)
                                 await turn.commit()
                                 position = session.position
-                            yield delta
+                            if left is not None:
+                                meter.count_finish(left.finish_reason)
+                                yield 0, left
                 finally:
                     recorded = record.chain if turn.committed else earlier
                     session.park(position, earlier=earlier, recorded=recorded)
@@ -165,58 +221,63 @@ class Answering:
         num_kept_tokens, prompt_ids = await asyncio.to_thread(next_prompt, record)
         return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), options)
 
-    async def _complete_one(
-        self,
-        tenant: str,
-        prompt_ids: Sequence[int],
-        options: AnswerOptions,
-        max_tokens: int,
-        index: int,
-        meter: RequestMeter,
-        until_s: float,
-    ) -> AsyncGenerator[tuple[int, Delta], None]:
-        answer = self._answer(prompt_ids, max_tokens, options)
-        text_ids = [*prompt_ids, *answer.token_ids]
-        identity = SessionIdentity(secrets.token_bytes(16), 1, tenant)
-        opening = OpenOptions(max_tokens=len(prompt_ids) + max_tokens, transient=True, texts=[text_ids])
-        async with self._opener.open(identity, opening, meter.recovered, until_s) as session:
+    async def _stream_completion(
+        self, job: _Completion, options: AnswerOptions, shared: SharedPrompt, index: int
+    ) -> AsyncGenerator[Delta, None]:
+        """One of the answers to a prompt, in a session that ends with it."""
+        answer = await self._begun_answer(job.prompt_ids, job.max_tokens, options)
+        sampler = await self._ready_sampler(options, job.tenant, job.prompt_ids, b"")
+        text_ids = [*job.prompt_ids, *answer.token_ids]
+        async with AsyncExitStack() as stack:
+            prefill: Prefill
+            if index == 0:
+                session = await stack.enter_async_context(self._open(job, text_ids, None))
+                await session.restore(text_ids)
+                job.meter.count_prompt(len(job.prompt_ids), min(session.position, len(job.prompt_ids)), 0)
+                shared.source.set_result(session)
+                prefill = partial(shared.prefill, session, text_ids[session.position :])
+            else:
+                source = await shared.source
+                try:
+                    session = await stack.enter_async_context(self._open(job, text_ids, source.chain))
+                    prefill = partial(shared.fork, session, text_ids)
+                except CorollaError:
+                    # There is no room left on that chain, perhaps on another one.
+                    shared.release()
+                    session = await stack.enter_async_context(self._open(job, text_ids, None))
+                    await session.restore(text_ids)
+                    prefill = partial(session.prefill, text_ids[session.position :])
+            deltas = self._deltas(session, sampler, answer, text_ids, options, prefill, job.meter)
+            async for delta in await stack.enter_async_context(aclosing(deltas)):
+                yield delta
+
+    @asynccontextmanager
+    async def _open(
+        self, job: _Completion, text_ids: Sequence[int], chain: common_pb2.Chain | None
+    ) -> AsyncIterator[ChainSession]:
+        """A session that lives as long as this context; on just this chain, or on the best one."""
+        identity = SessionIdentity(secrets.token_bytes(16), 1, job.tenant)
+        max_tokens = len(job.prompt_ids) + job.max_tokens
+        open_options = OpenOptions(max_tokens=max_tokens, transient=True, texts=[text_ids], only_chain=chain)
+        async with self._sessions.open(identity, open_options, job.meter.count_recovery, job.until_s) as session:
             try:
-                await session.take_up(text_ids)
-                if index == 0:
-                    meter.prompt(len(prompt_ids), min(session.position, len(prompt_ids)), 0)
-                sampler = self._sampler(options, tenant, prompt_ids, b"")
-                deltas = self._deltas(session, sampler, answer, text_ids, options, index, meter)
-                async with aclosing(deltas):
-                    async for delta in deltas:
-                        yield index, delta
+                yield session
             finally:
                 session.close()
 
-    async def _deltas(
+    def _deltas(
         self,
         session: ChainSession,
         sampler: Sampler,
         answer: Answer,
         text_ids: Sequence[int],
         options: AnswerOptions,
-        index: int,
+        prefill: Prefill,
         meter: RequestMeter,
     ) -> AsyncGenerator[Delta, None]:
-        """What the caller does not have yet of an answer.
-
-        Args:
-            text_ids: all tokens so far.
-        """
-        speculator = self._speculators.make(options.speculation, sampler, text_ids, meter.draft)
-        new_ids = text_ids[session.position :]
-        missing = Missing(options.resumption)
-        async with aclosing(generate(session, sampler, answer, new_ids, meter.started_s, speculator)) as deltas:
-            async for delta in deltas:
-                meter.token(index)
-                if missing.includes(delta):
-                    if delta.finish_reason is not None:
-                        meter.finished(delta.finish_reason)
-                    yield delta
+        """An answer's deltas, those included that its caller has already. `text_ids` are all tokens so far."""
+        speculator = self._speculators.make(options.speculation, sampler, text_ids, meter.count_drafts)
+        return generate(session, AnswerSampler(sampler, answer, meter.started_s), answer, prefill, speculator)
 
     def _max_tokens(self, num_prompt_tokens: int, options: AnswerOptions) -> int:
         room = self._limits.context_length - num_prompt_tokens
@@ -230,7 +291,7 @@ class Answering:
         return min(self._limits.default_max_tokens, room) if options.max_tokens is None else wanted
 
     def _sampler(self, options: AnswerOptions, tenant: str, prompt_ids: Sequence[int], state: bytes) -> Sampler:
-        """With a seed the random stream begins there; without one a session's stream goes on."""
+        """With a seed the random stream begins there; without one it continues that of the session."""
         params, resumption = options.sampling, options.resumption
         has_past = bool(state) and params.seed is None
         received_ids: Sequence[int] = ()
@@ -244,6 +305,22 @@ class Answering:
             state=state if has_past else None,
         )
 
+    async def _ready_sampler(
+        self, options: AnswerOptions, tenant: str, prompt_ids: Sequence[int], state: bytes
+    ) -> Sampler:
+        """One that has drawn already what was drawn for the tokens that have come; for thousands that takes seconds."""
+        sampler = self._sampler(options, tenant, prompt_ids, state)
+        while sampler.num_skipped:
+            # Not in the thread that computes for everybody; in parts, since a thread goes on though its caller left.
+            await asyncio.to_thread(sampler.skip, self._limits.vocab_size, _SKIPPED_AT_A_TIME)
+        return sampler
+
+    async def _begun_answer(self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions) -> Answer:
+        """As `_answer`. The text of tokens that have come is made in a thread: all answers share the event loop."""
+        if options.resumption is None:
+            return self._answer(prompt_ids, max_tokens, options)
+        return await asyncio.to_thread(self._answer, prompt_ids, max_tokens, options)
+
     def _answer(self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions) -> Answer:
         decider = StopDecider(
             max_new_tokens=max_tokens,
@@ -253,19 +330,28 @@ class Answering:
         )
         answer = Answer(self._tokenizer, prompt_ids, decider, options.stop_sequences)
         if options.resumption is not None:
-            options.resumption.take_up(answer)
+            options.resumption.replay_into(answer)
         return answer
 
-    def _last_answer(self, record: router_pb2.SessionRecord, options: AnswerOptions, usage: Usage) -> list[Delta]:
+    async def _answer_of_turn(
+        self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions
+    ) -> tuple[Answer, AnswerOptions]:
+        """An answer that continues, so that the session reaches its end though its caller may have all tokens."""
+        answer = await self._begun_answer(prompt_ids, max_tokens, options)
+        if options.resumption is None or answer.finish_reason is None:
+            return answer, options
+        options = replace(options, resumption=options.resumption.without_last())
+        return await self._begun_answer(prompt_ids, max_tokens, options), options
+
+    async def _last_answer(self, record: router_pb2.SessionRecord, options: AnswerOptions, usage: Usage) -> list[Delta]:
         """The answer of the session's last turn, which asks for no work."""
         num_prompt_tokens = len(record.token_log) - record.last_answer_tokens
         usage.prompt_tokens = usage.cached_tokens = num_prompt_tokens
-        unbounded = StopDecider(
-            max_new_tokens=len(record.token_log), eos_token_ids=frozenset(), ignore_eos=True, time_limit_s=None
-        )
+        unbounded = StopDecider(max_new_tokens=len(record.token_log), ignore_eos=True)
         prompt_ids = record.token_log[:num_prompt_tokens]
         answer = Answer(self._tokenizer, prompt_ids, unbounded, options.stop_sequences)
-        return told_again(answer, record.token_log[num_prompt_tokens:], FinishReason(record.last_finish_reason))
+        answer_ids, reason = record.token_log[num_prompt_tokens:], FinishReason(record.last_finish_reason)
+        return await asyncio.to_thread(replay_answer, answer, answer_ids, reason)
 
 
 def _seeded(options: AnswerOptions, index: int) -> AnswerOptions:
@@ -282,8 +368,10 @@ def _write_back(
     answer: Answer,
     sampler: Sampler,
     turn_name: str,
+    record_turn: RecordTurn,
 ) -> None:
-    record.chain.CopyFrom(session.resting_chain)
+    record_turn(record, answer.text)
+    record.chain.CopyFrom(session.chain_to_record)
     record.position = session.position
     record.token_log[:] = [*prompt_ids, *answer.token_ids]
     record.sampler_state = sampler.state()

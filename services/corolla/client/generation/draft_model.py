@@ -1,4 +1,4 @@
-"""Guesses at the next tokens by a small model that runs in this process."""
+"""Drafts the next tokens by a small model that runs in this process."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,22 +16,16 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.loading import LOADING
 
 DRAFT_MODEL_RATES: Final[tuple[float, ...]] = (0.7,)
-"""How often a guess is right before anything is known of a text; there is one kind of evidence."""
+"""How often a draft token is right before anything is known of a text; there is one kind of evidence."""
 
 _CHUNK_TOKENS: Final = 64
-_MOST_GUESSES: Final = 128
-"""No draft is longer, so what was read before those tokens is no guess."""
+_MOST_DRAFT_TOKENS: Final = 128
+"""No draft is longer, so what was read before those tokens is no draft token."""
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A model with the target's vocabulary.
-
-    Args:
-        causal_model: a causal language model of `transformers`.
-        context_length: the longest text that it can read, in tokens.
-        vocab_size: logits of the target model.
-    """
+    """A model with the target's vocabulary: logits `[vocab_size]`, of at most `context_length` tokens."""
 
     causal_model: PreTrainedModel
     context_length: int
@@ -41,10 +35,7 @@ class DraftModel:
     def load(
         cls, checkpoint: Checkpoint, tokenizer: TextTokenizer, *, vocab_size: int, dtype: torch.dtype, device: str
     ) -> "DraftModel":
-        """Reads the whole model, after a look at its tokenizer.
-
-        Args:
-            tokenizer: the target's; token ids are compared by what the draft guesses, so both must have the same.
+        """Reads the whole model, after its tokenizer, which must have the target's vocabulary.
 
         Raises:
             CheckpointError: another tokenizer, or weights that cannot be read.
@@ -70,7 +61,10 @@ class DraftModel:
     @torch.inference_mode()
     def logits(self, token_ids: list[int], cache: DynamicCache) -> Tensor:
         """Float32 `[vocabulary of the target]` on the CPU, after `token_ids`, which follow what `cache` holds."""
-        ids = torch.tensor([token_ids], device=self.causal_model.device)
+        # The target's embedding may be padded further. In place of a token that this model lacks it reads its last one:
+        # the draft tokens behind it may be worse, the answer stays the same.
+        embedding: Any = self.causal_model.get_input_embeddings()
+        ids = torch.tensor([token_ids], device=self.causal_model.device).clamp(max=embedding.weight.shape[0] - 1)
         output = self.causal_model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = cast(Tensor, output.logits)[0, -1].float().cpu()[: self.vocab_size]
         # Embeddings may be padded differently. The random stream must not notice: it takes one number for each logit.
@@ -79,11 +73,7 @@ class DraftModel:
 
 
 class DraftReading:
-    """What the draft model has read of one text, guesses of its own included; blocking.
-
-    Attributes:
-        token_ids: of the text.
-    """
+    """What the draft model has read of one text, `token_ids`, and of its own draft tokens. Its methods block."""
 
     def __init__(self, model: DraftModel) -> None:
         self.token_ids: list[int] = []
@@ -94,11 +84,11 @@ class DraftReading:
 
     @property
     def num_tokens_left(self) -> int:
-        """How many guesses the model has room for."""
+        """How many draft tokens the model has room for."""
         return max(0, self._model.context_length - len(self.token_ids))
 
     def read_chunk(self) -> bool:
-        """Reads on towards the text's last token, which is left for the first guess; False when there is no more."""
+        """Reads on towards the text's last token, which the first draft token needs; False when there is no more."""
         start = len(self._cached_ids)
         chunk = self.token_ids[start : min(len(self.token_ids) - 1, start + _CHUNK_TOKENS)]
         if chunk and self.num_tokens_left:
@@ -106,13 +96,13 @@ class DraftReading:
         return bool(chunk) and self.num_tokens_left > 0
 
     def logits_after(self, newest: int) -> Tensor:
-        """Float32 `[vocabulary of the target]` after the text's last token, or after a guess that follows it."""
+        """Float32 `[vocabulary of the target]` after the text's last token, or after a draft token that follows it."""
         return self._read([newest])
 
-    def forget_wrong_guesses(self) -> None:
+    def forget_rejected_tokens(self) -> None:
         """Of what was read, only what the text has come to agree with stays; and its last token is read anew."""
         num_right = min(len(self._cached_ids), len(self.token_ids) - 1)
-        for index in range(max(0, num_right - _MOST_GUESSES), num_right):
+        for index in range(max(0, num_right - _MOST_DRAFT_TOKENS), num_right):
             if self._cached_ids[index] != self.token_ids[index]:
                 num_right = index
                 break
@@ -127,10 +117,10 @@ class DraftReading:
 
 
 class ModelDrafter:
-    """Drafts of one answer by the draft model.
+    """Drafts for one answer by the draft model.
 
-    It chooses as the target will: by a fork of its sampler, penalties and random stream included. With equal random
-    numbers two similar distributions mostly give the same token, so drafts of sampled answers are accepted, too.
+    It samples with a fork of the answer's sampler, penalties and random stream included. With equal random numbers two
+    similar distributions mostly give the same token, so drafts of sampled answers are accepted, too.
     """
 
     def __init__(self, model: DraftModel, compute: ComputeThread) -> None:
@@ -147,24 +137,20 @@ class ModelDrafter:
 
     async def prepare(self) -> None:
         """Reads the text up to its last token, in chunks, so that the thread serves other answers in between."""
-        while await self._compute.run(self._reading.read_chunk):
+        while await self._compute.submit(self._reading.read_chunk):
             pass
 
     async def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
-        """The next tokens as this model would have them.
-
-        Args:
-            sampler: the target's; it is not touched.
-        """
-        self._reading.forget_wrong_guesses()
+        """The next tokens as this model would have them; `sampler`, the target's, stays as it is."""
+        self._reading.forget_rejected_tokens()
         await self.prepare()
-        fork = await self._compute.run(sampler.fork)
+        fork = await self._compute.submit(sampler.fork)
         drafted: list[int] = []
         newest = self._reading.token_ids[-1]
         for _ in range(min(num_tokens, self._reading.num_tokens_left)):
-            newest = await self._compute.run(self._guess, newest, fork)
+            newest = await self._compute.submit(self._draft_token, newest, fork)
             drafted.append(newest)
         return drafted
 
-    def _guess(self, newest: int, sampler: Sampler) -> int:
+    def _draft_token(self, newest: int, sampler: Sampler) -> int:
         return sampler.sample(self._reading.logits_after(newest)).token_id

@@ -3,47 +3,36 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    failure: Exception | None
+async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
+    """Yields `(index, item)` of what any stream yields. The first failure ends them all; on leaving, all are closed."""
+    queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(maxsize=2 * len(streams))
 
-
-async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """Yields what any stream yields; the first failure ends them all. On leaving, all are closed."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
-    queue: asyncio.Queue[Item | _End] = asyncio.Queue(maxsize=2 * len(streams))
-
-    async def drain(stream: AsyncGenerator[Item, None]) -> None:
+    async def drain(index: int, stream: AsyncGenerator[Item, None]) -> None:
         failure = None
         try:
             async with aclosing(stream) as items:
                 async for item in items:
-                    await queue.put(item)
+                    await queue.put((index, item))
         except Exception as error:
             failure = error
-        await queue.put(_End(failure))
+        await queue.put(failure)
 
-    tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+    tasks = [asyncio.create_task(drain(*each)) for each in enumerate(streams)]
     num_open = len(tasks)
     try:
         while num_open:
             next_one = await queue.get()
-            if not isinstance(next_one, _End):
-                yield next_one
-            elif next_one.failure is not None:
-                raise next_one.failure
-            else:
+            if next_one is None:
                 num_open -= 1
+            elif isinstance(next_one, Exception):
+                raise next_one
+            else:
+                yield next_one
     finally:
         for task in tasks:
             task.cancel()

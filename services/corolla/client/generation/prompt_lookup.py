@@ -1,7 +1,7 @@
-"""Guesses at the next tokens from the text so far: what followed the last time that it ran like this. Pure.
+"""Drafts the next tokens from the text so far: what followed the last time that it ran like this. Pure.
 
-Answers that quote, rewrite or correct their prompt repeat long stretches of it; there such guesses are mostly right.
-Described as prompt lookup decoding by Apoorv Saxena (2023); `transformers` has it as `prompt_lookup_num_tokens`.
+Answers that quote, rewrite or correct their prompt repeat long stretches of it; there such draft tokens are mostly
+right. Described as prompt lookup decoding by Apoorv Saxena (2023); `transformers` has it as `prompt_lookup_num_tokens`.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from typing import Final
 _MATCH_LENGTHS: Final = (8, 5, 3, 2)
 
 LOOKUP_RATES: Final[tuple[float, ...]] = (0.9, 0.8, 0.6, 0.4)
-"""How often a guess is right before anything is known of a text, for each kind of evidence."""
+"""How often a draft token is right before anything is known of a text, for each kind of evidence."""
 
 
 class PromptLookup:
@@ -36,6 +36,11 @@ class PromptLookup:
             text.append(token_id)
 
     @property
+    def num_indexed(self) -> tuple[int, ...]:
+        """Entries of the index, which is what it costs in memory: for each match length, longest first."""
+        return tuple(map(len, self._followers))
+
+    @property
     def evidence(self) -> int | None:
         """The kind of match, 0 for the longest; None where the text's end has not occurred before."""
         match = self._match()
@@ -44,7 +49,7 @@ class PromptLookup:
     def draft(self, num_tokens: int) -> list[int]:
         """What followed the latest occurrence of the longest match; empty where there is none.
 
-        Where that runs into the text's end, it goes on with the draft itself: a text that goes in circles is followed
+        Where that runs into the text's end, the draft continues with itself: it follows a text that goes in circles
         around.
         """
         match = self._match()

@@ -1,4 +1,4 @@
-"""Going on with an answer whose stream broke, in any client service. Nothing of it is remembered here.
+"""Resumes an answer whose stream broke, in any client service. Nothing of it is remembered here.
 
 An answer follows from its request: the same prompt, options and random numbers give the same tokens. So a request that
 its caller named can be made again, and what has come of its answer is left out. A request that is named and has no seed
@@ -17,20 +17,17 @@ from corolla.client.generation.stopping import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What a caller says of an answer that has begun, perhaps elsewhere.
+    """What a caller says of an answer that has begun, perhaps elsewhere: `num_received` tokens have come.
 
-    Attributes:
-        request_id: the caller's own name for the request.
-        num_received: tokens that have come.
-        received_ids: those tokens, if the caller still has them; the answer then need not be generated up to there.
+    `received_ids` are those tokens, if the caller still has them; the answer then need not be generated up to there.
     """
 
     request_id: str
     num_received: int = 0
     received_ids: tuple[int, ...] = ()
 
-    def name_of_turn(self, tenant: str) -> str:
-        """Only the same request of the same tenant has it. The caller's own name is not ours to store."""
+    def turn_name(self, tenant: str) -> str:
+        """A name that only the same request of the same tenant has. The caller's own name is not stored."""
         return self._digest("turn", tenant).hex()[:32]
 
     def seeded(self, params: SamplingParams, tenant: str) -> SamplingParams:
@@ -39,48 +36,54 @@ class Resumption:
             return params
         return replace(params, seed=int.from_bytes(self._digest("seed", tenant)[:7]))
 
-    def take_up(self, answer: Answer) -> None:
-        """Makes what came the answer's own. Raises InvalidRequest where the answer would have ended with it."""
+    def replay_into(self, answer: Answer) -> None:
+        """Makes what came the answer's own, which may end with it. Raises InvalidRequest where it would have before."""
         for token_id in self.received_ids:
             if answer.finish_reason is not None:
-                break
+                raise _too_many(len(answer.token_ids))
             answer.accept(SampledToken(token_id), 0.0)
         answer.deltas()
-        if answer.finish_reason is not None:
-            raise _nothing_left(len(answer.token_ids))
 
-    def missing_of(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
-        """Of a whole answer what has not come yet. Raises InvalidRequest where that is nothing."""
-        missing = Missing(replace(self, received_ids=()))
-        return (delta for delta in deltas if missing.includes(delta))
+    def without_last(self) -> "Resumption":
+        """So that the last token that has come is generated again; its caller does not get it again."""
+        return replace(self, received_ids=self.received_ids[:-1])
+
+    def unsent_of(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
+        """Of a whole answer what has not come yet, and its end. Raises InvalidRequest where more came than there is."""
+        unsent = UnsentDeltas(replace(self, received_ids=()))
+        return (left for delta in deltas if (left := unsent.select(delta)) is not None)
 
     def _digest(self, purpose: str, tenant: str) -> bytes:
         return hashlib.sha256("\0".join((purpose, tenant, self.request_id)).encode()).digest()
 
 
-class Missing:
+class UnsentDeltas:
     """Tells which parts of an answer are to be sent, as they come one after the other."""
 
     def __init__(self, resumption: Resumption | None) -> None:
         self._num_received = 0 if resumption is None else resumption.num_received
         self._num_tokens = 0 if resumption is None else len(resumption.received_ids)
 
-    def includes(self, delta: Delta) -> bool:
-        """Raises InvalidRequest where the answer ends with a token that has come."""
-        self._num_tokens += 1
+    def select(self, delta: Delta) -> Delta | None:
+        """Returns the delta, None, or just the end of an answer whose last token has come.
+
+        Raises InvalidRequest where the answer ends, and more than all of it has come.
+        """
+        self._num_tokens += len(delta.tokens)
         if self._num_tokens > self._num_received:
-            return True
-        if delta.finish_reason is not None:
-            raise _nothing_left(self._num_tokens)
-        return False
+            return delta
+        if delta.finish_reason is None:
+            return None
+        if self._num_tokens < self._num_received:
+            raise _too_many(self._num_tokens)
+        return Delta((), "", delta.finish_reason)
 
 
-def told_again(answer: Answer, token_ids: Sequence[int], finish_reason: FinishReason) -> list[Delta]:
-    """The deltas of an answer that is complete.
+def replay_answer(answer: Answer, token_ids: Sequence[int], finish_reason: FinishReason) -> list[Delta]:
+    """The deltas of a complete answer of at least one token.
 
     Args:
         answer: an empty one, which decides about ends as the first one did.
-        token_ids: at least one.
         finish_reason: of the first one; only time can have made another.
     """
     for token_id in token_ids:
@@ -89,5 +92,5 @@ def told_again(answer: Answer, token_ids: Sequence[int], finish_reason: FinishRe
     return answer.deltas()
 
 
-def _nothing_left(num_tokens: int) -> InvalidRequest:
-    return InvalidRequest("resume_from_index", f"the answer has only {num_tokens} tokens; nothing of it is missing")
+def _too_many(num_tokens: int) -> InvalidRequest:
+    return InvalidRequest("resume_from_index", f"the answer has only {num_tokens} tokens")

@@ -1,6 +1,6 @@
-"""How many tokens to guess before the next step. Pure: times are passed in.
+"""How many tokens to draft before the next step. Pure: times are passed in.
 
-A step that checks `k` guesses costs more than a plain one, and yields between 1 and `k + 1` tokens. Both sides are
+A step that checks `k` draft tokens costs more than a plain one, and yields between 1 and `k + 1` tokens. Both sides are
 measured while the answer grows, and the length is taken that promises the most tokens per second; none at all where
 plain steps are faster.
 """
@@ -34,13 +34,13 @@ class DraftLength:
     """Decides for one answer, from what its steps took and what became of its drafts.
 
     Speculation is granted a credit: it may lose `_ALLOWANCE` of all time, and what it gained before. So an answer on
-    which every guess is wrong takes only a few percent longer than without, and yet guesses are tried again now and
-    then.
+    which every draft token is wrong takes only a few percent longer than without, and yet draft tokens are tried again
+    now and then.
 
     Args:
         max_tokens: of one draft.
-        first_rates: for each kind of evidence, how often a guess is right, before anything is known of this text.
-        is_adaptive: False always guesses as many as it may.
+        first_rates: for each kind of evidence, how often a draft token is right, before anything is known of this text.
+        is_adaptive: False always drafts as many as it may.
     """
 
     def __init__(self, max_tokens: int, first_rates: Sequence[float], *, is_adaptive: bool = True) -> None:
@@ -56,7 +56,7 @@ class DraftLength:
         self._most_tokens = _PROBE_TOKENS
 
     def choose(self, evidence: int, max_tokens: int) -> int:
-        """How many tokens to guess on evidence of this kind, at most `max_tokens`; 0 for a plain step."""
+        """How many tokens to draft on evidence of this kind, at most `max_tokens`; 0 for a plain step."""
         max_tokens = min(max_tokens, self._max_tokens)
         if not self._is_adaptive:
             return max_tokens
@@ -69,7 +69,7 @@ class DraftLength:
         num_expected = 1.0
         for num_drafted in range(1, min(max_tokens, self._most_tokens) + 1):
             seconds = costs.seconds(num_drafted)
-            # Each guess may turn out wrong, from the first on.
+            # Each draft token may turn out wrong, from the first on.
             if seconds - self._plain_s > self._credit_s:
                 break
             num_affordable = num_drafted
@@ -79,13 +79,10 @@ class DraftLength:
         return best or min(num_affordable, _PROBE_TOKENS)
 
     def observe(self, evidence: int | None, num_drafted: int, num_accepted: int, seconds: float) -> None:
-        """Learns from a step.
+        """Learns from a step that took `seconds`, drafting included; `evidence` None and `num_drafted` 0: a plain one.
 
         Args:
-            evidence: of the draft; None for a plain step.
-            num_drafted: tokens guessed; 0 for a plain step.
-            num_accepted: of those, how many were right, from the first on.
-            seconds: what the step took, drafting included.
+            num_accepted: draft tokens that were right, from the first on.
         """
         if not num_drafted or evidence is None:
             self._observe_plain(seconds)
@@ -136,7 +133,7 @@ class _StepCost:
         self._sum_products = _COST_DECAY * self._sum_products + num_drafted * seconds
 
     def line(self, plain_s: float) -> _Line:
-        """Seconds by tokens of the draft, at least a plain step's; before anything was seen, a guess from `plain_s`."""
+        """Seconds by tokens of the draft, at least a plain step's; before the first one, an estimate from `plain_s`."""
         weight, tokens, squares = self._weight, self._sum_tokens, self._sum_squares
         seconds, products = self._sum_seconds, self._sum_products
         for prior_tokens, prior_steps in _PRIOR_COSTS:

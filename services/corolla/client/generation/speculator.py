@@ -1,4 +1,4 @@
-"""Speculation within one answer: who guesses, how much, and what became of it."""
+"""Speculation within one answer: which drafter, how much, and what became of it."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from corolla.client.generation.speculation import DraftLength
 
 
 class SpeculationMode(StrEnum):
-    """Who guesses. The values are those of the setting and of the command line."""
+    """Which drafter. The values are those of the setting and of the command line."""
 
     OFF = "off"
     PROMPT_LOOKUP = "prompt_lookup"
@@ -32,18 +32,18 @@ class SpeculationOptions:
 
 
 CountDraft = Callable[[int, int], None]
-"""Tokens guessed in a step, and how many of them were right."""
+"""Tokens drafted in a step, and how many of them were right."""
 
 
 class Drafter(Protocol):
-    """Reads a text along and guesses how it goes on."""
+    """Follows a text and drafts its next tokens."""
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Takes the next tokens of the text."""
 
     @property
     def evidence(self) -> int | None:
-        """The kind of evidence for a guess now; None where there is nothing to guess from."""
+        """The kind of evidence for a draft now; None where there is nothing to draft from."""
 
     async def prepare(self) -> None:
         """Does ahead what a first draft would have to do."""
@@ -53,13 +53,11 @@ class Drafter(Protocol):
 
 
 class Speculator:
-    """Guesses for one answer, and learns from each of its steps.
+    """Drafts for one answer with the answer's own sampler, and learns from each of its steps.
 
     Args:
-        length: decides how many tokens to guess, for the drafter's kinds of evidence.
-        sampler: the answer's own.
         prompt_ids: all tokens before the answer.
-        count: is told of each draft that was checked.
+        count: is called for each draft that was checked.
     """
 
     def __init__(
@@ -79,17 +77,12 @@ class Speculator:
         self._preparing: asyncio.Task[None] | None = None
         self._step_began_s = 0.0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Gets ready while the chain processes the prompt. `close` must follow."""
         self._preparing = asyncio.create_task(self._prepare())
 
     async def draft(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """Guesses at what follows.
-
-        Args:
-            token_ids: of the answer, since the last call.
-            max_tokens: of which no more would be of use.
-        """
+        """Drafts at most `max_tokens` that follow `token_ids`, which the answer got since the last call."""
         self._step_began_s = time.monotonic()
         if self._preparing is not None:
             await self._preparing
@@ -107,7 +100,7 @@ class Speculator:
         except NonFiniteOutput:
             return []  # of the draft model; the target's own output decides
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
         """The step of the last draft came back, and this is what became of it."""
         took_s = time.monotonic() - self._step_began_s
         self._length.observe(self._evidence, num_drafted, num_accepted, took_s)
@@ -124,13 +117,11 @@ class Speculator:
 
 
 class Speculators:
-    """Makes the speculators of all answers.
+    """Makes the speculators of all answers; the defaults hold where a caller does not say.
 
     Args:
-        default_mode: where a caller does not say.
         max_draft_tokens: of one step, at most and where a caller does not say.
-        draft_model: None where the service has none.
-        is_adaptive: whether the number of guesses follows their success and cost.
+        is_adaptive: whether the number of draft tokens follows their success and cost.
     """
 
     def __init__(
@@ -156,11 +147,7 @@ class Speculators:
     def make(
         self, options: SpeculationOptions, sampler: Sampler, prompt_ids: Sequence[int], count: CountDraft
     ) -> Speculator | None:
-        """None where nothing is to be guessed.
-
-        Args:
-            prompt_ids: all tokens before the answer, those included that the chain knows already.
-        """
+        """None where nothing is to be drafted. `prompt_ids` are all tokens before the answer."""
         mode = options.mode or self._default_mode
         max_draft_tokens = min(options.max_draft_tokens or self._max_draft_tokens, self._max_draft_tokens)
         drafter: Drafter

@@ -22,10 +22,9 @@ class StopDecider:
     """Decides after each token whether the answer ends with it.
 
     Args:
-        max_new_tokens: the most tokens that the answer may have; at least 1.
-        eos_token_ids: the tokens by which the model itself ends an answer.
+        max_new_tokens: at least 1.
+        eos_token_ids: the tokens by which the model itself ends an answer; `ignore_eos` continues after them.
         stop_token_ids: tokens by which the caller wants the answer to end; `ignore_eos` does not touch them.
-        ignore_eos: go on after an end token, to the length that was asked for.
         time_limit_s: seconds that the answer may take; None for no limit.
 
     Raises:
@@ -45,12 +44,7 @@ class StopDecider:
             raise InvalidRequest("time_limit_s", "must be more than 0 seconds")
 
     def finish_reason(self, token_id: int, num_generated_tokens: int, elapsed_s: float = 0.0) -> FinishReason | None:
-        """Why the answer ends with `token_id`, or None when it goes on.
-
-        Args:
-            token_id: the newest token.
-            num_generated_tokens: tokens of the answer so far, `token_id` among them.
-            elapsed_s: seconds since the request began.
+        """Why the answer ends with `token_id`, its newest token of `num_generated_tokens`, or None when it continues.
 
         When several reasons hold at once: the model's own end before the caller's stop, the length, the time.
         """

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
-from corolla.chassis.errors import QueueFull
+from corolla.chassis.errors import QueueFull, ShareExceeded
 
 Ticket = TypeVar("Ticket", bound=Hashable)
 
@@ -13,23 +13,22 @@ class WaitingLine(Generic[Ticket]):
     """A line, bounded in tickets and in bytes, that tenants share fairly.
 
     The next place goes to the tenant that has the fewest running (of several, to the one whose last turn is longest
-    ago), and within a tenant to who came first. So nobody who has less is passed over, and among T tenants that wait
-    each comes to its share of 1/T of the places.
+    ago), and within a tenant to who came first. So each of T tenants that wait comes to its share of 1/T of the places.
 
     Where the line is full, the newest tickets of the tenant that has the largest share of it make room for who comes,
     as long as that share is larger than the newcomer's own. A share is that of the tickets or of the bytes, whichever
     is larger (Ghodsi et al.: "Dominant Resource Fairness", 2011).
 
     Args:
-        max_running: tickets that run at a time.
-        max_waiting: tickets that wait at a time.
         max_bytes: what all tickets hold, those that run and those that wait.
+        min_shares: in how many shares the whole is divided at least, however few tenants are there at the moment.
     """
 
-    def __init__(self, max_running: int, max_waiting: int, max_bytes: int) -> None:
+    def __init__(self, max_running: int, max_waiting: int, max_bytes: int, min_shares: int = 1) -> None:
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
+        self._min_shares = min_shares
         self._running: dict[Ticket, str] = {}
         # By tenant, in order of arrival; no tenant without tickets.
         self._waiting: dict[str, list[Ticket]] = {}
@@ -52,18 +51,18 @@ class WaitingLine(Generic[Ticket]):
         """What all tickets hold."""
         return sum(self._sizes.values())
 
-    def enter(self, tenant: str, ticket: Ticket, num_bytes: int) -> list[Ticket]:
-        """Puts a ticket in line. Returns those that must leave for it; often none.
+    def enter(self, tenant: str, ticket: Ticket, num_bytes: int) -> list[tuple[Ticket, QueueFull]]:
+        """Puts a ticket in line. Returns those that must leave for it, and the error that each gets; often none.
 
-        Raises:
-            QueueFull: there is no room, and no other tenant has a larger share; nothing changed.
+        Raises QueueFull, and changes nothing, where there is no room and no other tenant has a larger share.
         """
         displaced = self._displaced(tenant, num_bytes)
+        refusals = [(theirs, self._refusal(loser, tenant)) for loser, theirs in displaced]
         for loser, theirs in displaced:
             self._remove(loser, theirs)
         self._waiting.setdefault(tenant, []).append(ticket)
         self._sizes[ticket] = num_bytes
-        return [theirs for _, theirs in displaced]
+        return refusals
 
     def admit(self) -> list[Ticket]:
         """Those who run from now on."""
@@ -113,12 +112,22 @@ class WaitingLine(Generic[Ticket]):
             shares = {each: self._share(tickets) for each, tickets in staying.items()}
             largest = max(shares, key=shares.__getitem__, default=tenant)
             if shares.get(largest, 0.0) <= own_share:
-                raise QueueFull("the service has as many requests as it takes, running and waiting")
+                raise self._refusal(tenant, tenant)
             ticket = staying[largest].pop()
             displaced.append((largest, ticket))
             num_places += 1
             num_free_bytes += self._sizes[ticket]
         return displaced
+
+    def _refusal(self, tenant: str, newcomer: str) -> QueueFull:
+        """Says whether the tenant met its own share of the service, or a service that all of them together fill."""
+        tickets = [each for each, owner in self._running.items() if owner == tenant] + self._waiting.get(tenant, [])
+        num_shares = max(self._min_shares, len({newcomer, *self._waiting, *self._running.values()}))
+        fair_places = -(-(self._max_running + self._max_waiting) // num_shares)
+        fair_bytes = self._max_bytes / num_shares
+        if len(tickets) > fair_places or sum(self._sizes[each] for each in tickets) > fair_bytes:
+            return ShareExceeded("the service is full, and this caller has more than its share of it")
+        return QueueFull("the service has as many requests as it takes, running and waiting")
 
     def _share(self, tickets: Sequence[Ticket], num_more: int = 0, num_more_bytes: int = 0) -> float:
         num_bytes = sum(self._sizes[ticket] for ticket in tickets) + num_more_bytes

@@ -48,11 +48,7 @@ def check_roles(messages: Sequence[Message]) -> None:
 
 
 class ChatTemplate:
-    """Renders conversations as the checkpoint's template wants them.
-
-    Args:
-        tokenizer: the checkpoint's tokenizer, which carries the template, or none.
-    """
+    """Renders conversations by the template that the checkpoint's tokenizer carries, if it carries one."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -102,7 +98,7 @@ class ChatTemplate:
         """The token log of a session's next turn, so that as little as possible is processed again.
 
         Args:
-            log_ids: the session's token log: all prompts and answers so far, the last answer's end included.
+            log_ids: all prompts and answers so far, the last answer's end included.
             earlier: all messages so far, the assistant's answers as they were returned.
             new: the messages of this turn.
 
@@ -111,8 +107,7 @@ class ChatTemplate:
             text is the rendering of the whole conversation, however the last answer ended.
 
         Raises:
-            InvalidRequest: as `render`.
-            ContextLengthExceeded: far more than `max_tokens` are new.
+            InvalidRequest, ContextLengthExceeded: as `prompt_ids`, of the new messages.
         """
         rendering = self.render([*earlier, *new], add_generation_prompt=True)
         num_kept_tokens = self._num_tokens_within(log_ids, rendering)

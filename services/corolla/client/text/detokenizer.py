@@ -26,16 +26,13 @@ _MAX_INCOMPLETE_TOKENS = 3
 
 
 class Detokenizer:
-    """Decodes one answer token by token.
+    """Decodes one answer token by token, at constant cost and memory per token.
 
     The concatenation of all pieces equals decoding the answer behind its prompt in one go, special tokens skipped,
     as far as its bytes are UTF-8; for byte-level tokenizers also where they are not. (A byte-fallback decoder gives
     up a whole run of bytes for one bad byte; text that is out already is not taken back then.)
 
-    Cost and memory per token are constant.
-
     Args:
-        tokenizer: the checkpoint's tokenizer.
         prompt_ids: the tokens before the answer, which decide whether its first space belongs to it.
     """
 

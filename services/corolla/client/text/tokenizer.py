@@ -14,11 +14,7 @@ _MAX_TOKENS_AT_CUT: Final = 128
 
 
 class TextTokenizer:
-    """The tokenizer of one checkpoint. Reading only: it may be shared by all requests and threads.
-
-    Args:
-        hf_tokenizer: a tokenizer of `transformers`.
-    """
+    """The tokenizer of one checkpoint. Read-only: all requests and threads may share it."""
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerBase) -> None:
         self.hf_tokenizer = hf_tokenizer
@@ -53,7 +49,7 @@ class TextTokenizer:
         return len(self.hf_tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """The text's token ids; with the tokenizer's own frame (such as a first BOS token) unless told otherwise.
+        """The text's token ids; with the tokenizer's own frame (such as a first BOS token) unless asked otherwise.
 
         Args:
             max_tokens: at least 1; a text of far more is refused before all of it is looked at, which may take seconds.

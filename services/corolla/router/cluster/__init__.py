@@ -1,1 +1,1 @@
-"""What Kubernetes knows of the block servers' pods, and is told of them. The router works without it."""
+"""What Kubernetes knows of the pods of block servers, and what the router writes there. The router works without it."""

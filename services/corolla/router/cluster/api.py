@@ -3,32 +3,48 @@
 Answers are read as plain JSON: the package's models refuse what clusters older or newer than itself say.
 """
 
+import asyncio
+import contextlib
 import datetime
 import json
+import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from corolla.router.cluster.events import Happening, PodRef
 from corolla.router.cluster.labels import Patch
 from corolla.router.cluster.pods import Pod, read_pod
 from corolla.router.metrics import RouterMetrics
 
-_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONNECT_S: Final = 3.0
-_ANSWER_S: Final = 5.0
 _COMPONENT: Final = "corolla-router"
 _CHANGES: Final = frozenset({"ADDED", "MODIFIED", "DELETED"})
 _MISSING: Final = 404
 _EXPIRED: Final = 410
-_RAW: Final[dict[str, Any]] = {"_preload_content": False, "_request_timeout": (_CONNECT_S, _ANSWER_S)}
+_MISSED: Final = {
+    "watch": "pods are not watched; servers are known by their heartbeats alone",
+    "patch": "pods are not labelled",
+    "event": "no Events are recorded",
+}
 
 
-def is_in_cluster() -> bool:
-    """Whether this process has a service account's token."""
-    return "KUBERNETES_SERVICE_HOST" in os.environ and (_ACCOUNT / "token").is_file()
+def is_in_cluster(account: Path = ACCOUNT) -> bool:
+    """Whether this process has a service account's token, and knows where the API is.
+
+    Args:
+        account: where Kubernetes mounts the service account.
+    """
+    return "KUBERNETES_SERVICE_HOST" in os.environ and (account / "token").is_file()
 
 
 class ApiUnavailable(Exception):
@@ -44,18 +60,21 @@ class ApiForbidden(ApiUnavailable):
 
 
 class KubernetesApi:
-    """The pods of one namespace. Methods block: a watch for as long as it is told, everything else for some seconds.
+    """The pods of one namespace. Methods block: a watch for as long as it is asked, everything else for some seconds.
 
     They raise ApiUnavailable for whatever goes wrong, and ApiForbidden among that.
 
     Args:
         kubeconfig: file that says where the API server is, and the namespace; empty: the pod's service account does.
         selector: of the pods' labels.
+        answer_s: how long an answer may take.
     """
 
-    def __init__(self, kubeconfig: str, selector: str, metrics: RouterMetrics) -> None:
+    def __init__(self, kubeconfig: str, selector: str, metrics: RouterMetrics, answer_s: float) -> None:
         self.selector = selector
         self._metrics = metrics
+        self._answer_s = answer_s
+        self._raw: dict[str, Any] = {"_preload_content": False, "_request_timeout": (_CONNECT_S, answer_s)}
         with _translated():
             # Takes a second and 40 MB, so only who needs it pays.
             from kubernetes import client, config, watch
@@ -67,7 +86,7 @@ class KubernetesApi:
                 self.namespace = str(context["context"].get("namespace", "default"))
             else:
                 config.load_incluster_config(client_configuration=settings)
-                self.namespace = (_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+                self.namespace = (ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
             # Whoever calls tries again in his own time.
             settings.retries = False
             # Answers come as urllib3's, which the package's annotations do not know.
@@ -79,7 +98,7 @@ class KubernetesApi:
         """All pods, and the version to watch them from."""
         with self._called("list"):
             listed = json.loads(
-                self._core.list_namespaced_pod(self.namespace, label_selector=self.selector, **_RAW).data
+                self._core.list_namespaced_pod(self.namespace, label_selector=self.selector, **self._raw).data
             )
             pods = map(read_pod, listed["items"])
             return [each for each in pods if each is not None], str(listed["metadata"]["resourceVersion"])
@@ -96,7 +115,7 @@ class KubernetesApi:
                 label_selector=self.selector,
                 resource_version=version,
                 timeout_seconds=for_s,
-                _request_timeout=(_CONNECT_S, for_s + _ANSWER_S),
+                _request_timeout=(_CONNECT_S, for_s + self._answer_s),
             )
             try:
                 for event in stream:
@@ -118,7 +137,11 @@ class KubernetesApi:
         with self._called("patch"):
             try:
                 self._core.patch_namespaced_pod(
-                    patch.name, self.namespace, dict(patch.body), _content_type="application/merge-patch+json", **_RAW
+                    patch.name,
+                    self.namespace,
+                    dict(patch.body),
+                    _content_type="application/merge-patch+json",
+                    **self._raw,
                 ).drain_conn()
             except Exception as failure:
                 if _status(failure) != _MISSING:
@@ -129,7 +152,7 @@ class KubernetesApi:
         with self._called("event"):
             described = _event(happening, happening.about or own_pod, own_pod, self.namespace)
             event = self._event_type.model_validate(described)
-            self._core.create_namespaced_event(self.namespace, event, **_RAW).drain_conn()
+            self._core.create_namespaced_event(self.namespace, event, **self._raw).drain_conn()
 
     @contextmanager
     def _called(self, call: str) -> Iterator[None]:
@@ -179,3 +202,41 @@ def _event(happening: Happening, about: PodRef, own_pod: PodRef, namespace: str)
         "lastTimestamp": now,
         "count": 1,
     }  # fmt: skip
+
+
+class Complaints:
+    """Logs what does not work, once for each kind of call and of failure, and that it works again."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, type[ApiUnavailable]] = {}
+
+    def about(self, call: str, failure: ApiUnavailable | None) -> None:
+        """A call has failed, or worked."""
+        if failure is None:
+            if self._kinds.pop(call, None) is not None:
+                log.info("kubernetes is back", extra={"call": call})
+        elif self._kinds.get(call) is not type(failure):
+            self._kinds[call] = type(failure)
+            facts = {"call": call, "reason": type(failure).__name__, "cause": failure.cause}
+            log.warning(f"kubernetes: {_MISSED[call]}", extra=facts)
+
+
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """The result of `work`, or what it raised. Cancelled, it leaves the work to end by itself."""
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except Exception as failure:
+            outcome.set_exception(failure)
+
+    threading.Thread(target=run, name="in_daemon_thread", daemon=True).start()
+    return await asyncio.wrap_future(outcome)
+
+
+def post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Has the loop call it, unless the loop has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)

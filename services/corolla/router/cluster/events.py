@@ -33,12 +33,12 @@ class Happening:
 
 @dataclass(slots=True)
 class _Coverage:
-    """Of one model: what was told last, and what is so now."""
+    """Of one model: what was reported last, and what is so now."""
 
-    told: tuple[Span, ...]
+    reported: tuple[Span, ...]
     seen: tuple[Span, ...]
     seen_since_s: float
-    told_s: float | None = None
+    reported_s: float | None = None
     pause_s: float = _SHORTEST_PAUSE_S
     num_changes: int = 0
 
@@ -46,31 +46,31 @@ class _Coverage:
 class SpanLedger:
     """Tells when blocks of a model have no ready server, and when they have one again.
 
-    A state is told once it has lasted a moment, and not before a pause after what was told last; the pause doubles with
-    each Event and is short again once all was quiet for its length. What is so at the first look was told by another
-    router, or is a release that loads.
+    A state is reported once it has lasted a moment, and not before a pause after what was reported last; the pause
+    doubles with each Event and is short again once all was quiet for its length. What is so at the first look was
+    reported by another router, or is a release that loads.
     """
 
     def __init__(self) -> None:
         self._models: dict[str, _Coverage] = {}
 
     def look(self, model: str, uncovered: Sequence[Span], now_s: float) -> Happening | None:
-        """What is to be told now, if anything."""
+        """What is to be reported now, if anything."""
         gaps = tuple(uncovered)
         state = self._models.setdefault(model, _Coverage(gaps, gaps, now_s))
         if gaps != state.seen:
             state.seen, state.seen_since_s = gaps, now_s
             state.num_changes += 1
-        if state.told_s is not None and now_s - max(state.told_s, state.seen_since_s) >= state.pause_s:
+        if state.reported_s is not None and now_s - max(state.reported_s, state.seen_since_s) >= state.pause_s:
             state.pause_s = _SHORTEST_PAUSE_S
         is_settled = now_s - state.seen_since_s >= _SETTLE_S
-        may_tell = state.told_s is None or now_s - state.told_s >= state.pause_s
-        if state.seen == state.told or not is_settled or not may_tell:
+        may_tell = state.reported_s is None or now_s - state.reported_s >= state.pause_s
+        if state.seen == state.reported or not is_settled or not may_tell:
             return None
-        happening = _told(model, state)
-        if state.told_s is not None:
+        happening = _happening_of(model, state)
+        if state.reported_s is not None:
             state.pause_s = min(2 * state.pause_s, _LONGEST_PAUSE_S)
-        state.told, state.told_s, state.num_changes = state.seen, now_s, 0
+        state.reported, state.reported_s, state.num_changes = state.seen, now_s, 0
         return happening
 
     def forget(self, models: Collection[str]) -> None:
@@ -79,7 +79,7 @@ class SpanLedger:
             del self._models[model]
 
 
-def _told(model: str, state: _Coverage) -> Happening:
+def _happening_of(model: str, state: _Coverage) -> Happening:
     flapping = f" ({state.num_changes} changes since the last Event)" if state.num_changes > 1 else ""
     if not state.seen:
         return Happening("SpanRestored", f"all blocks of {model} have a ready block server{flapping}", False)
@@ -91,7 +91,7 @@ def _told(model: str, state: _Coverage) -> Happening:
 class _Drained:
     num_moved: int = 0
     num_left: int = 0
-    told_s: float | None = None
+    reported_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -107,16 +107,16 @@ class HandoverLedger:
         drained.num_left += num_left
 
     def due(self, now_s: float) -> list[Happening]:
-        """What is to be told now."""
+        """What is to be reported now."""
         happenings = []
         for pod, drained in list(self._pods.items()):
-            is_old = drained.told_s is not None and now_s - drained.told_s >= _HANDOVER_PAUSE_S
+            is_old = drained.reported_s is not None and now_s - drained.reported_s >= _HANDOVER_PAUSE_S
             if drained.num_moved + drained.num_left == 0:
-                if is_old or drained.told_s is None:
+                if is_old or drained.reported_s is None:
                     del self._pods[pod]
-            elif drained.told_s is None or is_old:
+            elif drained.reported_s is None or is_old:
                 left = f"; left, and to be recomputed: {drained.num_left}" if drained.num_left else ""
                 message = f"sessions that other block servers have taken over: {drained.num_moved}{left}"
                 happenings.append(Happening("SessionsHandedOver", message, bool(drained.num_left), pod))
-                self._pods[pod] = _Drained(told_s=now_s)
+                self._pods[pod] = _Drained(reported_s=now_s)
         return happenings

@@ -4,17 +4,24 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 from corolla.chassis.errors import CorollaError
-from corolla.chassis.lifecycle import TaskGroup
-from corolla.router.cluster.api import ApiUnavailable, KubernetesApi, is_in_cluster
-from corolla.router.cluster.complaints import Complaints
+from corolla.chassis.tasks import TaskGroup
+from corolla.router.cluster.api import (
+    ApiUnavailable,
+    Complaints,
+    KubernetesApi,
+    in_daemon_thread,
+    is_in_cluster,
+    post,
+)
 from corolla.router.cluster.events import PodRef
+from corolla.router.cluster.pod_recorder import PodRecorder
 from corolla.router.cluster.pod_watch import PodWatch, Update
 from corolla.router.cluster.pods import PodTable, Withheld, withheld_servers
-from corolla.router.cluster.scribe import Scribe
-from corolla.router.cluster.threads import aside, post
+from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
@@ -27,30 +34,47 @@ _SHORTEST_ROUND_S: Final = 0.05
 
 
 class ClusterKeeper:
-    """Of one router. Whatever the Kubernetes API does or fails to do, routing goes on as it does without it."""
+    """Of one router. Whatever the Kubernetes API does or fails to do, routing goes on as it does without it.
 
-    def __init__(self, registry: Registry, metrics: RouterMetrics, settings: RouterSettings) -> None:
+    Args:
+        tasks: of the keeper alone.
+        waits: for the API.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: RouterMetrics,
+        settings: RouterSettings,
+        tasks: TaskGroup,
+        waits: ApiWaits = DEFAULT_WAITS,
+    ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._settings = settings
+        self._tasks = tasks
+        self._waits = waits
         # Repeated in time, however rarely this router looks.
         self._mark_ms = max(settings.lease_ms, round(3000 * settings.relist_interval_s))
         self._pods = PodTable()
         self._has_news = asyncio.Event()
+        self._failure: Exception | None = None
         self._rosters: list[Roster] = []
         # By model: what was said against its servers last.
         self._withheld: dict[str, Mapping[str, Withheld]] = {}
-        self._scribe: Scribe | None = None
+        self._recorder: PodRecorder | None = None
         self._complaints = Complaints()
 
     async def run(self) -> None:
-        """Runs for ever, or ends at once where there is no cluster."""
+        """Runs for ever, or ends at once where there is no cluster. Raises what its watch failed of."""
         settings = self._settings
         if settings.kubernetes == "off" or not (settings.kubeconfig or is_in_cluster()):
             log.info("without kubernetes: servers are known by their heartbeats alone")
             return
         try:
-            api = await aside(lambda: KubernetesApi(settings.kubeconfig, settings.pod_selector, self._metrics))
+            api = await in_daemon_thread(
+                lambda: KubernetesApi(settings.kubeconfig, settings.pod_selector, self._metrics, self._waits.answer_s)
+            )
         except ApiUnavailable as failure:
             self._complaints.about("watch", failure)
             return
@@ -60,13 +84,17 @@ class ClusterKeeper:
             settings.pod_relist_interval_s,
             tell=lambda update: post(loop, lambda: self._learn(update)),
             complain=lambda failure: post(loop, lambda: self._complaints.about("watch", failure)),
+            fail=lambda failure: post(loop, lambda: self._watch_failed(failure)),
+            after_forbidden_s=self._waits.after_forbidden_s,
         )
         own_pod = PodRef(settings.pod_name, settings.pod_uid)
-        self._scribe = Scribe(api, self._registry, own_pod, self._complaints, lead_ms=2 * self._mark_ms)
-        tasks = TaskGroup()
+        self._recorder = PodRecorder(
+            api, self._registry, own_pod, self._complaints,
+            after_failures_s=self._waits.after_failures_s, lead_ms=2 * self._mark_ms,
+        )  # fmt: skip
         watch.start()
         try:
-            tasks.start(self._write(self._scribe), "tags and events")
+            self._tasks.start_restartable(partial(self._write, self._recorder), "pod_tags")
             while True:
                 with contextlib.suppress(CorollaError):
                     await self._round()
@@ -74,12 +102,15 @@ class ClusterKeeper:
                     async with asyncio.timeout(settings.relist_interval_s):
                         await self._has_news.wait()
                 self._has_news.clear()
+                if self._failure is not None:
+                    bug, self._failure = self._failure, None
+                    raise bug
                 await asyncio.sleep(_SHORTEST_ROUND_S)
         finally:
             watch.stop()
-            await tasks.close()
+            await self._tasks.close()
 
-    def departed(self, farewell: pb.DeregisterServerRequest) -> None:
+    def deregistered(self, farewell: pb.DeregisterServerRequest) -> None:
         """A block server has left and said what became of its sessions."""
         servers = [
             each.server
@@ -87,18 +118,24 @@ class ClusterKeeper:
             for each in roster.servers
             if each.server.server_id == farewell.server_id and each.server.pod_uid in self._pods
         ]
-        if self._scribe is not None and servers:
+        if self._recorder is not None and servers:
             pod = self._pods[servers[0].pod_uid]
-            self._scribe.departed(PodRef(pod.name, pod.uid), farewell.num_moved_sessions, farewell.num_left_sessions)
+            self._recorder.deregistered(
+                PodRef(pod.name, pod.uid), farewell.num_moved_sessions, farewell.num_left_sessions
+            )
 
     def _learn(self, update: Update) -> None:
         update(self._pods)
         self._metrics.pod_watch_up(self._pods.is_current)
         self._has_news.set()
 
+    def _watch_failed(self, failure: Exception) -> None:
+        self._failure = failure
+        self._has_news.set()
+
     async def _round(self) -> None:
         """Tells the store of each server that its pod speaks against; what is not repeated lapses by itself."""
-        rosters = [await self._registry.snapshot(model) for model in await self._registry.models()]
+        rosters = [roster async for roster in self._registry.rosters()]
         self._rosters = rosters
         for roster in rosters:
             before = self._withheld.get(roster.model, {})
@@ -111,9 +148,9 @@ class ClusterKeeper:
             for server_id in before.keys() - now.keys():
                 await self._registry.withhold(roster.model, server_id, "", self._mark_ms)
 
-    async def _write(self, scribe: Scribe) -> None:
+    async def _write(self, recorder: PodRecorder) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             with contextlib.suppress(CorollaError):
-                await scribe.look(self._rosters, self._pods, clock)
+                await recorder.look(self._rosters, self._pods, clock)
             await asyncio.sleep(self._settings.relist_interval_s)

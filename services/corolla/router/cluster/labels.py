@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from corolla.planning.candidates import span_of
 from corolla.router.cluster.pods import COST_ANNOTATION, SPAN_LABEL, Pod, PodTable
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
@@ -56,7 +55,7 @@ def deletion_cost(placed: pb.PlacedServer, copies: Counter[tuple[str, int]]) -> 
     """
     if placed.state != pb.SERVER_STATE_READY:
         return 0
-    span = span_of(placed.span)
+    span = Span.of(placed.span)
     held = [copies[placed.server.fingerprint, block] for block in range(span.start, span.end)]
     usefulness = 100 // min(held) + held.count(1)
     return _SESSIONS_DIGIT * usefulness + min(placed.load.num_sessions.bit_length(), _SESSIONS_DIGIT - 1)
@@ -71,7 +70,7 @@ def wanted_tags(servers: Sequence[pb.PlacedServer]) -> dict[str, Tags]:
         for block in range(each.span.start, each.span.end)
     )
     return {
-        each.server.pod_uid: Tags(span_label(span_of(each.span)), str(deletion_cost(each, copies)))
+        each.server.pod_uid: Tags(span_label(Span.of(each.span)), str(deletion_cost(each, copies)))
         for each in servers
         if each.server.pod_uid
     }

@@ -13,7 +13,6 @@ Update = Callable[[PodTable], None]
 
 _SHORTEST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
-_FORBIDDEN_PAUSE_S: Final = 60.0
 
 
 class PodWatch:
@@ -23,6 +22,8 @@ class PodWatch:
         relist_interval_s: after which a watch is given up for a new list, should it have missed something.
         tell: called from the thread, with what was learned.
         complain: called from the thread with what is wrong; with None when all is well.
+        fail: called from the thread when it ends of something that nobody expected.
+        after_forbidden_s: before pods are listed again where that is not allowed.
     """
 
     def __init__(
@@ -31,11 +32,16 @@ class PodWatch:
         relist_interval_s: float,
         tell: Callable[[Update], None],
         complain: Callable[[ApiUnavailable | None], None],
+        fail: Callable[[Exception], None],
+        *,
+        after_forbidden_s: float,
     ) -> None:
         self._api = api
         self._relist_interval_s = relist_interval_s
         self._tell = tell
         self._complain = complain
+        self._fail = fail
+        self._after_forbidden_s = after_forbidden_s
         self._stopping = threading.Event()
         self._num_failures = 0
 
@@ -58,6 +64,11 @@ class PodWatch:
                 self._tell(PodTable.lost)
                 self._complain(failure)
                 pause_s = self._rest_s(failure)
+            except Exception as failure:
+                # What is known of the pods must not stand for ever.
+                self._tell(PodTable.lost)
+                self._fail(failure)
+                return
             self._stopping.wait(pause_s)
 
     def _look(self) -> None:
@@ -77,7 +88,7 @@ class PodWatch:
 
     def _rest_s(self, failure: ApiUnavailable) -> float:
         if isinstance(failure, ApiForbidden):
-            return _FORBIDDEN_PAUSE_S
+            return self._after_forbidden_s
         pause_s = min(_SHORTEST_PAUSE_S * 2.0 ** min(self._num_failures - 1, 10), _LONGEST_PAUSE_S)
         return pause_s * random.uniform(0.5, 1.0)
 

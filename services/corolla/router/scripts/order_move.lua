@@ -10,7 +10,7 @@ local among, pause_ms = table.concat(addresses, ' '), tonumber(ARGV[6])
 local last = redis.call('HMGET', PATIENCE, 'among', 'ms')
 if ARGV[5] == '0' and last[1] == among then
   if redis.call('EXISTS', PAUSE) == 1 then return 0 end
-  pause_ms = math.min(2 * tonumber(last[2]), FORGOTTEN_AFTER_MS)
+  pause_ms = math.min(2 * (tonumber(last[2]) or pause_ms), FORGOTTEN_AFTER_MS)
 end
 redis.call('HSET', ORDER, 'server', ARGV[2], 'address', address_of(entry), 'span', ARGV[3], 'version', ARGV[1])
 redis.call('PEXPIRE', ORDER, ARGV[4])

@@ -35,7 +35,13 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
-local function version() return redis.call('HGET', PLACEMENT, 'version') or '0' end
+-- A version that is none begins anew.
+local function version()
+  local found = redis.call('HGET', PLACEMENT, 'version') or '0'
+  local number = tonumber(found)
+  if number and number >= 0 and number < 9000000000000000 and string.format('%.0f', number) == found then return found end
+  return '0'
+end
 
 -- Versions start at the time in microseconds, so that they keep growing when the store has lost everything.
 local function changed(server_id)
@@ -49,8 +55,9 @@ local function changed(server_id)
   redis.call('PEXPIRE', CHANGES, FORGOTTEN_AFTER_MS)
 end
 
-local function address_of(entry) return string.sub(entry, 1, string.find(entry, '\n', 1, true) - 1) end
-local function description_of(entry) return string.sub(entry, string.find(entry, '\n', 1, true) + 1) end
+-- Of an entry without a line feed, which no router wrote, both are the whole entry.
+local function address_of(entry) return string.sub(entry, 1, (string.find(entry, '\n', 1, true) or 0) - 1) end
+local function description_of(entry) return string.sub(entry, (string.find(entry, '\n', 1, true) or 0) + 1) end
 
 -- Silence counts against a server only while somebody listened: not while routers were away, nor while the store was
 -- frozen, nor while it was too full to note a heartbeat. A clock that was set, in either direction, begins it anew.
@@ -58,7 +65,7 @@ local function listening_since(lease_ms)
   local now = now_ms()
   local listened = redis.call('HMGET', LISTENING, 'since', 'last')
   local since, last = tonumber(listened[1]), tonumber(listened[2])
-  if not since or now < last or now - last > lease_ms / 2 then since = now end
+  if not since or not last or now < last or now - last > lease_ms / 2 then since = now end
   local noted = redis.pcall('HSET', LISTENING, 'since', string.format('%.0f', since), 'last', string.format('%.0f', now))
   if type(noted) == 'table' and noted.err then return now end
   return since

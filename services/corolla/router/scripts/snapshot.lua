@@ -1,6 +1,6 @@
 -- Lists the servers and removes those that were silent for a lease: whoever looks first turns an expiry into a change.
 -- ARGV: session id or '', lease in ms.
--- Returns version, number of blocks, id of the last change, the servers, the session's chain.
+-- Returns version, number of blocks, id of the last change, each server's id and description, the session's chain.
 local SUSPECTED = string.char(0x28, 1)    -- PlacedServer.suspected = true, serialised
 local DRAINING = string.char(0x18, 3)     -- PlacedServer.state = DRAINING, serialised; the last one said holds
 local now = now_ms()
@@ -19,6 +19,7 @@ for index = 1, #entries, 2 do
     local marks = redis.call('MGET', suspect_key(server_id), withheld_key(server_id))
     local suspected = (marks[1] or marks[2] == 'unready') and SUSPECTED or ''
     local leaving = marks[2] == 'leaving' and DRAINING or ''
+    live[#live + 1] = server_id
     live[#live + 1] = description_of(entry) .. string.sub(lease, 2) .. suspected .. leaving
   else
     remove(server_id, entry)

@@ -1,4 +1,4 @@
-"""Who takes a session over, and in which parts it travels, whatever happens on the way."""
+"""Which server receives a session, and in which parts the session travels, whatever fails on the way."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def chosen(*servers: router_pb2.PlacedServer, num_tokens: int = 64, blocks: Span
     return [each.server.server_id for each in peers_for(servers, "f", blocks, num_tokens, {"self"})]
 
 
-def test_only_who_holds_all_its_blocks_of_the_same_weights_and_has_room_takes_a_session() -> None:
+def test_only_a_server_with_the_same_blocks_weights_and_room_receives_a_session() -> None:
     other_weights = a_server("weights")
     other_weights.server.fingerprint = "g"
     assert chosen(
@@ -35,7 +35,7 @@ def test_only_who_holds_all_its_blocks_of_the_same_weights_and_has_room_takes_a_
     ) == ["good"]  # fmt: skip
 
 
-def test_who_has_most_room_comes_first() -> None:
+def test_the_peer_with_most_room_comes_first() -> None:
     assert chosen(a_server("b", free=5), a_server("a", free=5), a_server("c", free=7)) == ["c", "a", "b"]
 
 
@@ -44,7 +44,7 @@ def test_who_has_most_room_comes_first() -> None:
     max_tokens=st.integers(1, 9),
     changes=st.lists(st.tuples(st.integers(-6, 6), st.booleans()), max_size=30),
 )
-def test_the_receiver_ends_with_just_what_is_held(
+def test_the_receiver_ends_with_exactly_the_senders_tokens(
     num_tokens: int, max_tokens: int, changes: list[tuple[int, bool]]
 ) -> None:
     """It grows or goes back between the parts, and parts are lost: tokens are numbered as they are computed."""

@@ -34,17 +34,17 @@ def test_page_tables_lead_to_the_right_keys(window: int | None, page_tokens: int
     assert largest_difference(PagedFlash(paged_definition), CPU, torch.float32, page_tokens, window) <= 2e-6
 
 
-def test_the_fastest_one_is_chosen_unless_another_is_named() -> None:
+def test_the_fastest_backend_is_chosen_unless_another_is_named() -> None:
     assert choose_backend("auto", CPU, torch.float32, 32).name == "flash"
     assert choose_backend("sdpa", CPU, torch.float32, 32).name == "sdpa"
 
 
-def test_one_that_does_not_work_here_is_refused_by_name() -> None:
+def test_a_backend_that_does_not_work_here_is_refused_by_name() -> None:
     with pytest.raises(StartupError, match="COROLLA_ATTENTION=paged does not work on cpu"):
         choose_backend("paged", CPU, torch.float32, 32)
 
 
-def test_one_with_wrong_results_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_with_wrong_results_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(RunAttention):
         def attend(self, batch: AttentionBatch, *arguments: Any, **options: Any) -> torch.Tensor:
             output: torch.Tensor = super().attend(batch, *arguments, **options)

@@ -1,4 +1,4 @@
-"""Pages against a model of what they hold: each session reads just what it wrote, and every page is accounted for."""
+"""Pages against a model of their contents: each session reads its own writes, and every page is accounted for."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ def hashes_of(text: list[Token]) -> tuple[bytes, ...]:
 
 @dataclass
 class Held:
-    """A session, and what it must read."""
+    """A session, and the tokens that it must read."""
 
     pages: SessionPages
     tokens: list[Token] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Pages(RuleBasedStateMachine):
         before = self.numbers()
         expected = text and ExpectedText(tenant.encode(), hashes_of(text), len(text))
         try:
-            session.pages.open(max_tokens, expected or None)
+            session.pages.allocate(max_tokens, expected or None)
         except OutOfPages:
             assert needed > available
             assert self.numbers() == before
@@ -86,7 +86,7 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), num_tokens=st.integers(1, MAX_STEP), is_sound=st.booleans())
     def step(self, data: st.DataObject, num_tokens: int, is_sound: bool) -> None:
-        """As a client does: the text first, and then whatever comes; sometimes a step back before."""
+        """Like a client: first the text, then any tokens; sometimes it truncates first."""
         session = self.some(data)
         oldest = max(0, len(session.tokens) - MAX_STEP)
         position = data.draw(st.integers(oldest, len(session.tokens)))
@@ -124,13 +124,13 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), num_more=st.integers(0, 6))
     def describe(self, data: st.DataObject, num_more: int) -> None:
-        """At the end of an answer its tokens are told; what is said of more than it holds counts nothing."""
+        """Describes the tokens of a session at the end of an answer; tokens beyond those that it holds do not count."""
         session = self.some(data)
         tenants = {name[0] for name, _ in session.tokens}
         if len(tenants) == 1:
             held = len(session.tokens)
-            told = [(name[1:], index) for name, index in session.tokens + session.text[held : held + num_more]]
-            session.pages.describe(tenants.pop().encode(), hashes_of(told))
+            described = [(name[1:], index) for name, index in session.tokens + session.text[held : held + num_more]]
+            session.pages.set_page_hashes(tenants.pop().encode(), hashes_of(described))
             session.text = list(session.tokens)
 
     @precondition(lambda self: len(self.held) > 1)
@@ -180,9 +180,7 @@ class Pages(RuleBasedStateMachine):
         pool = self.pool
         assert pool.num_used + pool.num_reserved + pool.num_cached + pool.num_free == NUM_PAGES
         assert min(pool.num_used, pool.num_reserved, pool.num_cached, pool.num_free) >= 0
-        assert pool.num_used == len(
-            {page for each in self.held for table in each.pages.tables for page in pages_of(table)}
-        )
+        assert pool.num_used == len({page for each in self.held for table in each.pages.tables for page in table.pages})
         assert NUM_PAGES - pool.num_available == sum(each.pages.num_pages for each in self.held)
         for each in self.held:
             for table in each.pages.tables:
@@ -198,12 +196,8 @@ class Pages(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             assert self.pool.num_available == NUM_PAGES
             everything = SessionPages(self.pool, [GroupRule()])
-            everything.open(NUM_PAGES * PAGE_TOKENS)
+            everything.allocate(NUM_PAGES * PAGE_TOKENS)
             assert everything.extents(NUM_PAGES * PAGE_TOKENS) == ((0, NUM_PAGES * PAGE_TOKENS),)
-
-
-def pages_of(table: object) -> list[int]:
-    return list(table._pages)  # type: ignore[attr-defined]
 
 
 TestPages = Pages.TestCase
@@ -224,21 +218,58 @@ def test_a_pool_has_pages(num_pages: int, page_tokens: int) -> None:
         PagePool(num_pages, page_tokens)
 
 
-def test_nothing_comes_back_that_nobody_held() -> None:
+def test_only_held_pages_can_be_released() -> None:
     pool = PagePool(4, 1)
     pool.promise(2)
-    pages = pool.take(2)
-    pool.drop(pages)
-    with pytest.raises(ValueError, match="nobody held"):
-        pool.drop(pages)
+    pages = pool.allocate(2)
+    pool.release(pages)
+    with pytest.raises(ValueError, match="no session held"):
+        pool.release(pages)
     with pytest.raises(ValueError, match="cannot be shared"):
         pool.share(pages)
+
+
+class ComparedPage(int):
+    """A page id that counts how often one of its kind is compared with another."""
+
+    num_comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        ComparedPage.num_comparisons += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+class ComparedPages(PagePool):
+    def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
+        return [ComparedPage(page) for page in super().allocate(num_pages, after)]
+
+
+def test_the_adoption_of_a_long_session_looks_at_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128,000 tokens: comparing each page with each other one would keep the event loop for a second."""
+    monkeypatch.setattr(ComparedPage, "num_comparisons", 0)
+    page_tokens, num_pages = 16, 8000
+    pool = ComparedPages(3 * num_pages, page_tokens)
+    source, target = (SessionPages(pool, [GroupRule()]) for _ in range(2))
+    for session in (source, target):
+        session.allocate(num_pages * page_tokens)
+        session.make_writable(0, num_pages * page_tokens)
+        session.commit(num_pages * page_tokens)
+    own = target.tables[0].page(num_pages - 1)
+    twin = source.fork()
+    twin.truncate(num_pages // 2 * page_tokens)
+    target.adopt(twin)
+    assert target.tables[0].page(0) == source.tables[0].page(0)
+    assert target.tables[0].page(num_pages - 1) == own
+    assert pool.num_used == num_pages + num_pages // 2
+    assert ComparedPage.num_comparisons <= 8 * num_pages
 
 
 @given(RULES, st.integers(0, 40))
 def test_the_longest_session_just_fits(rules: tuple[GroupRule, ...], num_pages: int) -> None:
     pages = SessionPages(PagePool(NUM_PAGES, PAGE_TOKENS), rules)
-    num_tokens = pages.longest(num_pages)
+    num_tokens = pages.max_tokens_within(num_pages)
     assert pages.worst_case(num_tokens) <= num_pages
     assert pages.worst_case(num_tokens + 1) > num_pages or num_tokens == MAX_TOKENS
     if num_pages <= NUM_PAGES and num_tokens < MAX_TOKENS:

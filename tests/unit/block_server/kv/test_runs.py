@@ -15,13 +15,13 @@ def test_ids_are_given_once_and_in_as_few_runs_as_there_can_be(data: st.DataObje
         gives_back: bool = data.draw(st.booleans())
         if held and gives_back:
             back = sorted(data.draw(st.sets(st.sampled_from(held), min_size=1)))
-            runs.give(back)
+            runs.release(back)
             free |= set(back)
             held = [each for each in held if each not in back]
         elif free:
             count = data.draw(st.integers(1, len(free)))
             sizes = sorted((len(run) for run in maximal_runs(free)), reverse=True)
-            taken = runs.take(count)
+            taken = runs.allocate(count)
             assert len(taken) == len(set(taken)) == count
             assert set(taken) <= free
             needed = next(number for number in range(1, len(sizes) + 1) if sum(sizes[:number]) >= count)
@@ -43,17 +43,17 @@ def maximal_runs(ids: set[int]) -> list[list[int]]:
 
 def test_the_smallest_run_that_is_large_enough_is_taken() -> None:
     runs = FreeRuns(20)
-    runs.take(20)
-    runs.give([0, 1, 2, 3, 4, 5, 8, 9, 10, 15, 16])
-    assert runs.take(3) == [8, 9, 10]
-    assert runs.take(7) == [0, 1, 2, 3, 4, 5, 15]
+    runs.allocate(20)
+    runs.release([0, 1, 2, 3, 4, 5, 8, 9, 10, 15, 16])
+    assert runs.allocate(3) == [8, 9, 10]
+    assert runs.allocate(7) == [0, 1, 2, 3, 4, 5, 15]
 
 
-def test_what_follows_an_id_comes_first() -> None:
+def test_the_id_after_the_last_one_is_preferred() -> None:
     runs = FreeRuns(10)
-    assert runs.take(2) == [0, 1]
-    assert runs.take(1) == [2]
-    assert runs.take(2, after=1) == [3, 4]
-    runs.give([2])
-    assert runs.take(3, after=4) == [5, 6, 7]
-    assert runs.take(3, after=1) == [2, 8, 9]
+    assert runs.allocate(2) == [0, 1]
+    assert runs.allocate(1) == [2]
+    assert runs.allocate(2, after=1) == [3, 4]
+    runs.release([2])
+    assert runs.allocate(3, after=4) == [5, 6, 7]
+    assert runs.allocate(3, after=1) == [2, 8, 9]

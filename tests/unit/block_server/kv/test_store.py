@@ -1,4 +1,4 @@
-"""Keys and values on pages: what a session reads is what it wrote, wherever that lies."""
+"""Keys and values on pages: a session reads its own writes, on any pages."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_memory_is_counted_in_pages(store: KVStore) -> None:
     assert (cache.nbytes, cache.num_tokens) == (0, 0)
 
 
-def test_a_session_reads_what_it_wrote_over_several_runs_of_pages(store: KVStore) -> None:
+def test_a_session_reads_its_own_writes_over_several_runs_of_pages(store: KVStore) -> None:
     one, two = store.new_cache(), store.new_cache()
     ones, twos = [], []
     for position in range(0, 20, 5):
@@ -57,10 +57,10 @@ def test_a_session_reads_what_it_wrote_over_several_runs_of_pages(store: KVStore
     assert_holds(two, torch.cat(twos, dim=1))
 
 
-def test_what_was_reserved_is_one_run(store: KVStore) -> None:
+def test_a_reservation_is_one_run(store: KVStore) -> None:
     one, two = store.new_cache(), store.new_cache()
-    one.open(22)
-    two.open(22)
+    one.allocate(22)
+    two.allocate(22)
     for position in range(22):
         written(one, position, 1)
         written(two, position, 1)
@@ -71,7 +71,7 @@ def test_what_was_reserved_is_one_run(store: KVStore) -> None:
 def test_a_fork_shares_until_one_of_them_writes(store: KVStore) -> None:
     one, two = store.new_cache(), store.new_cache()
     keys = written(one, 0, 10)
-    two.open(12)
+    two.allocate(12)
     twin = one.fork()
     two.adopt(twin)
     assert_holds(two, keys)
@@ -99,5 +99,5 @@ def test_layers_of_one_kind_share_tables_and_groups_have_one_size() -> None:
     assert LayerGroups.of([None] * 3) == LayerGroups((None,), ((0, 0), (0, 1), (0, 2)), 3)
     mixed = LayerGroups.of([8, 8, None, 8, 8, None, 8])
     assert mixed.windows == (8, 8, 8, None)
-    assert mixed.places == ((0, 0), (0, 1), (3, 0), (1, 0), (1, 1), (3, 1), (2, 0))
-    assert mixed.num_places == 2
+    assert mixed.layer_indices == ((0, 0), (0, 1), (3, 0), (1, 0), (1, 1), (3, 1), (2, 0))
+    assert mixed.layers_per_group == 2

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.client.chain.chunks import MIN_CHUNK_TOKENS, chunk_tokens
+from corolla.client.chain.session import MIN_CHUNK_TOKENS, chunk_tokens
 
 
 @pytest.mark.parametrize(

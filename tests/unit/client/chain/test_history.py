@@ -27,7 +27,7 @@ def test_a_replay_takes_every_token_once_and_in_order(
 
 
 @given(steps)
-def test_without_merging_every_step_is_what_it_was(given_steps: list[tuple[int, bool]]) -> None:
+def test_without_merging_a_replay_repeats_every_step(given_steps: list[tuple[int, bool]]) -> None:
     lengths = [end - begin for begin, end in shapes_of(given_steps).replay(0, 9, merges=False)]
     assert lengths == [num_tokens for num_tokens, _ in given_steps]
 
@@ -39,7 +39,7 @@ def test_single_tokens_are_merged_and_chunks_of_prompts_stay_as_they_were() -> N
 
 
 @given(steps, st.data())
-def test_what_is_cut_off_is_as_if_it_had_never_been(given_steps: list[tuple[int, bool]], data: st.DataObject) -> None:
+def test_truncated_steps_leave_no_trace(given_steps: list[tuple[int, bool]], data: st.DataObject) -> None:
     shapes = shapes_of(given_steps)
     position = data.draw(st.integers(0, shapes.num_tokens))
     untouched = shapes.copy()

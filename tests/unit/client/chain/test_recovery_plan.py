@@ -23,12 +23,12 @@ chains = positions.flatmap(lambda position: st.tuples(st.just(position), states_
 
 
 def output(hop: int, token: int) -> tuple[int, int]:
-    """What a hop puts out for a token, when it was given the right input and held all tokens before."""
+    """A hop's output for a token, if its input is right and it holds all tokens before."""
     return (hop, token)
 
 
 class Hop:
-    """Cache and kept outputs of one hop, by token."""
+    """Cache and boundary activations of one hop, by token."""
 
     def __init__(self, number: int, state: HopState) -> None:
         self.number = number
@@ -95,7 +95,7 @@ def test_two_lost_hops_get_their_own_lanes_and_neighbours_share_one() -> None:
     ]
 
 
-def test_hops_that_kept_nothing_compute_beside_what_they_hold() -> None:
+def test_hops_without_boundary_activations_compute_in_scratch_sessions() -> None:
     lanes = plan_lanes([HopState(8), HopState(0), HopState(8), HopState(2)], 8)
     assert lanes == [Lane(CLIENT, 0, 3, 0, frozenset({0, 2}))]
     assert lanes[0].scratch_mask == 0b101

@@ -1,4 +1,4 @@
-"""The client's end of the streams to block servers, against a server that only says what a test wants."""
+"""The client's end of the streams to block servers, against a server that sends only the test's frames."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,6 +10,7 @@ import pytest
 
 from corolla.chassis.channels import bind, new_server
 from corolla.chassis.errors import HopUnavailable
+from corolla.chassis.tasks import TaskGroup
 from corolla.client.chain.streams import DataPlane
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import encode, join
@@ -18,7 +19,7 @@ PROBE_AFTER_S = 0.1
 
 
 class SilentServer:
-    """Welcomes whoever comes and says nothing more; its streams end when they are told to."""
+    """Welcomes every client and sends nothing more; the test ends its streams."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -58,7 +59,7 @@ async def silent_server() -> AsyncIterator[SilentServer]:
 
 async def test_servers_are_watched_though_a_stream_ends_while_its_server_is_asked() -> None:
     async with silent_server() as server:
-        plane = DataPlane("fingerprint", probe_after_s=PROBE_AFTER_S, probe_timeout_s=60.0)
+        plane = DataPlane("fingerprint", TaskGroup(), probe_after_s=PROBE_AFTER_S, probe_timeout_s=60.0)
         try:
             for _ in range(2):
                 opening = asyncio.create_task(plane.open(server.address, pb.Open(session_id=bytes(16))))

@@ -1,23 +1,33 @@
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import ContextLengthExceeded, QueueFull
-from corolla.client.generation.admission import Admission
+from corolla.client.generation.admission import Admission, AdmissionTicket, RequestMeter, Usage
 from corolla.client.generation.stopping import FinishReason
-from corolla.client.generation.usage import Usage
 from corolla.client.metrics import ClientMetrics
 
 TENANT = "ada"
 
 
 class Door:
-    """An admission, and what its metrics say."""
+    """An admission, and its metrics."""
 
     def __init__(self, max_running: int, max_waiting: int = 0, max_bytes: int = 1000) -> None:
         self._registry = CollectorRegistry()
-        self.admission = Admission(max_running, max_waiting, max_bytes, ClientMetrics(self._registry))
+        self.admission = Admission(max_running, max_waiting, max_bytes)
+        self._metrics = ClientMetrics(self._registry)
+
+    @asynccontextmanager
+    async def request(
+        self, tenant: str, num_bytes: int, usage: Usage
+    ) -> AsyncIterator[tuple[AdmissionTicket, RequestMeter]]:
+        async with self.admission.enter(tenant, num_bytes) as ticket:
+            with RequestMeter(self._metrics, usage) as meter:
+                yield ticket, meter
 
     def value(self, name: str, **labels: str) -> float:
         return self._registry.get_sample_value(f"corolla_{name}", labels) or 0
@@ -30,15 +40,15 @@ class Door:
 
 async def test_a_request_waits_until_its_prompt_is_known_and_then_runs() -> None:
     door, usage = Door(2), Usage()
-    async with door.admission.request(TENANT, 1, usage) as meter:
+    async with door.request(TENANT, 1, usage) as (_, meter):
         assert door.held == (1, 0)
-        meter.prompt(10, 4, 2)
+        meter.count_prompt(10, 4, 2)
         assert door.held == (0, 1)
-        meter.prompt(0, 0, 0)
+        meter.count_prompt(0, 0, 0)
         assert door.held == (0, 1), "several completions are one request"
     assert door.held == (0, 0)
-    assert door.value("prefix_cache_hits_total") == 4
-    assert door.value("prefix_cache_queries_total") == door.value("prompt_tokens_total") == 10
+    assert door.value("cached_prompt_tokens_total") == 4
+    assert door.value("prompt_tokens_total") == 10
     assert door.value("recomputed_tokens_total") == 2
 
 
@@ -47,31 +57,31 @@ async def test_every_way_out_gives_the_place_back(is_known: bool) -> None:
     door = Door(1)
     for _ in range(3):
         with pytest.raises(GeneratorExit):  # noqa: PT012
-            async with door.admission.request(TENANT, 1, Usage()) as meter:
+            async with door.request(TENANT, 1, Usage()) as (_, meter):
                 if is_known:
-                    meter.prompt(1, 0, 0)
+                    meter.count_prompt(1, 0, 0)
                 raise GeneratorExit
         assert door.held == (0, 0)
 
 
 async def test_one_too_many_is_refused_and_takes_nothing() -> None:
     door = Door(1)
-    async with door.admission.request(TENANT, 1, Usage()):
+    async with door.request(TENANT, 1, Usage()):
         with pytest.raises(QueueFull):
-            async with door.admission.request(TENANT, 1, Usage()):
+            async with door.request(TENANT, 1, Usage()):
                 pass
         assert door.held == (1, 0)
-    async with door.admission.request(TENANT, 1, Usage()):
+    async with door.request(TENANT, 1, Usage()):
         pass
 
 
 async def test_tokens_and_ends_are_counted() -> None:
     door, usage = Door(1), Usage()
-    async with door.admission.request(TENANT, 1, usage) as meter:
-        meter.prompt(3, 0, 0)
+    async with door.request(TENANT, 1, usage) as (_, meter):
+        meter.count_prompt(3, 0, 0)
         for index in (0, 1, 0, 1, 0):
-            meter.token(index)
-        meter.finished(FinishReason.EOS)
+            meter.count_token(index)
+        meter.count_finish(FinishReason.EOS)
     assert usage.completion_tokens == door.value("generation_tokens_total") == 5
     assert door.value("time_to_first_token_seconds_count") == 1
     # Between two tokens of one completion, never between those of different ones.
@@ -81,12 +91,13 @@ async def test_tokens_and_ends_are_counted() -> None:
 
 
 async def visit(door: Door, tenant: str, ran: list[str], leave: asyncio.Event) -> None:
-    async with door.admission.request(tenant, 1, Usage()) as meter, meter.running():
+    async with door.request(tenant, 1, Usage()) as (ticket, _):
+        await ticket.admitted()
         ran.append(tenant)
         await leave.wait()
 
 
-async def test_who_waits_runs_when_a_place_is_free_and_is_counted_meanwhile() -> None:
+async def test_a_waiting_request_is_counted_and_runs_when_a_place_is_free() -> None:
     door, ran, leave = Door(1, max_waiting=2), list[str](), asyncio.Event()
     async with asyncio.TaskGroup() as visitors:
         for tenant in ("ada", "ada", "bob"):
@@ -99,7 +110,7 @@ async def test_who_waits_runs_when_a_place_is_free_and_is_counted_meanwhile() ->
     assert door.held == (0, 0)
 
 
-async def test_who_has_more_waiting_makes_room_for_who_has_less() -> None:
+async def test_the_tenant_with_most_waiting_requests_makes_room_for_one_with_fewer() -> None:
     door, ran, leave = Door(1, max_waiting=2), list[str](), asyncio.Event()
     tasks = [asyncio.create_task(visit(door, tenant, ran, leave)) for tenant in ("ada", "ada", "ada", "bob")]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -124,17 +135,19 @@ async def test_a_caller_that_leaves_the_line_leaves_no_gap(num_turns: int) -> No
     await asyncio.gather(first, second, third, return_exceptions=True)
     assert ran[-1] == "cyd"
     assert door.held == (0, 0)
-    async with door.admission.request("ada", 1, Usage()) as meter, meter.running():
+    async with door.request("ada", 1, Usage()) as (ticket, _):
+        await ticket.admitted()
         pass
 
 
-async def test_what_requests_hold_is_bounded_in_bytes() -> None:
+async def test_the_bytes_of_all_requests_are_bounded() -> None:
     door = Door(4, max_waiting=4, max_bytes=100)
-    async with door.admission.request(TENANT, 60, Usage()):
+    async with door.request(TENANT, 60, Usage()):
         with pytest.raises(QueueFull):
-            async with door.admission.request(TENANT, 41, Usage()):
+            async with door.request(TENANT, 41, Usage()):
                 pass
-        async with door.admission.request(TENANT, 40, Usage()) as meter, meter.running():
+        async with door.request(TENANT, 40, Usage()) as (ticket, _):
+            await ticket.admitted()
             assert door.held == (2, 0)
 
 
@@ -143,7 +156,7 @@ async def test_a_prompt_that_is_refused_before_its_turn_leaves_the_line() -> Non
     running = asyncio.create_task(visit(door, "ada", ran, leave))
     await asyncio.sleep(0)
     with pytest.raises(ContextLengthExceeded):
-        async with door.admission.request("bob", 1, Usage()):
+        async with door.request("bob", 1, Usage()):
             raise ContextLengthExceeded("prompt", "is too long")
     next_one = asyncio.create_task(visit(door, "bob", ran, leave))
     await asyncio.sleep(0)

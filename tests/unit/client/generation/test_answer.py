@@ -80,7 +80,7 @@ def test_a_possible_stop_sequence_is_held_back_until_it_is_none() -> None:
     assert [delta.text for delta in deltas] == ["x", "", "", "", "STOx"]
 
 
-def test_what_was_held_back_comes_with_the_last_token() -> None:
+def test_text_held_back_comes_with_the_last_token() -> None:
     answer, deltas = grown(ids("xSTO"), stop=("STOP",), max_tokens=4)
     assert (deltas[-1].text, deltas[-1].finish_reason) == ("STO", FinishReason.LENGTH)
     assert answer.text == "xSTO"
@@ -97,7 +97,7 @@ def test_an_end_that_is_ignored_is_a_token_like_others() -> None:
     assert (answer.text, deltas[-1].finish_reason) == ("xy", FinishReason.LENGTH)
 
 
-def test_time_runs_out_with_a_token_and_keeps_what_there_is() -> None:
+def test_the_time_limit_ends_an_answer_at_a_token_and_keeps_its_text() -> None:
     answer, deltas = grown(ids("xyzxyz"), time_limit_s=2.0)
     assert (answer.text, deltas[-1].finish_reason) == ("xyz", FinishReason.TIME_LIMIT)
 

@@ -1,20 +1,21 @@
-"""What a token costs the client service does not depend on how many came before it. The chain here does nothing."""
+"""The client service's time for a token does not depend on the tokens before. The chain here does nothing."""
 
 import gc
 import itertools
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 
-from corolla.client.chain.reading import Reader
+from corolla.client.chain.row_sampling import TokenSampler
 from corolla.client.chain.session import ChainSession
 from corolla.client.compute import ComputeThread
 from corolla.client.generation.answer import Answer
-from corolla.client.generation.loop import generate
+from corolla.client.generation.loop import AnswerSampler, generate
 from corolla.client.generation.sampling import Sampler, SamplingParams
 from corolla.client.generation.speculator import SpeculationMode, SpeculationOptions, Speculators
 from corolla.client.generation.stopping import StopDecider
@@ -33,17 +34,17 @@ NUM_TRIES = 8
 class NoChain:
     """A session whose steps take no time: the logits are there already."""
 
-    max_guesses = 8
+    max_draft_tokens = 8
 
     def __init__(self) -> None:
         self._logits = torch.randn(4096, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1))
         self._num_steps = 0
 
-    async def prefill(self, token_ids: Sequence[int], reader: Reader) -> list[int]:
-        return reader.read(self._rows(1))
+    async def prefill(self, token_ids: Sequence[int], sampler: TokenSampler) -> list[int]:
+        return sampler.sample(self._rows(1))
 
-    async def decode(self, token_id: int, guesses: Sequence[int], reader: Reader) -> list[int]:
-        return reader.read(self._rows(1 + len(guesses)))
+    async def decode(self, token_id: int, draft_tokens: Sequence[int], sampler: TokenSampler) -> list[int]:
+        return sampler.sample(self._rows(1 + len(draft_tokens)))
 
     def _rows(self, num_rows: int) -> torch.Tensor:
         self._num_steps += 1
@@ -60,7 +61,8 @@ async def token_seconds(params: SamplingParams, stop: Sequence[str], mode: Specu
     speculator = speculators.make(SpeculationOptions(), sampler, PROMPT, lambda drafted, accepted: None)
     stamps: list[float] = []
     session = cast(ChainSession, NoChain())
-    async for _ in generate(session, sampler, answer, PROMPT, time.monotonic(), speculator):
+    answer_sampler = AnswerSampler(sampler, answer, time.monotonic())
+    async for _ in generate(session, answer_sampler, answer, partial(session.prefill, PROMPT), speculator):
         stamps.append(time.process_time())
     assert len(stamps) == NUM_TOKENS
     compute.close()
@@ -79,9 +81,10 @@ async def token_seconds(params: SamplingParams, stop: Sequence[str], mode: Specu
         ),
         (SamplingParams(1.0, seed=1), (), SpeculationMode.PROMPT_LOOKUP),
     ],
-    ids=["greedy", "stop sequence", "penalties", "guesses"],
+    ids=["greedy", "stop sequence", "penalties", "draft tokens"],
 )
-async def test_token_4000_costs_what_token_40_costs(
+@pytest.mark.full
+async def test_token_4000_costs_as_much_as_token_40(
     params: SamplingParams, stop: Sequence[str], mode: SpeculationMode
 ) -> None:
     ratios = []

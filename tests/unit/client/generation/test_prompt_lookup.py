@@ -1,4 +1,4 @@
-"""Guesses from the text so far, against a search that looks at everything each time."""
+"""Draft tokens from the text so far, against a search that looks at everything each time."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ MATCH_LENGTHS = (8, 5, 3, 2)
 
 
 def searched(text: list[int], num_tokens: int) -> tuple[int | None, list[int]]:
-    """The latest earlier occurrence of the longest ending, and what followed it, round in circles at the end."""
+    """The tokens after the latest earlier occurrence of the longest ending, repeated in a cycle at the end."""
     for kind, length in enumerate(MATCH_LENGTHS):
         for start in range(len(text) - length - 1, -1, -1):
             if text[start : start + length] == text[-length:]:
@@ -21,7 +21,7 @@ def searched(text: list[int], num_tokens: int) -> tuple[int | None, list[int]]:
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 12), st.integers(1, 60))
-def test_it_finds_what_a_full_search_finds(text: list[int], num_tokens: int, first_part: int) -> None:
+def test_prompt_lookup_agrees_with_a_full_search(text: list[int], num_tokens: int, first_part: int) -> None:
     lookup = PromptLookup()
     lookup.extend(text[:first_part])
     lookup.extend(text[first_part:])
@@ -30,7 +30,7 @@ def test_it_finds_what_a_full_search_finds(text: list[int], num_tokens: int, fir
     assert lookup.draft(num_tokens) == follows
 
 
-def test_a_text_that_repeats_is_followed_and_one_that_does_not_gives_no_guess() -> None:
+def test_prompt_lookup_drafts_for_a_repeating_text_only() -> None:
     lookup = PromptLookup()
     lookup.extend(range(100))
     assert lookup.evidence is None
@@ -43,5 +43,5 @@ def test_a_text_that_repeats_is_followed_and_one_that_does_not_gives_no_guess() 
 def test_the_index_grows_with_the_text_and_no_faster() -> None:
     lookup = PromptLookup()
     lookup.extend(range(5000))
-    assert [len(followers) for followers in lookup._followers] == [5000 - length for length in MATCH_LENGTHS]
+    assert lookup.num_indexed == tuple(5000 - length for length in MATCH_LENGTHS)
     assert len(LOOKUP_RATES) == len(MATCH_LENGTHS)

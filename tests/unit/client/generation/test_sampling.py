@@ -95,7 +95,7 @@ def test_greedy_equals_generate(model: Any, repetition_penalty: float) -> None:
     assert generated_by_sampler(model, params) == generated_by_transformers(model, params)
 
 
-def test_the_grid_tells_the_parameters_apart(model: Any) -> None:
+def test_the_grid_distinguishes_the_parameters(model: Any) -> None:
     answers = {
         tuple(generated_by_sampler(model, params))
         for params in [
@@ -170,13 +170,16 @@ def test_state_continues_the_stream(num_before: int) -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 13])
+@pytest.mark.parametrize("num_ahead", [0, 5, 100])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.4}, {"min_p": 0.3}], ids=str)
-def test_choices_of_others_are_skipped(num_before: int, filters: dict[str, Any]) -> None:
+def test_choices_of_others_are_skipped(num_before: int, num_ahead: int, filters: dict[str, Any]) -> None:
     params = SamplingParams(0.9, presence_penalty=0.5, seed=12, **filters)
     rows = random_rows(20)
     whole = Sampler(params, PROMPT)
     expected = [whole.sample(row).token_id for row in rows]
     later = Sampler(params, PROMPT, generated_ids=expected[:num_before], num_skipped=num_before)
+    later.skip(rows.shape[1], num_ahead)
+    assert later.num_skipped == max(0, num_before - num_ahead)
     assert later.fork().sample(rows[num_before]).token_id == expected[num_before]
     assert [later.sample(row).token_id for row in rows[num_before:]] == expected[num_before:]
     assert later.state() == whole.state()
@@ -253,7 +256,7 @@ def test_logprobs_only_when_asked_for() -> None:
     assert chosen.top_logprobs == ()
 
 
-def test_ties_go_where_argmax_goes() -> None:
+def test_ties_are_broken_like_argmax() -> None:
     row = torch.zeros(50)
     row[[7, 30]] = 2.0
     assert Sampler(SamplingParams(), []).sample(row).token_id == int(row.argmax())
@@ -268,7 +271,7 @@ def test_prompt_ids_beyond_the_logits_are_no_trouble() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("repetition_penalty", [1.0, 1.2])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_no_token_is_made_of_what_is_not_finite(temperature: float, repetition_penalty: float, value: float) -> None:
+def test_non_finite_logits_give_no_token(temperature: float, repetition_penalty: float, value: float) -> None:
     row = torch.zeros(9)
     row[4] = value
     sampler = Sampler(SamplingParams(temperature, repetition_penalty=repetition_penalty, seed=1), [4])

@@ -1,4 +1,4 @@
-"""The length of drafts: gains where guesses are right, next to no loss where they are wrong. Time is simulated."""
+"""The length of drafts: gains where draft tokens are right, next to no loss where they are wrong. Time is simulated."""
 
 import random
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from corolla.client.generation.speculation import DraftLength
 
 NUM_TOKENS = 300
 
-# Seconds of a step by the number of guesses that it carries: links that dominate, a small processor where a second row
-# is dear, a large one where rows are free, and a draft model that costs with every guess.
+# Seconds of a step by the number of draft tokens that it carries: links that dominate, a small processor where a second
+# row is dear, a large one where rows are free, and a draft model that costs with every draft token.
 COSTS: dict[str, Callable[[int], float]] = {
     "slow links": lambda num_drafted: 0.1 + 0.002 * num_drafted,
     "small processor": lambda num_drafted: 0.06 if num_drafted == 0 else 0.095 + 0.003 * num_drafted,
@@ -21,7 +21,7 @@ COSTS: dict[str, Callable[[int], float]] = {
 
 
 class Answer:
-    """One answer whose guesses are right with a given rate."""
+    """One answer whose draft tokens are right with a given rate."""
 
     def __init__(self, cost: Callable[[int], float], *, noise: float = 0.1, max_tokens: int = 16) -> None:
         self.length = DraftLength(max_tokens, (0.8,))
@@ -47,7 +47,7 @@ class Answer:
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
-def test_guesses_that_are_always_wrong_cost_next_to_nothing(cost: Callable[[int], float]) -> None:
+def test_draft_tokens_that_are_always_rejected_cost_next_to_nothing(cost: Callable[[int], float]) -> None:
     answer = Answer(cost)
     assert answer.seconds(NUM_TOKENS, 0.0) <= NUM_TOKENS * cost(0) / 0.95
     # It does try again now and then.
@@ -58,7 +58,7 @@ def test_guesses_that_are_always_wrong_cost_next_to_nothing(cost: Callable[[int]
     "cost, least_gain",
     [("slow links", 4.0), ("small processor", 3.0), ("large processor", 6.0), ("draft model", 2.0)],
 )
-def test_guesses_that_are_mostly_right_are_made_long(cost: str, least_gain: float) -> None:
+def test_drafts_that_are_mostly_accepted_grow_long(cost: str, least_gain: float) -> None:
     answer = Answer(COSTS[cost])
     assert NUM_TOKENS * COSTS[cost](0) / answer.seconds(NUM_TOKENS, 0.95) >= least_gain
     assert max(answer.drafts) > 8
@@ -70,7 +70,7 @@ def test_no_rate_makes_an_answer_much_slower(cost: Callable[[int], float]) -> No
         assert Answer(cost).seconds(NUM_TOKENS, rate) <= NUM_TOKENS * cost(0) / 0.95
 
 
-def test_a_text_that_changes_its_nature_is_followed() -> None:
+def test_speculation_adapts_to_a_changing_text() -> None:
     cost = COSTS["small processor"]
     answer = Answer(cost)
     answer.seconds(NUM_TOKENS, 0.95)
@@ -78,7 +78,7 @@ def test_a_text_that_changes_its_nature_is_followed() -> None:
     assert answer.seconds(2 * NUM_TOKENS, 0.95) <= 2 * NUM_TOKENS * cost(0) / 1.5
 
 
-def test_a_stall_is_not_held_against_either_side() -> None:
+def test_a_stall_changes_neither_cost_estimate() -> None:
     length = DraftLength(8, (0.9,))
     length.observe(None, 0, 0, 0.1)
     chosen = length.choose(0, 8)
@@ -100,7 +100,7 @@ def test_kinds_of_evidence_are_kept_apart() -> None:
     assert length.choose(1, 8) < 8
 
 
-def test_it_never_guesses_more_than_it_may() -> None:
+def test_speculation_never_drafts_more_than_allowed() -> None:
     length = DraftLength(5, (0.99,), is_adaptive=False)
     assert [length.choose(0, room) for room in (0, 3, 9)] == [0, 3, 5]
     adaptive = DraftLength(5, (0.99,))

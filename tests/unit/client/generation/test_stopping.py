@@ -25,7 +25,7 @@ def texts_in_pieces(draw: st.DrawFn) -> list[str]:
 
 
 @given(texts_in_pieces(), st.lists(st.text(FEW_LETTERS, min_size=1, max_size=5), max_size=4))
-def test_any_cutting_gives_what_a_search_over_the_whole_text_gives(pieces: list[str], sequences: list[str]) -> None:
+def test_any_cutting_agrees_with_a_search_over_the_whole_text(pieces: list[str], sequences: list[str]) -> None:
     text = "".join(pieces)
     matcher = StopMatcher(sequences)
     emitted = ""
@@ -59,7 +59,7 @@ def test_nothing_leaves_after_a_match() -> None:
     assert matcher.flush() == ""
 
 
-def test_a_beginning_that_comes_to_nothing_goes_out() -> None:
+def test_a_partial_stop_sequence_without_a_match_is_delivered() -> None:
     matcher = StopMatcher(["END"])
     assert matcher.push("EN") == ("", False)
     assert matcher.push("ENx") == ("ENENx", False)

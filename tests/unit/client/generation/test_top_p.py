@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from corolla.client.generation.top_p import QuickTopP
+from corolla.client.generation.sampling import QuickTopP
 
 NO_IDS = torch.empty((1, 0), dtype=torch.int64)
 
@@ -29,7 +29,7 @@ def test_of_equal_tokens_the_library_chooses(num_values: int) -> None:
             assert torch.equal(QuickTopP(top_p)(NO_IDS, scores), TopPLogitsWarper(top_p)(NO_IDS, scores))
 
 
-def test_what_another_filter_took_away_stays_away() -> None:
+def test_tokens_that_another_filter_removed_stay_removed() -> None:
     for seed in range(20):
         scores = torch.randn(1, 1000, generator=torch.Generator().manual_seed(seed)) * 3
         scores = TopKLogitsWarper(30)(NO_IDS, scores)

@@ -1,4 +1,4 @@
-"""Who runs and who waits, whatever comes and goes."""
+"""Which requests run and which wait, for any arrivals and departures."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from corolla.chassis.errors import QueueFull
+from corolla.chassis.errors import QueueFull, ShareExceeded
 from corolla.client.generation.waiting_line import WaitingLine
 
 TENANTS = ("ada", "bob", "cyd")
@@ -14,7 +14,7 @@ MAX_BYTES = 100
 
 
 class Line(RuleBasedStateMachine):
-    """A line beside a plain record of what it should hold."""
+    """A waiting line, with a plain record of its expected contents."""
 
     @initialize(max_running=st.integers(1, 4), max_waiting=st.integers(0, 6))
     def open(self, max_running: int, max_waiting: int) -> None:
@@ -51,7 +51,7 @@ class Line(RuleBasedStateMachine):
         self.number += 1
         own_share = self.share(tenant, 1, num_bytes)
         try:
-            displaced = self.line.enter(tenant, self.number, num_bytes)
+            displaced = [ticket for ticket, _ in self.line.enter(tenant, self.number, num_bytes)]
         except QueueFull:
             assert not self.fits(num_bytes)
             num_running_bytes = sum(self.sizes[each] for each in self.running)
@@ -109,7 +109,57 @@ def test_few_large_requests_make_room_for_small_ones_of_others() -> None:
     for ticket in ("a0", "a1", "a2"):
         assert line.enter("ada", ticket, 30) == []
     line.admit()
-    assert line.enter("bob", "b0", 20) == ["a2"]
+    assert [ticket for ticket, _ in line.enter("bob", "b0", 20)] == ["a2"]
     with pytest.raises(QueueFull):
         line.enter("ada", "a3", 30)
     assert line.enter("ada", "a4", 20) == []
+
+
+def refused(line: WaitingLine[str], tenant: str, num_bytes: int = 1) -> type[QueueFull]:
+    with pytest.raises(QueueFull) as caught:
+        line.enter(tenant, "one more", num_bytes)
+    return type(caught.value)
+
+
+def filled(tenants: str, min_shares: int) -> WaitingLine[str]:
+    """Four run and four wait, one letter each for whose they are."""
+    line: WaitingLine[str] = WaitingLine(4, 4, 1000, min_shares)
+    for number, tenant in enumerate(tenants):
+        line.enter(tenant, f"{tenant}{number}", 1)
+        line.admit()
+    return line
+
+
+@pytest.mark.parametrize(
+    "tenants, min_shares, whose_fault",
+    [
+        ("aaaaaaaa", 1, {"a": QueueFull}),
+        # Others may come.
+        ("aaaaaaaa", 2, {"a": ShareExceeded}),
+        ("abababab", 2, {"a": QueueFull, "b": QueueFull}),
+        ("abababab", 1, {"a": QueueFull, "b": QueueFull}),
+        ("aaaaaabb", 1, {"a": ShareExceeded}),
+        # Eight binding for three: one has two only.
+        ("aabbaacc", 1, {"a": ShareExceeded}),
+        ("aabbccab", 1, {"a": QueueFull, "b": QueueFull}),
+    ],
+)
+def test_a_tenant_beyond_an_equal_share_meets_its_own_limit(
+    tenants: str, min_shares: int, whose_fault: dict[str, type[QueueFull]]
+) -> None:
+    for tenant, kind in whose_fault.items():
+        assert refused(filled(tenants, min_shares), tenant) is kind
+
+
+def test_a_displaced_request_gets_the_same_error_as_a_refused_one() -> None:
+    ((ticket, refusal),) = filled("aaaaaaaa", 2).enter("b", "b0", 1)
+    assert (ticket, type(refusal)) == ("a7", ShareExceeded)
+
+
+def test_a_share_is_of_the_bytes_as_well() -> None:
+    line: WaitingLine[str] = WaitingLine(4, 4, 1000)
+    line.enter("large", "l0", 600)
+    line.enter("small", "s0", 10)
+    line.admit()
+    assert refused(line, "large", 500) is ShareExceeded
+    assert refused(line, "small", 500) is QueueFull

@@ -48,7 +48,7 @@ def with_template(tokenizer: TextTokenizer, template: str | None) -> ChatTemplat
 
 
 class Model:
-    """Stands for a model that says what it is told, as a loop over tokens would return it."""
+    """Stands for a model with given answers, in the form that the generation loop returns."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer

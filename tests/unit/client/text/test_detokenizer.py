@@ -1,4 +1,4 @@
-"""Streaming equals decoding in one go, whatever arrives, for every kind of tokenizer."""
+"""Streaming equals decoding in one go, for any tokens and every kind of tokenizer."""
 
 from collections.abc import Sequence
 

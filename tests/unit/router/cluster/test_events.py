@@ -1,4 +1,4 @@
-"""Events: what happened is told, and nothing floods."""
+"""The router records Events for gaps and handovers, and bounds their number."""
 
 from corolla.router.cluster.events import HandoverLedger, Happening, PodRef, SpanLedger
 from corolla.wire.span import Span
@@ -6,8 +6,8 @@ from corolla.wire.span import Span
 GAP = [Span(15, 30)]
 
 
-def told(ledger: SpanLedger, states: list[tuple[float, list[Span]]], until_s: float) -> list[tuple[float, str]]:
-    """When what was told, where the ledger looks twice a second; the first state is so from the beginning."""
+def recorded(ledger: SpanLedger, states: list[tuple[float, list[Span]]], until_s: float) -> list[tuple[float, str]]:
+    """Times and reasons of the events, where the ledger looks twice a second; the first state holds from the start."""
     found = []
     now_s = 0.0
     while now_s < until_s:
@@ -19,11 +19,11 @@ def told(ledger: SpanLedger, states: list[tuple[float, list[Span]]], until_s: fl
     return found
 
 
-def test_a_gap_and_its_end_are_told_once_each() -> None:
-    assert told(SpanLedger(), [(0, []), (10, GAP), (40, [])], 1000) == [(13, "SpanUncovered"), (43, "SpanRestored")]
+def test_a_gap_and_its_end_give_one_event_each() -> None:
+    assert recorded(SpanLedger(), [(0, []), (10, GAP), (40, [])], 1000) == [(13, "SpanUncovered"), (43, "SpanRestored")]
 
 
-def test_the_words() -> None:
+def test_events_are_worded_for_operators() -> None:
     ledger = SpanLedger()
     ledger.look("m", [], 0)
     ledger.look("m", [Span(0, 2), Span(15, 30)], 1)
@@ -34,34 +34,34 @@ def test_the_words() -> None:
     assert ledger.look("m", [], 23) == Happening("SpanRestored", "all blocks of m have a ready block server", False)
 
 
-def test_what_is_so_at_the_first_look_is_not_told_but_its_end_is() -> None:
-    assert told(SpanLedger(), [(0, GAP)], 1000) == []
-    assert told(SpanLedger(), [(0, GAP), (20, [])], 1000) == [(23, "SpanRestored")]
+def test_a_gap_at_the_first_look_gives_an_event_only_for_its_end() -> None:
+    assert recorded(SpanLedger(), [(0, GAP)], 1000) == []
+    assert recorded(SpanLedger(), [(0, GAP), (20, [])], 1000) == [(23, "SpanRestored")]
 
 
-def test_a_moment_is_not_told() -> None:
-    assert told(SpanLedger(), [(0, []), (10, GAP), (12.5, [])], 1000) == []
+def test_a_momentary_gap_gives_no_event() -> None:
+    assert recorded(SpanLedger(), [(0, []), (10, GAP), (12.5, [])], 1000) == []
 
 
-def test_an_end_soon_after_is_told_after_a_pause() -> None:
-    assert told(SpanLedger(), [(0, []), (10, GAP), (14, [])], 1000) == [(13, "SpanUncovered"), (23, "SpanRestored")]
+def test_the_event_for_an_early_end_waits_for_a_pause() -> None:
+    assert recorded(SpanLedger(), [(0, []), (10, GAP), (14, [])], 1000) == [(13, "SpanUncovered"), (23, "SpanRestored")]
 
 
 def test_a_span_that_flaps_for_an_hour_gives_a_handful() -> None:
     states = [(4.0 * number, GAP if number % 2 else []) for number in range(900)]
-    found = told(SpanLedger(), states, 4200)
+    found = recorded(SpanLedger(), states, 4200)
     assert 3 <= len(found) <= 12
-    # In the end what is so was told: the last state is a gap.
+    # The last event agrees with the last state, a gap.
     assert found[-1][1] == "SpanUncovered"
 
 
 def test_after_quiet_the_pauses_are_short_again() -> None:
     states = [(4.0 * number, GAP if number % 2 else []) for number in range(100)]
     states += [(400, []), (3000, GAP), (3020, [])]
-    assert told(SpanLedger(), states, 4000)[-2:] == [(3003, "SpanUncovered"), (3023, "SpanRestored")]
+    assert recorded(SpanLedger(), states, 4000)[-2:] == [(3003, "SpanUncovered"), (3023, "SpanRestored")]
 
 
-def test_flapping_is_said() -> None:
+def test_the_event_of_a_flapping_span_says_so() -> None:
     ledger = SpanLedger()
     for second in range(20):
         ledger.look("m", GAP if second % 2 else [], second)
@@ -83,7 +83,7 @@ def test_models_are_apart_and_forgotten() -> None:
 POD = PodRef("pod-a", "uid-a")
 
 
-def test_a_handover_is_told_at_once_about_its_pod() -> None:
+def test_a_handover_gives_an_event_on_its_pod_at_once() -> None:
     ledger = HandoverLedger()
     ledger.note(POD, 3, 0)
     assert ledger.due(0) == [
@@ -92,7 +92,7 @@ def test_a_handover_is_told_at_once_about_its_pod() -> None:
     assert ledger.due(1) == []
 
 
-def test_sessions_that_nobody_took_make_it_a_warning() -> None:
+def test_sessions_without_a_receiver_make_the_event_a_warning() -> None:
     ledger = HandoverLedger()
     ledger.note(POD, 1, 2)
     (happening,) = ledger.due(0)
@@ -100,13 +100,13 @@ def test_sessions_that_nobody_took_make_it_a_warning() -> None:
     assert happening.message.endswith("taken over: 1; left, and to be recomputed: 2")
 
 
-def test_who_had_no_sessions_is_not_told_of() -> None:
+def test_a_server_without_sessions_gives_no_event() -> None:
     ledger = HandoverLedger()
     ledger.note(POD, 0, 0)
     assert ledger.due(0) == []
 
 
-def test_one_pod_is_told_of_once_a_minute_and_nothing_is_lost() -> None:
+def test_a_pod_gives_one_event_a_minute_and_counts_are_summed() -> None:
     ledger = HandoverLedger()
     messages = []
     for second in range(181):
@@ -121,4 +121,4 @@ def test_pods_that_are_gone_are_forgotten() -> None:
         ledger.note(PodRef(f"p{number}", f"u{number}"), 1, 0)
     assert len(ledger.due(0)) == 100
     assert ledger.due(60) == []
-    assert not ledger._pods
+    assert ledger == HandoverLedger()

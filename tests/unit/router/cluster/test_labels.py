@@ -1,4 +1,4 @@
-"""What pods are told to say, how often, and which of them is worth most."""
+"""The labels and deletion costs of pods, and how often the router writes them."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def test_a_label_is_the_span_without_a_colon() -> None:
     assert wanted_tags([placed("a", "0:15", pod_uid="")]) == {}
 
 
-def test_who_alone_holds_blocks_costs_most_and_the_more_the_more_blocks() -> None:
+def test_the_only_server_of_blocks_costs_most_and_more_with_more_blocks() -> None:
     twin, other_twin = placed("a", "0:10"), placed("b", "0:10")
     alone, alone_with_more = placed("c", "10:20"), placed("d", "20:40")
     found = costs(twin, other_twin, alone, alone_with_more)
@@ -67,7 +67,7 @@ BARE = Pod("u", "pod-u")
 TAGS = Tags("0-15", "500")
 
 
-def test_a_pod_is_patched_once_what_is_wanted_has_settled() -> None:
+def test_a_pod_is_patched_once_its_tags_have_settled() -> None:
     plan = TagPlan()
     assert plan.due(table_of(BARE), {"u": TAGS}, 0.0) == []
     (patch,) = plan.due(table_of(BARE), {"u": TAGS}, 1.0)
@@ -95,14 +95,14 @@ def test_a_patch_that_did_nothing_is_tried_again_later() -> None:
     assert len(plan.due(table_of(BARE), {"u": TAGS}, 6.0)) == 1
 
 
-def test_what_wavers_is_not_written() -> None:
+def test_unstable_tags_are_not_written() -> None:
     plan = TagPlan()
     for number in range(100):
         wanted = {"u": Tags("0-15", "500") if number % 2 else Tags("15-30", "1150")}
         assert plan.due(table_of(BARE), wanted, number * 0.5) == []
 
 
-def test_only_what_differs_is_patched() -> None:
+def test_only_differing_tags_are_patched() -> None:
     plan = TagPlan()
     pods = table_of(replace(BARE, span="0-15", cost="1150"))
     plan.due(pods, {"u": TAGS}, 0.0)
@@ -143,7 +143,7 @@ def test_pods_that_leave_and_pods_of_others_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("foreign", ["x", "-5", "9" * 400, "\u0663"])
-def test_what_somebody_else_wrote_is_replaced(foreign: str) -> None:
+def test_tags_that_others_wrote_are_replaced(foreign: str) -> None:
     plan = TagPlan()
     pods = table_of(replace(BARE, span="0-15", cost=foreign))
     plan.due(pods, {"u": TAGS}, 0.0)

@@ -1,4 +1,4 @@
-"""What pods mean for the servers in them."""
+"""How the state of pods affects the servers in them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def read(described: Any) -> Pod:
     return pod
 
 
-def test_a_pod_is_read_with_what_it_says() -> None:
+def test_a_pod_is_read_with_its_labels_and_conditions() -> None:
     labels = {"corolla.dev/span": "0-15", "app": "x"}
     annotations = {"controller.kubernetes.io/pod-deletion-cost": "500"}
     assert read(described_pod("a", labels=labels, annotations=annotations)) == Pod(
@@ -30,7 +30,7 @@ def test_a_pod_is_read_with_what_it_says() -> None:
         {"metadata": {"uid": "", "name": "x"}}, {"kind": "Status", "code": 410},
     ],
 )  # fmt: skip
-def test_what_is_no_pod_is_none(described: Any) -> None:
+def test_an_object_that_is_no_pod_is_ignored(described: Any) -> None:
     assert read_pod(described) is None
 
 
@@ -41,11 +41,11 @@ def test_what_is_no_pod_is_none(described: Any) -> None:
         {"conditions": {"Ready": "False"}}, {"containerStatuses": "x"}, {"containerStatuses": [{"state": None}]},
     ],
 )  # fmt: skip
-def test_a_status_that_makes_no_sense_is_survived(status: Any) -> None:
+def test_a_malformed_pod_status_is_ignored(status: Any) -> None:
     assert not read({"metadata": {"uid": "a", "name": "n"}, "status": status}).is_leaving
 
 
-def test_who_is_deleted_or_has_ended_leaves() -> None:
+def test_a_deleted_or_ended_pod_is_leaving() -> None:
     assert read(described_pod("a", deleted=True)).is_leaving
     assert read(described_pod("a", phase="Failed")).is_leaving
     assert read(described_pod("a", phase="Succeeded")).is_leaving
@@ -71,7 +71,7 @@ def test_who_is_deleted_or_has_ended_leaves() -> None:
         ({"ready": "False", "since": CREATED, "containers_ready": "False"}, False),
     ],
 )
-def test_only_who_has_lost_readiness_is_not_ready(facts: dict[str, Any], is_unready: bool) -> None:
+def test_only_a_pod_that_lost_readiness_is_unready(facts: dict[str, Any], is_unready: bool) -> None:
     assert read(described_pod("a", **facts)).is_unready is is_unready
 
 
@@ -87,7 +87,7 @@ def test_a_table_follows_lists_and_changes() -> None:
     assert [table.withheld(uid) for uid in "abcd"] == [Withheld.LEAVING, Withheld.LEAVING, None, None]
 
 
-def test_who_is_missing_from_a_later_list_is_gone_and_may_come_back() -> None:
+def test_a_pod_missing_from_a_later_list_is_leaving_and_may_return() -> None:
     table = PodTable()
     table.listed([Pod("a", "pod-a"), Pod("b", "pod-b")])
     table.listed([Pod("b", "pod-b")])

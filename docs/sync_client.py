@@ -1,0 +1,59 @@
+"""Writes the blocking Python client from the one for asyncio: `python docs/sync_client.py services/corolla/sdk`.
+
+The sources are `async_client.py` and `async_sessions.py`. Words are replaced and `async` and `await` left out, as
+httpcore's `unasync.py` does; what differs for other reasons stands in `streams.py` and `transport.py`, by hand.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SDK = Path(__file__).resolve().parent.parent / "services" / "corolla" / "sdk"
+
+WRITTEN = {"client.py": "async_client.py", "sessions.py": "async_sessions.py"}
+
+# In this order.
+REPLACED = (
+    # A property cannot be awaited, so that only the blocking classes have the session's id as one.
+    (r"async def open\(self\)", "@property\n    def session_id(self)"),
+    (r"await ([\w.]+)\.open\(\)", r"\1.session_id"),
+    (r"\(await (self\._client\.create_session\([\w.]+\))\)", r"\1"),
+    (r"\basync (def|with|for)\b", r"\1"),
+    (r"\bawait ", ""),
+    (r"__a(enter|exit)__", r"__\1__"),
+    (r"\bAsync(Client|Session|Chat|Stream)\b", r"\1"),
+    (r"corolla\.sdk\.async_", "corolla.sdk."),
+    (r"from grpc import aio\n", ""),
+    (r"\baio\.", "grpc."),
+    (r"import asyncio\n", "import threading\n"),
+    (r"asyncio\.Lock", "threading.Lock"),
+    (r"asyncio\.sleep", "time.sleep"),
+    (r"for asyncio\b", "for ordinary, blocking code"),
+    (r"Made and used in one event loop", "Safe to share between threads"),
+)
+
+
+def blocking(source: str, name: str) -> str:
+    """The blocking twin of a module's text; `name` is the module's."""
+    for pattern, replacement in REPLACED:
+        source = re.sub(pattern, replacement, source)
+    docstring, rest = source.split("\n", 1)
+    note = f"# Written by docs/sync_client.py from {name}; change that, then run `make sync-client`."
+    text = f"{docstring}\n\n{note}\n{rest}"
+    for command in (["check", "--quiet", "--select", "I", "--fix"], ["format", "--quiet"]):
+        done = subprocess.run(
+            ["ruff", *command, "--stdin-filename", str(SDK / "client.py"), "-"],
+            input=text, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        text = done.stdout
+    return text
+
+
+def main(folder: Path) -> None:
+    for written, source in WRITTEN.items():
+        (folder / written).write_text(blocking((SDK / source).read_text(), source))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,126 @@
+"""Whether what the tables of a block server say of each other agrees. Pure.
+
+Each table keeps its own account. Where two of them differ, something leaks or is used twice, and nobody is notified
+until pages run out or an answer is wrong. So the accounts are compared while nothing runs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, Literal, get_args
+
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.hop_session import HopSession, SessionState
+from corolla.block_server.sessions import SessionTable
+
+Book = Literal["pages", "promises", "sessions", "owners", "leases", "outputs", "handovers"]
+BOOKS: Final[tuple[Book, ...]] = get_args(Book)
+
+PAGES_PER_PART: Final = 4096
+
+_STREAMING: Final = (SessionState.RUNNING, SessionState.LEAVING)
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """Two accounts that differ. `text` names numbers only, no session."""
+
+    book: Book
+    text: str
+
+
+def breaches(
+    sessions: SessionTable[Any], outputs: BoundaryActivations, streams: Callable[[bytes], Collection[int]], now_s: float
+) -> list[Breach]:
+    """Everything that does not agree. See `compare`."""
+    return [*chain.from_iterable(compare(sessions, outputs, streams, now_s))]
+
+
+def compare(
+    sessions: SessionTable[Any], outputs: BoundaryActivations, streams: Callable[[bytes], Collection[int]], now_s: float
+) -> Iterator[list[Breach]]:
+    """Compares the books in parts of about a millisecond, and yields what does not agree in each.
+
+    To be resumed only while nothing is computed, copied or about to change. What changes between two parts is no
+    breach: a part compares sums, or all of one session; only the holders of pages take several parts, and their
+    comparison ends without a result when the pool has changed.
+
+    Args:
+        streams: numbers of the streams that a client holds to this server.
+        now_s: by the clock of the leases; sessions whose leases were over by then have been freed.
+    """
+    yield [*_sums(sessions, outputs)]
+    for session in tuple(sessions):
+        is_held = sessions.get(session.request.session_id) is session
+        if is_held or session.state is not SessionState.GONE:
+            yield [*_session(session, outputs, streams, now_s, is_held=is_held)]
+    for num_wrong in _wrong_holders(sessions):
+        yield [Breach("pages", f"{num_wrong} pages have other holders than the sessions say")] if num_wrong else []
+
+
+def _sums(sessions: SessionTable[Any], outputs: BoundaryActivations) -> Iterator[Breach]:
+    pool = sessions.pool
+    tables = [table for session in sessions for table in session.cache.tables]
+    states = {"used": pool.num_used, "cached": pool.num_cached, "unused": pool.num_unused}
+    if sum(states.values()) != pool.num_pages or pool.num_used != pool.num_pages - pool.holders.count(0):
+        yield Breach("pages", f"{states} do not add up to {pool.num_pages}")
+    num_promised = sum(table.num_promised for table in tables)
+    if num_promised != pool.num_pages - pool.num_available:
+        yield Breach(
+            "promises", f"{pool.num_pages - pool.num_available} pages are promised, {num_promised} to sessions"
+        )
+    if pool.num_reserved < 0 or pool.num_cached > pool.num_available:
+        yield Breach("promises", "more pages are used or cached than the promises leave")
+    if any(table.num_pages > table.num_promised for table in tables):
+        yield Breach("promises", "a session holds more pages than it was promised")
+    num_without = sum(1 for session_id in outputs if sessions.get(session_id) is None)
+    if num_without:
+        yield Breach("outputs", f"outputs of {num_without} sessions are kept that are not held")
+    num_bytes = sum(map(outputs.num_bytes, outputs))
+    if outputs.nbytes != num_bytes:
+        yield Breach("outputs", f"{num_bytes} bytes are kept, {outputs.nbytes} accounted for")
+
+
+def _session(
+    session: HopSession[Any],
+    outputs: BoundaryActivations,
+    streams: Callable[[bytes], Collection[int]],
+    now_s: float,
+    *,
+    is_held: bool,
+) -> Iterator[Breach]:
+    cache, request, state = session.cache, session.request, session.state
+    if not is_held or state in (SessionState.NEW, SessionState.GONE):
+        yield Breach("sessions", f"a session that is {state.value} is held, or under another's name")
+    if cache.num_tokens > cache.num_reserved_tokens:
+        yield Breach("sessions", f"{cache.num_tokens} tokens are held where {cache.num_reserved_tokens} are reserved")
+    page_tokens = cache.pool.page_tokens
+    if any(table.first_token + table.num_pages * page_tokens < cache.num_tokens for table in cache.tables):
+        yield Breach("sessions", "a session has fewer pages than its tokens take")
+    if state is SessionState.ARRIVING and not session.transfer_id:
+        yield Breach("handovers", "a session arrives by no handover")
+    if state in _STREAMING and request.stream not in streams(request.client_id):
+        yield Breach("owners", f"a session that is {state.value} was opened on no stream that stands")
+    if session.lease_deadline_s < now_s:
+        yield Breach("leases", "a session outlived its lease")
+    if not outputs.is_whole(request.session_id):
+        yield Breach("outputs", "the outputs of a session have gaps, or rows of several sizes")
+
+
+def _wrong_holders(sessions: SessionTable[Any]) -> Iterator[int]:
+    """How many pages are held by more or fewer sessions than the pool says: a number for each part."""
+    pool = sessions.pool
+    version = pool.version
+    holders: Counter[int] = Counter()
+    for table in [table for session in sessions for table in session.cache.tables]:
+        for start in range(0, table.num_pages, PAGES_PER_PART):
+            holders.update(table.pages[start : start + PAGES_PER_PART])
+            yield 0
+            if pool.version != version:
+                return
+    for start in range(0, pool.num_pages, PAGES_PER_PART):
+        part = enumerate(pool.holders[start : start + PAGES_PER_PART], start)
+        yield sum(1 for page, num_holders in part if num_holders != holders[page])
+        if pool.version != version:
+            return

@@ -1,0 +1,147 @@
+"""What this hop sent on, kept in host memory, so that a lost next hop is rebuilt without computing it again. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from corolla.chassis.errors import OutputsNotKept
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Outputs of the tokens `[start, end)`: raw rows, all of one size."""
+
+    start: int
+    end: int
+    rows: bytes
+
+    def part(self, start: int, end: int) -> bytes:
+        if (start, end) == (self.start, self.end):
+            return self.rows
+        return self.rows[(start - self.start) * self.row_bytes : (end - self.start) * self.row_bytes]
+
+    @property
+    def row_bytes(self) -> int:
+        return len(self.rows) // (self.end - self.start)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """One session's outputs: pieces that follow each other without a gap. Pieces are shared with forks."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start if self.pieces else 0
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end if self.pieces else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.pieces[0].row_bytes * (self.end - self.start) if self.pieces else 0
+
+
+class BoundaryActivations:
+    """The outputs of all sessions, in order of last use. What exceeds the budget goes, session by session.
+
+    Invariant: `nbytes` is the sum over all pieces of all sessions, counted for each session that has them, and at most
+    `max_bytes`.
+
+    Args:
+        max_bytes: 0 keeps nothing.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._sessions: dict[bytes, _Kept] = {}
+        self.nbytes = 0
+        self.num_evicted = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Ids of the sessions whose outputs are kept."""
+        return iter(self._sessions)
+
+    def num_bytes(self, session_id: bytes) -> int:
+        """Bytes of one session's outputs."""
+        return self._sessions[session_id].nbytes
+
+    def is_whole(self, session_id: bytes) -> bool:
+        """Whether the session's pieces follow each other without a gap, and are as large as their tokens."""
+        kept = self._sessions.get(session_id, _Kept())
+        position = kept.start
+        for piece in kept.pieces:
+            if piece.start != position or len(piece.rows) != (piece.end - piece.start) * kept.pieces[0].row_bytes:
+                return False
+            position = piece.end
+        return True
+
+    def range(self, session_id: bytes) -> tuple[int, int]:
+        """The tokens `[start, end)` whose outputs are kept."""
+        kept = self._sessions.get(session_id)
+        return (kept.start, kept.end) if kept is not None else (0, 0)
+
+    def append(self, session_id: bytes, position: int, num_tokens: int, rows: bytes) -> None:
+        """Keeps the outputs of the tokens from `position` on; what was kept from there on counts no longer."""
+        if len(rows) > self._max_bytes:
+            self.forget(session_id)
+            return
+        kept = self._sessions.pop(session_id, None)
+        if kept is None:
+            kept = _Kept()
+        elif position != kept.end:
+            self._cut(kept, position)
+        self._sessions[session_id] = kept
+        kept.pieces.append(_Piece(position, position + num_tokens, rows))
+        self.nbytes += len(rows)
+        while self.nbytes > self._max_bytes:
+            self._forget_oldest()
+
+    def read(self, session_id: bytes, start: int, end: int) -> bytes:
+        """The outputs of the tokens `[start, end)`. Raises OutputsNotKept."""
+        kept = self._sessions.get(session_id)
+        if kept is None or not kept.start <= start < end <= kept.end:
+            raise OutputsNotKept("a hop no longer has the outputs that it is to send again")
+        return b"".join(
+            piece.part(max(start, piece.start), min(end, piece.end))
+            for piece in kept.pieces
+            if piece.start < end and start < piece.end
+        )
+
+    def copy(self, session_id: bytes) -> list[_Piece]:
+        """For `replace`: what the session has now."""
+        kept = self._sessions.get(session_id)
+        return list(kept.pieces) if kept is not None else []
+
+    def replace(self, session_id: bytes, pieces: list[_Piece]) -> None:
+        """The session's outputs become those that another one had: it is a fork of that."""
+        self.forget(session_id)
+        kept = self._sessions[session_id] = _Kept(pieces)
+        self.nbytes += kept.nbytes
+        while self.nbytes > self._max_bytes:
+            self._forget_oldest()
+
+    def forget(self, session_id: bytes) -> None:
+        """The session is gone, or begins anew."""
+        kept = self._sessions.pop(session_id, None)
+        if kept is not None:
+            self.nbytes -= kept.nbytes
+
+    def _cut(self, kept: _Kept, position: int) -> None:
+        """Drops what lies at `position` and beyond; everything, when there would be a gap."""
+        if not kept.start < position <= kept.end:
+            self.nbytes -= kept.nbytes
+            kept.pieces.clear()
+            return
+        while kept.pieces[-1].end > position:
+            piece = kept.pieces.pop()
+            self.nbytes -= len(piece.rows)
+            if piece.start < position:
+                rest = _Piece(piece.start, position, piece.part(piece.start, position))
+                kept.pieces.append(rest)
+                self.nbytes += len(rest.rows)
+
+    def _forget_oldest(self) -> None:
+        self.forget(next(iter(self._sessions)))
+        self.num_evicted += 1

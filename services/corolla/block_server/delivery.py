@@ -1,0 +1,110 @@
+"""Sends what an iteration computed: outputs to next hops and clients, faults for rows without an output."""
+
+import logging
+
+import torch
+
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.iteration import Admitted, Computed, StepWork, error_of
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.peers import PeerTable, step_fault
+from corolla.block_server.relay import Relay
+from corolla.chassis import failpoints
+from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput
+from corolla.chassis.handlers import where
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
+from corolla.wire.tensors import tensor_type, to_payload
+
+log = logging.getLogger(__name__)
+
+
+class Delivery:
+    """Sends what was computed to where its steps go."""
+
+    def __init__(
+        self, outputs: BoundaryActivations, peers: PeerTable, relay: Relay, metrics: BlockServerMetrics
+    ) -> None:
+        self._outputs = outputs
+        self._peers = peers
+        self._relay = relay
+        self._metrics = metrics
+
+    def deliver(self, admitted: list[Admitted], computed: Computed) -> int:
+        """Sends outputs on, and faults to the clients whose rows have none.
+
+        Returns:
+            Rows whose output is missing since something raised.
+        """
+        outputs = iter(computed.outputs)
+        num_undelivered = 0
+        for batch in admitted:
+            parts: list[torch.Tensor] = []
+            rows: list[pb.StepRow] = []
+            kept: set[bytes] = set()
+            failed: dict[str, tuple[CorollaError, list[pb.StepRow]]] = {}
+            for row, session, _ in batch.rows:
+                output = next(outputs)
+                if isinstance(output, CorollaError):
+                    failed.setdefault(output.reason, (output, []))[1].append(row)
+                    num_undelivered += not isinstance(output, NonFiniteOutput)
+                    continue
+                rows.append(row)
+                parts.append(output)
+                if session.request.keep_activations:
+                    kept.add(row.session_id)
+            for error, failed_rows in failed.values():
+                self.fault(batch.work, error, failed_rows)
+            if not rows:
+                continue
+            failpoints.passed("before_send")
+            try:
+                self._send_on(batch.work, rows, parts, kept)
+            except Exception as failure:
+                # An output is brought here from its device only now, and that may fail.
+                log.error("output not sent", extra={"where": where(failure)})
+                self.fault(batch.work, error_of(failure), rows)
+                num_undelivered += len(rows)
+            failpoints.passed("after_send")
+        return num_undelivered
+
+    def fault(self, work: StepWork, error: CorollaError, rows: list[pb.StepRow]) -> None:
+        """Tells the client of a step why rows of it fail."""
+        self._metrics.faults.labels(error.reason).inc(len(rows))
+        (self._peers.get(work.step.client_id) or work.sender).send(step_fault(work.step, error, rows))
+
+    def _send_on(self, work: StepWork, rows: list[pb.StepRow], parts: list[torch.Tensor], kept: set[bytes]) -> None:
+        step = work.step
+        dtype, hidden_size = tensor_type(parts[0].dtype), parts[0].shape[1]
+        if step.route or kept:
+            payload = _joined(parts)
+            self._keep(rows, payload, kept)
+        if step.route:
+            following = step.route[0]
+            onward = pb.Step(
+                step_id=step.step_id, client_id=step.client_id, rows=rows, dtype=dtype, hidden_size=hidden_size,
+                blocks=following.span, route=step.route[1:], scratch_hops=step.scratch_hops >> 1,
+            )  # fmt: skip
+            self._relay.send(following.address, onward, payload)
+            return
+        peer = self._peers.get(step.client_id)
+        if peer is None:
+            work.sender.send(step_fault(step, InternalError("the last hop has no stream from the client"), rows))
+            return
+        result = pb.Result(step_id=step.step_id, rows=rows, dtype=dtype, hidden_size=hidden_size)
+        wanted = [part[len(part) - row.num_result_tokens :] for part, row in zip(parts, rows, strict=True)]
+        peer.send(result, _joined(wanted))
+
+    def _keep(self, rows: list[pb.StepRow], payload: Buffer, kept: set[bytes]) -> None:
+        """Keeps the outputs of the sessions in `kept`; a session that runs in its scratch session is not among them."""
+        row_bytes = len(payload) // sum(row.num_tokens for row in rows)
+        start = 0
+        for row in rows:
+            end = start + row.num_tokens * row_bytes
+            if row.session_id in kept:
+                self._outputs.append(row.session_id, row.position, row.num_tokens, bytes(payload[start:end]))
+            start = end
+
+
+def _joined(parts: list[torch.Tensor]) -> memoryview:
+    return to_payload(parts[0] if len(parts) == 1 else torch.cat(parts))

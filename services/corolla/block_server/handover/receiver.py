@@ -1,0 +1,111 @@
+"""Takes over sessions that other block servers hand over: offered, reserved, filled part by part, checked."""
+
+import logging
+import zlib
+from typing import Final
+
+from corolla.block_server.engine import Engine
+from corolla.block_server.hop_session import OpenRequest, SessionState
+from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.kv.transfer import TokenCopy, give_back, write_tokens
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.peers import Peer
+from corolla.block_server.sessions import SessionTable
+from corolla.chassis.errors import ChecksumMismatch, CorollaError, InternalError, MalformedMessage, PositionGap
+from corolla.chassis.handlers import where
+from corolla.chassis.tasks import TaskGroup
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
+from corolla.wire.span import Span
+
+log = logging.getLogger(__name__)
+
+_MAX_WAITING_PARTS: Final = 256
+
+
+class HandoverReceiver:
+    """Reserves pages for sessions that other servers offer, and writes their parts.
+
+    Args:
+        span: of this server.
+        max_part_tokens: more tokens are not taken at once.
+        tasks: of the server.
+    """
+
+    def __init__(
+        self,
+        span: Span,
+        sessions: SessionTable[SessionCache],
+        engine: Engine,
+        metrics: BlockServerMetrics,
+        tasks: TaskGroup,
+        *,
+        max_part_tokens: int,
+    ) -> None:
+        self._span = span
+        self._sessions = sessions
+        self._engine = engine
+        self._metrics = metrics
+        self._tasks = tasks
+        self._max_part_tokens = max_part_tokens
+        self._num_waiting = 0
+
+    def on_offer(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
+        """Reserves pages for a session, or refuses. To be called between iterations."""
+        answer = pb.HandoverAnswer(session_id=request.session_id, epoch=request.epoch)
+        try:
+            answer.num_tokens = self._sessions.receive(request, transfer_id, self._engine.clock()).cache.num_tokens
+        except CorollaError as error:
+            answer.reason, answer.message = error.reason, error.message
+        peer.send(answer)
+
+    def on_part(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
+        """Writes a part of a session that was offered before."""
+        if self._num_waiting >= _MAX_WAITING_PARTS:
+            raise MalformedMessage("handover", "more parts than sessions wait to be written")
+        self._num_waiting += 1
+        self._tasks.start(self._receive(control, payload, peer), "part of a handover")
+
+    async def _receive(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
+        answer = pb.HandoverAnswer(session_id=control.session_id, epoch=control.epoch)
+        try:
+            answer.num_tokens = await self._engine.copy(lambda: self._write(control, payload))
+            self._metrics.handover_bytes.labels("in").inc(len(payload))
+        except PositionGap as error:
+            answer.reason, answer.message, answer.num_tokens = error.reason, error.message, error.held
+        except CorollaError as error:
+            answer.reason, answer.message = error.reason, error.message
+            session = self._sessions.get(control.session_id)
+            answer.num_tokens = (
+                session.cache.num_tokens if session is not None and session.state is SessionState.ARRIVING else 0
+            )
+        except Exception as failure:
+            # The sender waits for an answer in any case.
+            log.error("part of a handover not written", extra={"where": where(failure)})
+            answer.reason, answer.message = InternalError.reason, "the part cannot be written"
+        finally:
+            self._num_waiting -= 1
+        peer.send(answer)
+
+    def _write(self, control: pb.HandoverTokens, payload: Buffer) -> int:
+        """In the compute thread. Returns how many tokens are held then."""
+        session = self._sessions.get_arriving(
+            control.session_id, control.epoch, control.transfer_id, self._engine.clock()
+        )
+        blocks, cache = session.request.blocks, session.cache
+        if len(control.first_tokens) != len(blocks) or control.num_tokens > self._max_part_tokens:
+            raise MalformedMessage("handover", "a part has few tokens, and a first token for each block")
+        if control.position + control.num_tokens > session.request.max_tokens:
+            raise MalformedMessage("handover", "more tokens than the session was offered with")
+        if zlib.crc32(payload) != control.checksum:
+            raise ChecksumMismatch("a part of a session arrived changed")
+        if not cache.can_continue_from(control.position):
+            raise PositionGap("the part does not follow what is held", cache.nearest_position(control.position))
+        layers = self._span.indices(blocks)
+        copy = TokenCopy(control.position, control.num_tokens, tuple(control.first_tokens), payload)
+        write_tokens(cache, layers, copy)
+        cache.blocks = blocks
+        if control.is_last:
+            give_back(cache, layers, copy.first_tokens)
+            self._sessions.arrived(session, is_idle=control.is_idle)
+        return cache.num_tokens

@@ -1,0 +1,145 @@
+"""Background tasks of a service. How a task is started says what its end means.
+
+- One-shot (`start`): it ends when its work is done. A failure is logged.
+- Restartable (`start_restartable`): the service does without it for a while. A failure starts it again, with back-off.
+- Essential (`start_essential`): without it the service would be alive in name only. Its end ends the process, and
+  whoever watches over processes starts that again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from corolla.chassis import failpoints
+from corolla.chassis.backoff import Backoff
+from corolla.chassis.failpoints import EssentialTask, InjectedFailure, RestartableTask
+from corolla.chassis.handlers import where
+from corolla.chassis.metrics import TaskMetrics
+
+log = logging.getLogger(__name__)
+
+Work = Coroutine[Any, Any, Any]
+
+
+class TaskGroup:
+    """Tasks of one owner: held against the garbage collector, cancelled and awaited on close.
+
+    Args:
+        on_fatal: is called when an essential task has ended. Without it, as in a library, whose process belongs to
+            somebody else, essential tasks are restarted like others.
+        metrics: count restarts.
+        cancel_again_s: how long a cancelled task may take to end before it is cancelled once more.
+    """
+
+    def __init__(
+        self,
+        on_fatal: Callable[[], None] | None = None,
+        metrics: TaskMetrics | None = None,
+        *,
+        cancel_again_s: float = 5.0,
+    ) -> None:
+        self._on_fatal = on_fatal
+        self._metrics = metrics
+        self._cancel_again_s = cancel_again_s
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._essential: set[asyncio.Task[Any]] = set()
+
+    def subgroup(self) -> "TaskGroup":
+        """A group for a part of the service that closes it by itself."""
+        return TaskGroup(self._on_fatal, self._metrics, cancel_again_s=self._cancel_again_s)
+
+    def start(self, work: Work, name: str) -> asyncio.Task[Any]:
+        """Runs `work` until it ends or the group closes; a failure is logged, not raised."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def start_restartable(self, run: Callable[[], Work], name: RestartableTask) -> asyncio.Task[Any]:
+        """Runs `run()` until it returns or the group closes; where it raises, again."""
+        return self.start(self._restart(run, name, is_endless=False), name)
+
+    def start_essential(self, run: Callable[[], Work], name: EssentialTask) -> asyncio.Task[Any]:
+        """Runs `run()` for ever; only `cancel` and `close` may end it."""
+        if self._on_fatal is None:
+            return self.start(self._restart(run, name, is_endless=True), name)
+        task = self.start(failpoints.within(name, run()), name)
+        self._essential.add(task)
+        return task
+
+    def cancel(self, task: asyncio.Task[Any]) -> None:
+        """Ends a task that nobody needs any more; that is no failure, also of an essential one."""
+        self._essential.discard(task)
+        task.cancel()
+
+    async def close(self) -> None:
+        """Cancels all tasks and waits for their ends.
+
+        More than once, if need be: before Python 3.12, `asyncio.wait_for` loses a cancellation that comes together with
+        what was waited for, and libraries use it.
+        """
+        self._essential.clear()
+        tasks = set(self._tasks)
+        while tasks:
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=self._cancel_again_s)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        failure = None if task.cancelled() else task.exception()
+        if task in self._essential and self._on_fatal is not None:
+            self._essential.discard(task)
+            how = "cancelled" if task.cancelled() else _how(failure)
+            log.critical("essential task ended; so does the process", extra={"task": task.get_name(), "where": how})
+            self._on_fatal()
+        elif failure is not None:
+            log.error("background task failed", extra={"task": task.get_name(), "where": where(failure)})
+
+    async def _restart(
+        self, run: Callable[[], Work], name: EssentialTask | RestartableTask, *, is_endless: bool
+    ) -> None:
+        clock, backoff = asyncio.get_running_loop().time, Backoff()
+        restarts = self._metrics.restarts.labels(name) if self._metrics is not None else None
+        while True:
+            started_s = clock()
+            failure: BaseException | None = None
+            try:
+                await failpoints.within(name, run())
+                if not is_endless:
+                    return
+            except (Exception, InjectedFailure) as raised:
+                failure = raised
+            delay_s = backoff.delay_s(clock() - started_s)
+            facts = {"task": name, "where": _how(failure), "restart_after_s": delay_s}
+            log.error("background task failed; it is started again", extra=facts)
+            if restarts is not None:
+                restarts.inc()
+            await asyncio.sleep(delay_s)
+
+
+async def until_first_ends(**tasks: Work) -> None:
+    """Runs tasks that are nothing without each other, such as reader and writer of a stream, until one of them ends.
+
+    The others are cancelled and have ended when this returns. Raises what the one that ended has raised, unless it was
+    cancelled.
+
+    Args:
+        tasks: by name; a `StreamTask` can be made to fail.
+    """
+    loop = asyncio.get_running_loop()
+    running = [loop.create_task(failpoints.within(name, work), name=name) for name, work in tasks.items()]
+    try:
+        ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    for task in running:
+        if task in ended and not task.cancelled():
+            task.result()
+
+
+def _how(failure: BaseException | None) -> str:
+    return "returned" if failure is None else where(failure)

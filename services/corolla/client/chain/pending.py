@@ -1,0 +1,144 @@
+"""What a client service waits for on the data plane, whichever stream the answer comes on.
+
+A step goes out on the stream to the first hop, its result comes back on the stream to the last one, and a fault on any.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from corolla.chassis.errors import CorollaError, HopUnavailable
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """The hidden states that one row of a step gave: raw bytes of `num_tokens` vectors."""
+
+    payload: Buffer
+    num_tokens: int
+    dtype: int
+    hidden_size: int
+
+
+RowFuture = asyncio.Future[RowResult]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    rows: dict[bytes, tuple[pb.StepRow, RowFuture]]
+    addresses: frozenset[str]
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    answer: asyncio.Future[pb.Opened]
+    address: str
+    since_s: float
+
+
+class PendingReplies:
+    """Steps and openings without an answer yet, by their numbers. Times are the event loop's."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Step] = {}
+        self._opens: dict[int, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._steps) + len(self._opens)
+
+    def add_step(self, number: int, rows: Sequence[pb.StepRow], addresses: frozenset[str]) -> list[RowFuture]:
+        """One future for each row, in order; the step is forgotten when all are done."""
+        loop = asyncio.get_running_loop()
+        by_session = {row.session_id: (row, loop.create_future()) for row in rows}
+        self._steps[number] = _Step(by_session, addresses, loop.time())
+        futures = [future for _, future in by_session.values()]
+        for future in futures:
+            future.add_done_callback(lambda _: self._settle(number))
+        return futures
+
+    def add_open(self, number: int, address: str) -> asyncio.Future[pb.Opened]:
+        """To be forgotten by `remove_open`."""
+        loop = asyncio.get_running_loop()
+        opening = self._opens[number] = _Open(loop.create_future(), address, loop.time())
+        return opening.answer
+
+    def remove_open(self, number: int) -> None:
+        del self._opens[number]
+
+    def overdue(self, since_s: float) -> set[str]:
+        """Addresses of servers that take part in something that is awaited since before `since_s`."""
+        addresses = {opening.address for opening in self._opens.values() if opening.since_s < since_s}
+        return addresses.union(*(step.addresses for step in self._steps.values() if step.since_s < since_s))
+
+    def on_result(self, result: pb.Result, payload: Buffer) -> None:
+        """Hands each row its part."""
+        step = self._steps.get(result.step_id)
+        if step is None:
+            return
+        view = memoryview(payload)
+        num_tokens = sum(row.num_result_tokens for row in result.rows)
+        token_bytes = len(view) // num_tokens if num_tokens else 0
+        start = 0
+        for row in result.rows:
+            end = start + row.num_result_tokens * token_bytes
+            asked, future = step.rows.get(row.session_id, (None, None))
+            # The fence: only the answer to just this step of just this epoch counts.
+            if asked == row and future is not None and not future.done():
+                future.set_result(RowResult(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size))
+            start = end
+
+    def on_opened(self, opened: pb.Opened) -> None:
+        opening = self._opens.get(opened.request_id)
+        if opening is not None and not opening.answer.done():
+            opening.answer.set_result(opened)
+
+    def on_fault(self, fault: pb.Fault, error: CorollaError) -> None:
+        """Fails what the fault is about."""
+        if fault.WhichOneof("about") == "request_id":
+            opening = self._opens.get(fault.request_id)
+            if opening is not None and not opening.answer.done():
+                opening.answer.set_exception(error)
+            return
+        step = self._steps.get(fault.step_id)
+        if step is not None:
+            affected = [row.session_id for row in fault.rows] or list(step.rows)
+            fail([step.rows[session_id][1] for session_id in affected if session_id in step.rows], error)
+
+    def on_stream_lost(self, address: str, error: CorollaError) -> None:
+        """Fails all that the server takes part in."""
+        for opening in list(self._opens.values()):
+            if opening.address == address and not opening.answer.done():
+                opening.answer.set_exception(error)
+        for step in list(self._steps.values()):
+            if address in step.addresses:
+                fail([future for _, future in step.rows.values()], error)
+
+    def _settle(self, number: int) -> None:
+        step = self._steps.get(number)
+        if step is not None and all(future.done() for _, future in step.rows.values()):
+            del self._steps[number]
+
+
+def fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(error)
+
+
+async def wait_for_result(future: RowFuture, timeout_s: float) -> RowResult:
+    """What came back. Raises HopUnavailable after `timeout_s`, and whatever happened to the row."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await future
+    except TimeoutError:
+        raise HopUnavailable("a hop of the chain does not answer") from None
+
+
+def discard(futures: Iterable[RowFuture]) -> None:
+    """Nobody waits for these any more; what came of them is not asked."""
+    for future in futures:
+        if not future.cancel() and not future.cancelled():
+            future.exception()  # seen, or asyncio would complain of it

@@ -1,0 +1,106 @@
+"""Tags pods and records Events: one router for all."""
+
+import collections
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final
+
+from corolla.chassis.breaker import Breaker
+from corolla.router.cluster.api import ApiUnavailable, Complaints, KubernetesApi, in_daemon_thread
+from corolla.router.cluster.events import HandoverLedger, Happening, PodRef, SpanLedger
+from corolla.router.cluster.labels import Patch, TagPlan, wanted_tags
+from corolla.router.cluster.pods import PodTable
+from corolla.router.registry import Registry
+from corolla.router.roster import Roster
+
+_MOST_FAILURES: Final = 3
+_MOST_WAITING_EVENTS: Final = 100
+
+
+class PodRecorder:
+    """What is written to Kubernetes. Each router sees what there is to say; the one that leads says it.
+
+    What becomes of a departed server's sessions only the router hears that the server reported, so that one says it.
+
+    Args:
+        own_pod: that of this router; without a name, Events about spans have no place.
+        after_failures_s: before something is written again after several failures.
+        lead_ms: after which another router leads if this one is not heard of.
+    """
+
+    def __init__(
+        self,
+        api: KubernetesApi,
+        registry: Registry,
+        own_pod: PodRef,
+        complaints: Complaints,
+        *,
+        after_failures_s: float,
+        lead_ms: int,
+    ) -> None:
+        self._api = api
+        self._registry = registry
+        self._own_pod = own_pod
+        self._complaints = complaints
+        self._lead_ms = lead_ms
+        self._router_id = secrets.token_hex(8)
+        self._tags = TagPlan()
+        self._spans = SpanLedger()
+        self._handovers = HandoverLedger()
+        self._models: set[str] = set()
+        self._waiting: collections.deque[Happening] = collections.deque(maxlen=_MOST_WAITING_EVENTS)
+        self._breakers = {call: Breaker(_MOST_FAILURES, after_failures_s) for call in ("patch", "event")}
+
+    def deregistered(self, pod: PodRef, num_moved: int, num_left: int) -> None:
+        """A block server has left, and said what became of its sessions."""
+        self._handovers.note(pod, num_moved, num_left)
+
+    async def look(self, rosters: Sequence[Roster], pods: PodTable, clock: Callable[[], float]) -> None:
+        """Writes what is due. Raises StoreUnavailable when nobody can tell who leads."""
+        # First: what the ledgers below take counts as written.
+        leads = await self._registry.lead(
+            f"pods:{self._api.namespace}:{self._api.selector}", self._router_id, self._lead_ms
+        )
+        now_s = clock()
+        # Others may share the store: their releases' models are theirs to tell of.
+        self._models |= {
+            each.model for each in rosters if any(server.server.pod_uid in pods for server in each.servers)
+        }
+        self._models &= {each.model for each in rosters}
+        self._spans.forget(self._models)
+        own = [each for each in rosters if each.model in self._models and each.is_known]
+        seen = [self._spans.look(each.model, each.uncovered(), now_s) for each in own]
+        self._waiting.extend(self._handovers.due(now_s))
+        if leads and self._own_pod.name:
+            self._waiting.extend(each for each in seen if each is not None)
+        if leads and pods.is_current:
+            wanted = {uid: tags for each in rosters for uid, tags in wanted_tags(each.servers).items()}
+            await self._patch(self._tags.due(pods, wanted, now_s), clock)
+        await self._record(clock)
+
+    async def _patch(self, patches: Iterable[Patch], clock: Callable[[], float]) -> None:
+        for patch in patches:
+            # What one pod's patch fails of need not be what the next one's does.
+            await self._try("patch", partial(self._api.patch, patch), clock)
+
+    async def _record(self, clock: Callable[[], float]) -> None:
+        while self._waiting:
+            if not await self._try("event", partial(self._api.record, self._waiting[0], self._own_pod), clock):
+                self._waiting.rotate(-1)
+                return
+            self._waiting.popleft()
+
+    async def _try(self, call: str, work: Callable[[], None], clock: Callable[[], float]) -> bool:
+        breaker = self._breakers[call]
+        if not breaker.admits(clock()):
+            return False
+        try:
+            await in_daemon_thread(work)
+        except ApiUnavailable as failure:
+            breaker.failed(clock())
+            self._complaints.about(call, failure)
+            return False
+        breaker.succeeded()
+        self._complaints.about(call, None)
+        return True

@@ -1,0 +1,48 @@
+"""Documents name files, sections and modules that exist."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.architecture.sources import PACKAGE, ROOT, identify
+
+DOCUMENTS: Final = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "charts").rglob("*.md"),
+    ]
+)
+_LINK: Final = re.compile(r"\]\((?!\w+:)([\w./-]*)(?:#([\w-]+))?\)")
+_CODE: Final = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    """The names by which links reach the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identify)
+def test_links_lead_to_files_and_headings(path: Path) -> None:
+    links = _LINK.findall(_CODE.sub("", path.read_text(encoding="utf-8")))
+    targets = [((path.parent / link).resolve() if link else path, anchor) for link, anchor in links]
+    assert [target for target, _ in targets if not target.exists()] == []
+    assert [anchor for target, anchor in targets if anchor and anchor not in anchors(target)] == []
+
+
+def test_architecture_names_modules_that_exist() -> None:
+    """Relative to the package, or to the room or folder that the sentence is about."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z_0-9]+(?:/[a-z_0-9]+)+)`", text)
+    modules = {str(each.relative_to(PACKAGE).with_suffix("")) for each in [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*")]}
+    assert named
+    missing = [
+        name
+        for name in named
+        if not (ROOT / name).exists() and not any(f"/{module}".endswith(f"/{name}") for module in modules)
+    ]
+    assert missing == []

@@ -1,0 +1,45 @@
+"""Stands before a block server's runner and makes its work fail as a device, a bug or bad weights would."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from corolla.block_server.iteration import BatchRunner
+from corolla.block_server.runner import BatchOutput, RowWork
+from corolla.wire.span import Span
+
+
+class FaultyRunner:
+    """Computes like the runner behind it.
+
+    Args:
+        before: sees the rows of each batch first; what it raises, computing them raises.
+        after: makes another output of the true one.
+        is_broken: nothing at all can be computed.
+    """
+
+    def __init__(
+        self,
+        runner: BatchRunner,
+        *,
+        before: Callable[[Sequence[RowWork]], None] = lambda rows: None,
+        after: Callable[[BatchOutput], BatchOutput] = lambda output: output,
+        is_broken: bool = False,
+    ) -> None:
+        self._runner = runner
+        self._before = before
+        self._after = after
+        self._is_broken = is_broken
+
+    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
+        self._fail_if_broken()
+        self._before(rows)
+        return self._after(self._runner.forward_each(rows, hidden, blocks))
+
+    def warm_up(self) -> None:
+        self._fail_if_broken()
+        self._runner.warm_up()
+
+    def _fail_if_broken(self) -> None:
+        if self._is_broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")

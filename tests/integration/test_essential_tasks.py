@@ -1,0 +1,85 @@
+"""A process whose essential task fails reports NOT_SERVING and ends, and its supervisor starts it again."""
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from corolla import Client
+from corolla.chassis.failpoints import VARIABLE
+from corolla.chassis.lifecycle import EXIT_FAILED
+from corolla.local.events import StackEvent
+from corolla.local.options import StackOptions
+from corolla.local.ports import Ports
+from corolla.local.stack import Stack
+from tests.checkpoints import make_tiny_checkpoint
+
+Answer = TypeVar("Answer")
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def until_broken(stream: Iterator[Answer]) -> Iterator[Answer]:
+    with contextlib.suppress(grpc.RpcError):
+        yield from stream
+
+
+def test_a_router_whose_placement_statistics_fail_reports_it_and_ends(redis_url: str) -> None:
+    port = Ports().free()
+    environment = {
+        **os.environ, "COROLLA_REDIS_URL": redis_url, "COROLLA_HOST": "127.0.0.1", "COROLLA_PORT": str(port),
+        "COROLLA_METRICS_HOST": "127.0.0.1", "COROLLA_METRICS_PORT": "0", "COROLLA_KUBERNETES": "off",
+        "COROLLA_RELIST_INTERVAL_S": "0.1", VARIABLE: "fail:placement_statistics:60",
+    }  # fmt: skip
+    router = subprocess.Popen([sys.executable, "-m", "corolla.router"], env=environment, stderr=subprocess.PIPE)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            watch = channel.unary_stream(
+                "/grpc.health.v1.Health/Watch",
+                health_pb2.HealthCheckRequest.SerializeToString,
+                health_pb2.HealthCheckResponse.FromString,
+            )
+            statuses = [
+                each.status for each in until_broken(watch(health_pb2.HealthCheckRequest(), wait_for_ready=True))
+            ]
+        assert statuses[-2:] == [SERVING, NOT_SERVING]
+        _, log = router.communicate(timeout=30)
+        assert router.returncode == EXIT_FAILED
+        assert b"essential task ended" in log
+        assert b"task=placement_statistics where=InjectedFailure" in log
+    finally:
+        router.kill()
+        router.wait()
+
+
+@pytest.mark.full
+def test_servers_without_their_engines_are_started_again_and_no_token_changes(tmp_path: Path) -> None:
+    model = make_tiny_checkpoint("llama", tmp_path / "tiny", num_blocks=4)
+    events: queue.SimpleQueue[StackEvent] = queue.SimpleQueue()
+    options = StackOptions(
+        model=str(model), blocks="0:2,2:4", log_folder=tmp_path / "logs", environment={VARIABLE: "fail:engine:300"}
+    )
+    stack = Stack(options)
+    try:
+        stack.start(lambda event: events.put(event) if event.kind in ("problem", "recovered") else None)
+        with Client(stack.client_address) as client:
+            undisturbed = client.generate("the thin man", max_tokens=64, ignore_eos=True)
+            assert events.empty()
+            recoveries = 0
+            while not recoveries:
+                answer = client.generate("the thin man", max_tokens=64, ignore_eos=True)
+                assert answer.token_ids == undisturbed.token_ids
+                recoveries = answer.usage.recoveries
+    finally:
+        stack.stop()
+    first, second = events.get(), events.get()
+    assert {first.source, second.source} <= {"server-1", "server-2"}
+    assert f"ended with status {EXIT_FAILED}; starting it again" in first.text

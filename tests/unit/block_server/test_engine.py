@@ -1,0 +1,72 @@
+"""The loop of a block server whose device fails."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.engine import Engine
+from corolla.block_server.hop_session import OpenRequest
+from corolla.block_server.iteration import StepWork
+from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.peers import Peer, PeerTable
+from corolla.block_server.relay import Relay
+from corolla.block_server.runner import RowWork, Runner
+from corolla.block_server.scheduler import QueuedStep, Scheduler
+from corolla.block_server.sessions import SessionTable
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.span_model import load_span
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.span import Span
+from corolla.wire.tensors import to_payload
+from tests.checkpoints import make_tiny_checkpoint
+from tests.faulty_runner import FaultyRunner
+
+SPAN = Span(0, 2)
+REQUEST = OpenRequest(
+    session_id=b"a", epoch=1, tenant="t", client_id=b"c", resume=True, max_tokens=4, blocks=SPAN, lease_s=10.0,
+    transient=False,
+)  # fmt: skip
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    """With two pages in all."""
+    model = load_span(
+        Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path))), SPAN, dtype=torch.float32
+    )
+    return Runner(model, num_pages=2, page_tokens=4, max_step_tokens=4, tuning_budget_s=0.0)
+
+
+async def test_a_broken_device_is_noticed_where_an_idle_session_holds_all_other_pages(runner: Runner) -> None:
+    sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
+    peers, has_given_up = PeerTable(), asyncio.Event()
+    metrics = BlockServerMetrics(CollectorRegistry())
+    engine = Engine(
+        FaultyRunner(runner, is_broken=True), Scheduler(8, 8), sessions, BoundaryActivations(0), peers,
+        Relay("", peers), metrics, fail=has_given_up.set,
+    )  # fmt: skip
+    hidden = torch.zeros(4, runner.model.hidden_size)
+    runner.forward([RowWork(sessions.open(REQUEST, engine.clock()).cache, 0, 4)], hidden, SPAN)
+    sessions.truncate(b"a", 1, 4, idle=True)
+    sessions.open(replace(REQUEST, session_id=b"b"), engine.clock())
+    assert runner.store.pool.num_available == 0
+
+    row = pb.StepRow(session_id=b"b", epoch=1, num_tokens=1, num_result_tokens=1)
+    running = asyncio.create_task(engine.run())
+    for number in range(1, 4):
+        step = pb.Step(
+            step_id=number, client_id=b"c", rows=[row], dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=hidden.shape[1]
+        )
+        work = StepWork(step, bytes(to_payload(hidden[:1])), Peer(b"c"))
+        engine.submit(QueuedStep(frozenset([b"b"]), {"t": 1}, True, SPAN, work))
+    async with asyncio.timeout(30):
+        await has_given_up.wait()
+    running.cancel()
+    engine.close()
+    assert [held.request.session_id for held in sessions] == [b"b"]

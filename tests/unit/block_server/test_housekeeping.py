@@ -1,0 +1,78 @@
+"""The comparison of the books shares the event loop: slice by slice, and not at all under load."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry
+
+from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.engine import Engine
+from corolla.block_server.housekeeping import Housekeeping
+from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.kv.session_pages import SessionPages
+from corolla.block_server.kv.tables import GroupRule
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.peers import PeerTable
+from corolla.block_server.scheduler import Scheduler
+from corolla.block_server.sessions import SessionTable
+
+
+class SlowEngine:
+    """Runs commands at once. Each reading of the clock advances it by a second, so a slice is one part."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_commands = 0
+        self.has_more_to_do = False
+
+    def clock(self) -> float:
+        self.now_s += 1
+        return self.now_s
+
+    def between_iterations(self, command: Callable[[], None], *, max_released_pages: int | None = None) -> None:
+        self.num_commands += 1
+        command()
+
+
+class Server:
+    def __init__(self) -> None:
+        self.engine = SlowEngine()
+        self.pool = PagePool(4, 4)
+        sessions: SessionTable[Any] = SessionTable(self.pool, lambda: SessionPages(self.pool, [GroupRule()]))
+        self.housekeeping = Housekeeping(
+            cast(Engine, self.engine), Scheduler(1, 1), sessions, BoundaryActivations(0), PeerTable(),
+            BlockServerMetrics(CollectorRegistry()), page_bytes=lambda: 1,
+        )  # fmt: skip
+
+    async def keep_house(self) -> int:
+        """How many slices the comparison took."""
+        keeping = asyncio.create_task(self.housekeeping.run())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        keeping.cancel()
+        return self.engine.num_commands
+
+
+async def test_each_slice_of_the_comparison_has_a_turn_of_the_event_loop_of_its_own() -> None:
+    server = Server()
+    # The sums, the four pages, and the end.
+    assert await server.keep_house() == 3
+    assert server.housekeeping.breaches == []
+
+
+async def test_a_leak_is_found() -> None:
+    server = Server()
+    server.pool.allocate(1)
+    await server.keep_house()
+    assert [breach.book for breach in server.housekeeping.breaches] == ["promises", "pages"]
+
+
+async def test_housekeeping_skips_the_books_under_load() -> None:
+    server = Server()
+    server.pool.allocate(1)
+    server.engine.has_more_to_do = True
+    assert await server.keep_house() == 1
+    assert server.housekeeping.breaches == []
+    server.housekeeping.compare_books()
+    assert server.housekeeping.breaches != []
