@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class _Stream:
     # When a frame came in on it.
     heard_s: float = 0.0
     is_silent: bool = False
+    probe: asyncio.Task[None] | None = None
 
 
 class DataPlane:
@@ -75,6 +77,9 @@ class DataPlane:
         self._probe_timeout_s = probe_timeout_s
         self._open_timeout_s = open_timeout_s
         self._watching: asyncio.Task[None] | None = None
+        # Seconds that this process' event loop was late, altogether, and when the watch looks again.
+        self._held_up_s = 0.0
+        self._next_look_s = math.inf
         self._pending = PendingReplies()
         self.handovers = Handovers()
 
@@ -244,26 +249,34 @@ class DataPlane:
         """Asks silent servers whether they live, for ever."""
         clock = asyncio.get_running_loop().time
         while True:
+            self._next_look_s = clock() + _WATCH_INTERVAL_S
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            overdue_s = clock() - self._probe_after_s
-            silent = [
-                (address, stream)
-                for address in self._pending.overdue(overdue_s)
-                if (stream := self._streams.get(address)) is not None and stream.heard_s < overdue_s
-            ]
-            probes = [self._probe(address, stream) for address, stream in silent]
-            for outcome in await asyncio.gather(*probes, return_exceptions=True):
-                # A channel that is closed while its server is asked cancels the call: that must not end the watch.
-                if isinstance(outcome, Exception):
-                    raise outcome
+            now_s = clock()
+            self._held_up_s += now_s - self._next_look_s
+            overdue_s = now_s - self._probe_after_s
+            for address in self._pending.overdue(overdue_s):
+                stream = self._streams.get(address)
+                if stream is not None and stream.heard_s < overdue_s and (stream.probe is None or stream.probe.done()):
+                    stream.probe = self._tasks.start(self._probe(address, stream), f"probe of {address}")
 
     async def _probe(self, address: str, stream: _Stream) -> None:
-        """Cuts a server off that does not say that it lives. Its event loop answers, however busy it computes."""
+        """Cuts a server off that does not say that it lives. Its event loop answers, however busy it computes.
+
+        Where this process itself was held up meanwhile (paused, or starved of processors), a late answer says nothing
+        about the server: the watch asks again.
+        """
+        clock = asyncio.get_running_loop().time
+        held_up_before_s = self._held_up_s
         stub = blocks_pb2_grpc.BlockServiceStub(stream.channel)
         try:
             await stub.GetStatus(pb.GetBlockServerStatusRequest(), timeout=self._probe_timeout_s)
-            stream.heard_s = asyncio.get_running_loop().time()
-        except (grpc.RpcError, grpc.aio.BaseError):
+            stream.heard_s = clock()
+        except (grpc.RpcError, grpc.aio.BaseError) as failure:
+            held_up_s = self._held_up_s + max(0.0, clock() - self._next_look_s) - held_up_before_s
+            is_late = isinstance(failure, grpc.RpcError) and failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if is_late and held_up_s > self._probe_timeout_s / 2:
+                log.warning("held up, so a late block server is asked once more", extra={"address": address})
+                return
             stream.is_silent = True
             if stream.task is not None:
                 stream.task.cancel()

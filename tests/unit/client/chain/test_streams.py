@@ -1,6 +1,7 @@
 """The client's end of the streams to block servers, against a server that sends only the test's frames."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,6 +25,7 @@ class SilentServer:
     def __init__(self) -> None:
         self.address = ""
         self.asked = asyncio.Event()
+        self.answering = asyncio.Event()
         self._ending = asyncio.Event()
 
     def end_streams(self) -> None:
@@ -35,9 +37,10 @@ class SilentServer:
         await context.write(join([encode(pb.Welcome(max_tokens_per_frame=8))]))
         await self._ending.wait()
 
-    async def status(self, request: bytes, context: Any) -> None:
+    async def status(self, request: bytes, context: Any) -> bytes:
         self.asked.set()
-        await asyncio.Event().wait()
+        await self.answering.wait()
+        return b""
 
 
 @asynccontextmanager
@@ -68,5 +71,27 @@ async def test_servers_are_watched_though_a_stream_ends_while_its_server_is_aske
                     server.end_streams()
                     with pytest.raises(HopUnavailable, match="lost"):
                         await opening
+        finally:
+            await plane.close()
+
+
+async def test_a_process_that_was_held_up_does_not_blame_its_servers() -> None:
+    """The server answers in time; this process reads it too late, because nothing let it run."""
+    async with silent_server() as server:
+        plane = DataPlane("fingerprint", TaskGroup(), probe_after_s=PROBE_AFTER_S, probe_timeout_s=0.5)
+        try:
+            opening = asyncio.create_task(plane.open(server.address, pb.Open(session_id=bytes(16))))
+            async with asyncio.timeout(30):
+                await server.asked.wait()
+                time.sleep(1.5)  # noqa: ASYNC251 - the loop is held up on purpose
+                server.answering.set()
+                for _ in range(2):
+                    server.asked.clear()
+                    await server.asked.wait()
+            assert not opening.done()
+            server.answering.clear()
+            async with asyncio.timeout(30):
+                with pytest.raises(HopUnavailable, match="does not answer"):
+                    await opening
         finally:
             await plane.close()
