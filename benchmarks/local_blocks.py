@@ -9,8 +9,8 @@ from torch import Tensor
 from benchmarks.timing import Timing
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.runner import RowWork, Runner
-from corolla.client.edges import load_edges
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import load_edges
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES

@@ -50,20 +50,20 @@ class Mutant:
         path.write_text(text.replace(self.right, self.wrong), encoding="utf-8")
 
 
-_GENERATION: Final = "services/corolla/client/generation"
-_SAMPLING_TESTS: Final = ("tests/unit/client/generation",)
+_DECODING: Final = "services/corolla/decoding"
+_SAMPLING_TESTS: Final = ("tests/unit/decoding",)
 
 MUTANTS: Final = (
     Mutant(
         "temperature",
-        f"{_GENERATION}/sampling.py",
+        f"{_DECODING}/sampling.py",
         "if params.temperature != 1:",
         "if params.temperature > 1:",
         _SAMPLING_TESTS,
     ),
     Mutant(
         "penalty_once",
-        f"{_GENERATION}/sampling.py",
+        f"{_DECODING}/sampling.py",
         "scores = scores - (self._counts * self._frequency",
         "scores = scores - ((self._counts > 0) * self._frequency",
         _SAMPLING_TESTS,
@@ -77,7 +77,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "stop_sequence_let_out",
-        f"{_GENERATION}/stopping.py",
+        f"{_DECODING}/stopping.py",
         "default=1) - 1",
         "default=1) - 2",
         _SAMPLING_TESTS,

@@ -47,7 +47,7 @@ def test_deciding_modules_say_pure() -> None:
     assert {
         "block_server.scheduler",
         "block_server.sessions",
-        "client.generation.stopping",
+        "decoding.stopping",
         "planning.planner",
         "router.placement",
         "router.rebalancing",

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 from google.protobuf.message import Message
 
+from corolla.chain.streams import DataPlane
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import SessionBusy
-from corolla.client.chain.streams import DataPlane
 from corolla.client.transcripts import Transcripts
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason

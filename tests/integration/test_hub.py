@@ -15,9 +15,9 @@ from huggingface_hub import constants
 
 from corolla.block_server.process import BlockServerProcess
 from corolla.block_server.settings import BlockServerSettings
-from corolla.client.edges import edge_tensors
 from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import edge_tensors
 from corolla.v1 import router_pb2
 from tests.checkpoints import make_tiny_checkpoint
 from tests.hub_server import REPOSITORY, HubServer

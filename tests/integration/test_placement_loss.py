@@ -72,7 +72,7 @@ def check_unavailable(refused: Refusal, reason: str) -> None:
 async def test_no_complete_chain_names_the_uncovered_blocks_until_they_have_a_server(
     tmp_path: Path, model: Path, spans: list[str], missing: str | None, uncovered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("corolla.client.chain.placement.SETTLING_S", 0.5)
+    monkeypatch.setattr("corolla.chain.placement.SETTLING_S", 0.5)
     async with Swarm(tmp_path, model, [], num_clients=0) as swarm:
         for span in spans:
             await swarm.add_server(span)

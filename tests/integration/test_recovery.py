@@ -14,6 +14,7 @@ from corolla.block_server.engine import Failures
 from corolla.block_server.hop_session import SessionState
 from corolla.block_server.runner import BatchOutput, RowWork
 from corolla.block_server.service import BlockServer
+from corolla.chain.session import ChainSession
 from corolla.chassis.errors import (
     CorollaError,
     HopUnavailable,
@@ -25,7 +26,6 @@ from corolla.chassis.errors import (
     RequestKillsServers,
     StepFailed,
 )
-from corolla.client.chain.session import ChainSession
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame

@@ -13,7 +13,7 @@ import pytest_asyncio
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import InvalidRequest, SessionBusy
 from corolla.client.generation.resumption import Resumption
-from corolla.client.generation.sampling import Sampler
+from corolla.decoding.sampling import Sampler
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.requests import ChatOptions
 from corolla.sdk.results import FinishReason

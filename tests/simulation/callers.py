@@ -8,16 +8,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.recovery_budget import RecoveryReport
+from corolla.chain.reservations import OpenOptions
+from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chassis.errors import CorollaError, SessionBusy
-from corolla.client.chain.identity import SessionIdentity
-from corolla.client.chain.recovery_budget import RecoveryReport
-from corolla.client.chain.reservations import OpenOptions
-from corolla.client.chain.session import ChainSession, ChainSessions
 from corolla.client.generation.admission import Caller as RequestCaller
 from corolla.client.generation.admission import Usage
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering, AnswerOptions
-from corolla.client.generation.speculator import SpeculationMode, SpeculationOptions
+from corolla.decoding.speculator import SpeculationMode, SpeculationOptions
 from corolla.v1 import router_pb2
 from tests.simulation.scenario import Conversation, Turn
 from tests.simulation.toy_model import ToyModel

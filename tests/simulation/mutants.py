@@ -9,11 +9,11 @@ from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import SessionEvent
 from corolla.block_server.kv.prefixes import PrefixPages
 from corolla.block_server.sessions import SessionTable
-from corolla.client.chain.history import StepShapes
-from corolla.client.chain.pending import PendingReplies, RowResult
-from corolla.client.chain.recovery_plan import HopState
-from corolla.client.chain.routes import Routes
-from corolla.client.chain.session import ChainSession
+from corolla.chain.history import StepShapes
+from corolla.chain.pending import PendingReplies, RowResult
+from corolla.chain.recovery_plan import HopState
+from corolla.chain.routes import Routes
+from corolla.chain.session import ChainSession
 from corolla.v1 import blocks_pb2 as pb
 
 Mutant = Callable[[], AbstractContextManager[object]]

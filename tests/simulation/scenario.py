@@ -7,7 +7,7 @@ from itertools import product
 from typing import Final
 
 from corolla.block_server.hop_session import SessionEvent
-from corolla.client.generation.sampling import SamplingParams
+from corolla.decoding.sampling import SamplingParams
 from corolla.wire.span import Span, gaps
 from tests.simulation.toy_model import ToyModel
 

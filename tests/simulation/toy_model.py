@@ -15,9 +15,9 @@ from torch import Tensor
 
 from corolla.block_server.kv.store import KVStore
 from corolla.block_server.runner import RowWork, Runner
-from corolla.client.edges import Edges
-from corolla.client.generation.sampling import Sampler, SamplingParams
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.decoding.sampling import Sampler, SamplingParams
+from corolla.models.edges import Edges
 from corolla.wire.span import Span
 
 PRIME: Final = 8_388_593

@@ -6,6 +6,8 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from corolla.chain.quarantine import QuarantineCause
+from corolla.chain.recovery_budget import CAUSES, METHODS, RecoveryReport
 from corolla.chassis.metrics import (
     INTER_TOKEN_BUCKETS,
     RECOVERY_BUCKETS,
@@ -13,8 +15,6 @@ from corolla.chassis.metrics import (
     TIME_TO_FIRST_TOKEN_BUCKETS,
     TOKEN_COUNT_BUCKETS,
 )
-from corolla.client.chain.quarantine import QuarantineCause
-from corolla.client.chain.recovery_budget import CAUSES, METHODS, RecoveryReport
 
 
 class ClientMetrics:

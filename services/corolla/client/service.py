@@ -5,6 +5,12 @@ import logging
 
 from transformers import GenerationConfig
 
+from corolla.chain.control import ControlPlane
+from corolla.chain.placement import PlacementWatch
+from corolla.chain.reservations import ChainLimits
+from corolla.chain.routes import Routes
+from corolla.chain.session import ChainSessions
+from corolla.chain.streams import DataPlane
 from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import CheckpointError, SettingsError
 from corolla.chassis.handlers import service_handler
@@ -14,24 +20,18 @@ from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.client.api.servicer import FAREWELL_S, GenerationServicer
 from corolla.client.api.tenants import Tenants
-from corolla.client.chain.control import ControlPlane
-from corolla.client.chain.placement import PlacementWatch
-from corolla.client.chain.reservations import ChainLimits
-from corolla.client.chain.routes import Routes
-from corolla.client.chain.session import ChainSessions
-from corolla.client.chain.streams import DataPlane
-from corolla.client.compute import ComputeThread
-from corolla.client.edges import load_edges
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits
-from corolla.client.generation.draft_model import DraftModel
-from corolla.client.generation.speculator import SpeculationMode, Speculators
 from corolla.client.metrics import ClientMetrics
 from corolla.client.settings import ClientSettings
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
+from corolla.decoding.compute_thread import ComputeThread
+from corolla.decoding.draft_model import DraftModel
+from corolla.decoding.speculator import SpeculationMode, Speculators
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import load_edges
 from corolla.models.hub import Hub
 from corolla.models.threads import set_num_threads
 from corolla.v1 import generation_pb2
@@ -178,10 +178,15 @@ class ClientService:
         mode = SpeculationMode(settings.speculation)
         draft_model = None
         if settings.draft_model is not None:
+            drafting = Checkpoint.from_pretrained(settings.draft_model, hub=self._hub)
+            if TextTokenizer.load(drafting.folder).hf_tokenizer.get_vocab() != tokenizer.hf_tokenizer.get_vocab():
+                raise CheckpointError(
+                    f"The draft model {drafting.name} has another tokenizer than the model that it is to draft for; "
+                    "COROLLA_DRAFT_MODEL must name a model of the same vocabulary."
+                )
             draft_model = DraftModel.load(
-                Checkpoint.from_pretrained(settings.draft_model, hub=self._hub), tokenizer,
-                vocab_size=checkpoint.vocab_size, dtype=DTYPES[settings.dtype], device=settings.device,
-            )  # fmt: skip
+                drafting, vocab_size=checkpoint.vocab_size, dtype=DTYPES[settings.dtype], device=settings.device
+            )
         elif mode is SpeculationMode.DRAFT_MODEL:
             raise SettingsError("COROLLA_SPECULATION=draft_model needs COROLLA_DRAFT_MODEL, the model that drafts")
         return Speculators(

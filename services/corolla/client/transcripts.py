@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final
 
+from corolla.chain.control import ControlPlane
 from corolla.chassis import failpoints
 from corolla.chassis.errors import (
     CorollaError,
@@ -18,7 +19,6 @@ from corolla.chassis.errors import (
     StoreUnavailable,
 )
 from corolla.chassis.tasks import TaskGroup
-from corolla.client.chain.control import ControlPlane
 from corolla.v1 import router_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -10,18 +10,18 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, ClassVar, Final, TypeVar
 
+from corolla.chain.control import ControlPlane
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.placement import PlacementWatch
+from corolla.chain.recovery import Recovery
+from corolla.chain.recovery_budget import RecoveryBudget
+from corolla.chain.replay import Replayer
+from corolla.chain.reservations import ChainLimits, OpenOptions, Reservations
+from corolla.chain.routes import Routes
+from corolla.chain.rows import RowGroup
+from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopUnavailable, StartupError
 from corolla.chassis.tasks import TaskGroup
-from corolla.client.chain.control import ControlPlane
-from corolla.client.chain.identity import SessionIdentity
-from corolla.client.chain.placement import PlacementWatch
-from corolla.client.chain.recovery import Recovery
-from corolla.client.chain.recovery_budget import RecoveryBudget
-from corolla.client.chain.replay import Replayer
-from corolla.client.chain.reservations import ChainLimits, OpenOptions, Reservations
-from corolla.client.chain.routes import Routes
-from corolla.client.chain.rows import RowGroup
-from corolla.client.chain.streams import DataPlane
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from corolla.chassis.errors import CheckpointError
 from corolla.chassis.weight_formats import QuantizationName, full_dtype_name
-from corolla.client.edges import Edges, load_edges
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import RemotePastKeyValues
 from corolla.hf.connection import Connection
@@ -18,6 +17,7 @@ from corolla.hf.generation import RemoteGenerationMixin
 from corolla.hf.places import RemoteSpan
 from corolla.hf.vocabulary import num_tokens_of, require_token_ids
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import Edges, load_edges
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.reservations import OpenOptions
+from corolla.chain.rows import RowGroup, RowStep
 from corolla.chassis.errors import HopSessionLost
-from corolla.client.chain.identity import SessionIdentity
-from corolla.client.chain.reservations import OpenOptions
-from corolla.client.chain.rows import RowGroup, RowStep
 from corolla.hf.connection import Connection
 from corolla.wire.span import Span
 

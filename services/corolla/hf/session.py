@@ -10,8 +10,8 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
+from corolla.chain.rows import RowStep
 from corolla.chassis.errors import CorollaError, HopSessionLost
-from corolla.client.chain.rows import RowStep
 from corolla.hf.places import HopPlaces, RemoteSpan, prompts_by_sequence, require_prompts
 from corolla.hf.rows import UNKNOWN_TOKEN, HeldRows
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import logits_process
 
-from corolla.client.edges import Edges
-from corolla.client.generation.draft_model import DraftModel, DraftReading
-from corolla.client.generation.speculation import MAX_DRAFT_TOKENS
+from corolla.decoding.draft_model import DraftModel, DraftReading
+from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.families import MODEL_CLASSES, PREFIX
 from corolla.hf.modeling import DistributedModelForCausalLM
 from corolla.hf.rejection import checked_draft_token
 from corolla.hf.vocabulary import num_tokens_of, require_same_vocabulary, require_token_ids
 from corolla.models.checkpoint import context_length_of
+from corolla.models.edges import Edges
 
 SUFFIX: Final = "ForSpeculativeGeneration"
 DEFAULT_ITERATION_SIZE: Final = 10

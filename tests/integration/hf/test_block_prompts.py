@@ -243,7 +243,7 @@ def test_prompts_beyond_the_limit_of_a_hop_are_refused_before_they_are_sent(
     llama: ModelPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The context of the tiny model is too short for what a hop would refuse.
-    monkeypatch.setattr("corolla.client.chain.reservations.MAX_PROMPT_BYTES", 3 * 6 * HIDDEN_SIZE * 4 - 1)
+    monkeypatch.setattr("corolla.chain.reservations.MAX_PROMPT_BYTES", 3 * 6 * HIDDEN_SIZE * 4 - 1)
     assert MAX_PROMPT_BYTES > 5 * 512 * HIDDEN_SIZE * 4
     with llama.remote.inference_session(block_prompts=train(6)), pytest.raises(InvalidRequest, match="blocks 2:5"):
         llama.remote.generate(PROMPT, max_new_tokens=1)

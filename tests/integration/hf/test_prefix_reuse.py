@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from corolla.chain.pending import RowFuture
+from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import HopLeaving
-from corolla.client.chain.pending import RowFuture
-from corolla.client.chain.streams import DataPlane
 from corolla.hf import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding

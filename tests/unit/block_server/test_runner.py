@@ -14,9 +14,9 @@ from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.errors import NonFiniteOutput
-from corolla.client.edges import Edges, load_edges
 from corolla.models import linear
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import Edges, load_edges
 from corolla.models.families import FAMILIES
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span

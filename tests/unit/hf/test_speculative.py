@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from corolla.client.generation.draft_model import DraftModel
+from corolla.decoding.draft_model import DraftModel
 from corolla.hf.speculative import SPECULATIVE_CLASSES_BY_NAME, SpeculativeGenerationMixin
 
 CONTEXT_LENGTH = 256

@@ -19,11 +19,11 @@ from huggingface_hub import constants, snapshot_download
 from safetensors.torch import load_file, save_file
 
 from corolla.chassis.errors import CheckpointError, HubUnavailable
-from corolla.client.edges import edge_tensors, load_edges
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.local import preparation
 from corolla.models.checked_files import CheckedFiles
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import edge_tensors, load_edges
 from corolla.models.hub import Hub
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span

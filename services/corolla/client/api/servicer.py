@@ -7,13 +7,13 @@ from contextlib import aclosing
 from functools import partial
 from typing import Final
 
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.placement import PlacementWatch
+from corolla.chain.session import ChainSessions
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
 from corolla.client.api import replies, validation
 from corolla.client.api.tenants import Tenants
-from corolla.client.chain.identity import SessionIdentity
-from corolla.client.chain.placement import PlacementWatch
-from corolla.client.chain.session import ChainSessions
 from corolla.client.generation.admission import Admission, Caller, Usage
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering

@@ -7,10 +7,10 @@ from typing import Final
 from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from corolla.client.generation.answering import AnswerOptions
 from corolla.client.generation.resumption import Resumption
-from corolla.client.generation.sampling import SamplingParams
-from corolla.client.generation.speculation import MAX_DRAFT_TOKENS
-from corolla.client.generation.speculator import SpeculationMode, SpeculationOptions
 from corolla.client.text.chat import Message, check_roles
+from corolla.decoding.sampling import SamplingParams
+from corolla.decoding.speculation import MAX_DRAFT_TOKENS
+from corolla.decoding.speculator import SpeculationMode, SpeculationOptions
 from corolla.v1 import generation_pb2 as pb
 
 MAX_COMPLETIONS: Final = 16

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-from corolla.client.chain.recovery_budget import RecoveryReport
-from corolla.client.generation.stopping import FinishReason
+from corolla.chain.recovery_budget import RecoveryReport
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
+from corolla.decoding.stopping import FinishReason
 
 
 @dataclass(slots=True)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corolla.client.generation.sampling import SampledToken
-from corolla.client.generation.stopping import FinishReason, StopDecider, StopMatcher
 from corolla.client.text.detokenizer import Detokenizer
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.decoding.sampling import SampledToken
+from corolla.decoding.stopping import FinishReason, StopDecider, StopMatcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.reservations import OpenOptions
+from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chassis.errors import ContextLengthExceeded, CorollaError, RouterUnavailable, StoreUnavailable
-from corolla.client.chain.identity import SessionIdentity
-from corolla.client.chain.reservations import OpenOptions
-from corolla.client.chain.session import ChainSession, ChainSessions
 from corolla.client.generation.admission import Admission, Caller, RequestMeter, Usage
 from corolla.client.generation.answer import Answer, Delta
 from corolla.client.generation.loop import AnswerSampler, Prefill, SharedPrompt, generate
 from corolla.client.generation.merge import merge
 from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
-from corolla.client.generation.sampling import Sampler, SamplingParams
-from corolla.client.generation.speculator import SpeculationOptions, Speculators
-from corolla.client.generation.stopping import FinishReason, StopDecider
 from corolla.client.metrics import ClientMetrics
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
+from corolla.decoding.sampling import Sampler, SamplingParams
+from corolla.decoding.speculator import SpeculationOptions, Speculators
+from corolla.decoding.stopping import FinishReason, StopDecider
 from corolla.v1 import common_pb2, router_pb2
 
 NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]

@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import torch
 
-from corolla.client.chain.session import ChainSession
+from corolla.chain.session import ChainSession
 from corolla.client.generation.answer import Answer, Delta
-from corolla.client.generation.sampling import Sampler
-from corolla.client.generation.speculator import Speculator
+from corolla.decoding.sampling import Sampler
+from corolla.decoding.speculator import Speculator
 
 
 class AnswerSampler:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.generation.answer import Answer, Delta
-from corolla.client.generation.sampling import SampledToken, SamplingParams
-from corolla.client.generation.stopping import FinishReason
+from corolla.decoding.sampling import SampledToken, SamplingParams
+from corolla.decoding.stopping import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import ContextLengthExceeded, QueueFull
 from corolla.client.generation.admission import Admission, AdmissionTicket, RequestMeter, Usage
-from corolla.client.generation.stopping import FinishReason
 from corolla.client.metrics import ClientMetrics
+from corolla.decoding.stopping import FinishReason
 
 TENANT = "ada"
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corolla.client.generation.answer import Answer, Delta
-from corolla.client.generation.sampling import SampledToken
-from corolla.client.generation.stopping import FinishReason, StopDecider
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.decoding.sampling import SampledToken
+from corolla.decoding.stopping import FinishReason, StopDecider
 from tests.checkpoints import EOS, make_tokenizer
 
 TOKENIZER = TextTokenizer(make_tokenizer())

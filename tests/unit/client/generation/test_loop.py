@@ -11,15 +11,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from corolla.client.chain.row_sampling import TokenSampler
-from corolla.client.chain.session import ChainSession
-from corolla.client.compute import ComputeThread
+from corolla.chain.row_sampling import TokenSampler
+from corolla.chain.session import ChainSession
 from corolla.client.generation.answer import Answer
 from corolla.client.generation.loop import AnswerSampler, generate
-from corolla.client.generation.sampling import Sampler, SamplingParams
-from corolla.client.generation.speculator import SpeculationMode, SpeculationOptions, Speculators
-from corolla.client.generation.stopping import StopDecider
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.decoding.compute_thread import ComputeThread
+from corolla.decoding.sampling import Sampler, SamplingParams
+from corolla.decoding.speculator import SpeculationMode, SpeculationOptions, Speculators
+from corolla.decoding.stopping import StopDecider
 from tests.checkpoints import make_tokenizer
 
 TOKENIZER = TextTokenizer(make_tokenizer())

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.generation.stopping import StopMatcher
 from corolla.client.text.chat import ChatTemplate, Message, check_roles
 from corolla.client.text.detokenizer import Detokenizer
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.decoding.stopping import StopMatcher
 from corolla.models.demo import demo_checkpoint
 
 CHAT_TEMPLATES = {

@@ -1,0 +1,109 @@
+"""Sessions that hops handed to others. Their clients follow between two steps, or when a step is refused for it."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from typing import Final
+
+from corolla.chain.identity import SessionIdentity
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+
+_NUM_REMEMBERED: Final = 4096
+_PATIENCE_S: Final = 5.0
+# A process that died is noticed by all who have streams to it, but not in a certain order.
+_MOMENT_S: Final = 0.25
+
+
+class Handovers:
+    """What hops reported of sessions.
+
+    What a hop reports counts only for a session that is open there in just the epoch that it names: since then nothing
+    was computed anywhere else, so that the other server holds what this hop held.
+    """
+
+    def __init__(self) -> None:
+        # By session and address of the hop that reported it, the oldest first.
+        self._notices: dict[tuple[bytes, str], pb.Moved] = {}
+        self._news = asyncio.Event()
+        self._gone: set[str] = set()
+
+    def on_moved(self, moved: pb.Moved, address: str) -> None:
+        """A hop says who has the session now, or that it kept it after all."""
+        self._notices.pop((moved.session_id, address), None)
+        self._notices[moved.session_id, address] = moved
+        if len(self._notices) > _NUM_REMEMBERED:
+            del self._notices[next(iter(self._notices))]
+        self._wake()
+
+    def on_step_refused(self, address: str) -> None:
+        """A hop refused a step for a session that it hands over; how that ends, it says after this."""
+        for key in [key for key, moved in self._notices.items() if key[1] == address and not moved.HasField("hop")]:
+            del self._notices[key]
+
+    def mark_connected(self, address: str) -> None:
+        self._gone.discard(address)
+
+    def mark_disconnected(self, address: str) -> None:
+        """Whoever waits for the server stops waiting."""
+        self._gone.add(address)
+        self._wake()
+
+    async def is_disconnected(self, address: str) -> bool:
+        """Whether the stream to a server is broken, or breaks in this moment."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MOMENT_S):
+                while address not in self._gone:
+                    await self._news.wait()
+        return address in self._gone
+
+    async def wait_until_settled(self, address: str, identities: Iterable[SessionIdentity]) -> None:
+        """Waits, for a few seconds at most, until the hop has reported what became of all these sessions."""
+        waiting = {(identity.session_id, address) for identity in identities}
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while not waiting <= self._notices.keys() and address not in self._gone:
+                    await self._news.wait()
+        except TimeoutError:
+            return  # the server is busy or gone: the sessions recover elsewhere
+
+    def affect(self, chain: common_pb2.Chain, identities: Iterable[SessionIdentity]) -> bool:
+        """Whether a hop of the chain handed one of these sessions over."""
+        if not self._notices:
+            return False
+        return any(self._hop(hop, each) is not None for each in identities for hop in chain.hops)
+
+    def redirect(self, chain: common_pb2.Chain, identities: Iterable[SessionIdentity]) -> common_pb2.Chain:
+        """The chain with those hops in place that have the sessions now; `identities` are open on it.
+
+        Sessions that travel together are handed over one by one; where they came apart, the others are replayed. A
+        server has one run of blocks of a session, so one that is in the chain already gets no second hop.
+        """
+        identities = tuple(identities)
+        taken = {hop.server_id for hop in chain.hops}
+        hops: list[common_pb2.Hop] = []
+        for hop in chain.hops:
+            found = next((found for each in identities if (found := self._hop(hop, each))), hop)
+            hops.append(hop if found.server_id in taken else found)
+            taken.add(found.server_id)
+        return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
+
+    def hops_holding(self, chain: common_pb2.Chain, identity: SessionIdentity) -> list[common_pb2.Hop]:
+        """All hops that may hold something of a session: those of its chain, and who took it over from them."""
+        return [*chain.hops, *(moved for hop in chain.hops if (moved := self._hop(hop, identity)) is not None)]
+
+    def forget(self, identities: Iterable[SessionIdentity]) -> None:
+        """The sessions were opened anew, or ended: what was reported of them before counts no longer."""
+        gone = {identity.session_id for identity in identities}
+        for key in [key for key in self._notices if key[0] in gone]:
+            del self._notices[key]
+
+    def _hop(self, hop: common_pb2.Hop, identity: SessionIdentity) -> common_pb2.Hop | None:
+        moved = self._notices.get((identity.session_id, hop.address))
+        if moved is None or not moved.HasField("hop") or moved.epoch != identity.epoch or moved.hop.span != hop.span:
+            return None
+        return moved.hop
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

@@ -1,0 +1,93 @@
+"""The placement as last pushed by a router. It stays when the router goes."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+
+from corolla.chain.control import ControlPlane
+from corolla.chassis.status import from_rpc_error
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_RETRY_INTERVAL_S: Final = 0.5
+SETTLING_S: Final = 5.0
+"""How long servers that a store has forgotten may take to register again."""
+
+
+class PlacementWatch:
+    """Follows the router's pushes and remembers the newest snapshot.
+
+    A snapshot that lacks blocks may be that of a store that has just lost its memory: for a few seconds, in which its
+    servers register again, those of the last complete one count next to it. The servers themselves have the last word.
+    """
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+        self._placement: pb.Placement | None = None
+        self._complete: pb.Placement | None = None
+        self._incomplete_since_s = 0.0
+        self._published = asyncio.Event()
+
+    @property
+    def cheapest_chain(self) -> common_pb2.Chain | None:
+        """For new sessions while no router answers; None while blocks are uncovered."""
+        if self._placement is None or not self._placement.HasField("cheapest_chain"):
+            return None
+        return self._placement.cheapest_chain
+
+    @property
+    def servers(self) -> Sequence[pb.PlacedServer]:
+        """All registered servers, as far as is known."""
+        if self._placement is None:
+            return ()
+        if self._complete is None or not self.is_settling:
+            return self._placement.servers
+        listed = {each.server.address for each in self._placement.servers}
+        unlisted = [each for each in self._complete.servers if each.server.address not in listed]
+        return [*self._placement.servers, *unlisted]
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether blocks have been uncovered for a few seconds at most, in which their servers may register again."""
+        if self._placement is None or self._placement is self._complete:
+            return False
+        return asyncio.get_running_loop().time() < self._incomplete_since_s + SETTLING_S
+
+    async def wait_for_update(self, timeout_s: float) -> None:
+        """Returns when something was pushed, at the latest after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._published.wait()
+
+    async def run(self) -> None:
+        """Watches for ever."""
+        has_logged = False
+        while True:
+            try:
+                request = pb.WatchPlacementRequest(model=self._control.model)
+                async for placement in self._control.stub.WatchPlacement(request):
+                    self._take(placement)
+                    has_logged = False
+            except grpc.RpcError as failure:
+                if not has_logged:
+                    log.warning(
+                        "router lost; the last placement stands", extra={"reason": from_rpc_error(failure).reason}
+                    )
+                has_logged = True
+            await asyncio.sleep(_RETRY_INTERVAL_S)
+
+    def _take(self, placement: pb.Placement) -> None:
+        was_complete = self._placement is self._complete
+        self._placement = placement
+        if placement.HasField("cheapest_chain"):
+            self._complete = placement
+        elif was_complete:
+            self._incomplete_since_s = asyncio.get_running_loop().time()
+        published, self._published = self._published, asyncio.Event()
+        published.set()

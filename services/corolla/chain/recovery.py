@@ -1,0 +1,299 @@
+"""Carries a recovery out: other servers for lost hops, a new epoch everywhere, the missing tokens replayed."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from corolla.chain.handovers import Handovers
+from corolla.chain.quarantine import LostServers
+from corolla.chain.recovery_budget import RECOVERABLE, RecoveryBudget, RecoveryReport
+from corolla.chain.recovery_plan import CLIENT, HopState, plan_lanes
+from corolla.chain.replay import Replayable, Replayer
+from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, Reservations
+from corolla.chain.routes import Routes
+from corolla.chassis.errors import (
+    CorollaError,
+    HopLeaving,
+    HopSessionLost,
+    HopUnavailable,
+    NoChain,
+    NotComputed,
+    OutOfPages,
+    OutputsNotKept,
+    PositionGap,
+)
+from corolla.wire.span import Span
+
+log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S: Final = 0.2
+
+
+@dataclass(slots=True)
+class _Job:
+    """One recovery, and what it has learned from attempt to attempt.
+
+    Attributes:
+        sequences: what is to be filled, in the order of the binding's identities.
+        stale: numbers of sequences of which no hop holds anything that counts.
+        incomplete_since_s: since when no chain has had the sessions open on every hop.
+        without_outputs: ids of the servers that no longer have the outputs that they said they keep.
+        may_scratch: until a hop had no room for a scratch session.
+        patience_s: how long to wait for a server that can replace a lost one.
+    """
+
+    binding: ChainBinding
+    sequences: Sequence[Replayable]
+    budget: RecoveryBudget
+    lost: LostServers
+    began_s: float
+    stale: frozenset[int] = frozenset()
+    incomplete_since_s: float = field(init=False)
+    without_outputs: set[str] = field(default_factory=set)
+    may_scratch: bool = True
+    patience_s: float = 0.0
+    methods: set[str] = field(default_factory=set)
+    num_recomputed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.incomplete_since_s = self.began_s
+
+    @property
+    def position(self) -> int:
+        return max(sequence.position for sequence in self.sequences)
+
+
+class Recovery:
+    """Brings sessions back that lost hops. Shared by all sessions of a process; reports each success."""
+
+    def __init__(
+        self,
+        routes: Routes,
+        reservations: Reservations,
+        replayer: Replayer,
+        handovers: Handovers,
+        limits: ChainLimits,
+        on_recovery: Callable[[RecoveryReport], None] = lambda report: None,
+    ) -> None:
+        self._routes = routes
+        self._reservations = reservations
+        self._replayer = replayer
+        self._handovers = handovers
+        self._patience_s = limits.recovery_patience_s
+        self._on_recovery = on_recovery
+
+    async def recover(
+        self,
+        binding: ChainBinding,
+        sequences: Sequence[Replayable],
+        failure: CorollaError,
+        budget: RecoveryBudget,
+        stale: frozenset[int] = frozenset(),
+    ) -> None:
+        """Returns when every hop holds every sequence up to its position; `binding` says which hops.
+
+        Args:
+            sequences: in the order of the identities.
+            failure: of the step that did not come back.
+            budget: of the request.
+            stale: numbers of sequences of which no hop holds anything that counts.
+
+        Raises:
+            CorollaError: the failure itself where other servers would not help; else why it did not work. The sessions
+                can be closed all the same.
+        """
+        if not isinstance(failure, RECOVERABLE):
+            raise failure
+        job = _Job(binding, sequences, budget, LostServers(self._patience_s), _now_s(), stale)
+        await self._retry(job, failure, failure.reason.lower())
+
+    async def fill(
+        self, binding: ChainBinding, sequence: Replayable, states: Sequence[HopState], budget: RecoveryBudget
+    ) -> None:
+        """Gives the hops what they lack of a session that was just opened; they may be others afterwards.
+
+        Raises CorollaError as `recover` does.
+        """
+        job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
+        try:
+            await self._fill(job, 0, states)
+        except CorollaError as failure:
+            # What a hop had a moment ago may have made way for others since.
+            job.incomplete_since_s = _now_s()
+            await self._retry(job, failure, "idle", in_replay=True)
+            return
+        if job.methods:
+            self._report(job, "idle")
+
+    async def _retry(self, job: _Job, failure: CorollaError, cause: str, *, in_replay: bool = False) -> None:
+        """Makes attempts after a failure of a step or, `in_replay`, of what was to be replayed."""
+        latest: CorollaError | None = failure
+        while latest is not None:
+            if latest is not failure:
+                # Sessions that lost the same server do not all come at once.
+                await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE_S))
+            job.budget.take_attempt(latest)
+            if isinstance(latest, HopUnavailable) and await self._could_not_reach(latest):
+                self._exclude_unreachable(job, latest)
+            else:
+                self._exclude_failed(job, latest, in_replay=in_replay or latest is not failure)
+            if isinstance(latest, HopLeaving) and latest.address:
+                await self._handovers.wait_until_settled(latest.address, job.binding.identities)
+            job.patience_s = self._patience(job, latest)
+            try:
+                latest = await self._attempt(job)
+            except NoChain:
+                if isinstance(latest, NotComputed):
+                    raise latest from None  # no other server was there to try
+                raise
+        log.warning("session recovered", extra={"cause": cause, "method": self._report(job, cause).method})
+
+    def _report(self, job: _Job, cause: str) -> RecoveryReport:
+        methods = "+".join(sorted(job.methods)) or "reopen"
+        report = RecoveryReport(cause, methods, _now_s() - job.began_s, job.num_recomputed_tokens)
+        job.budget.count_recovery(report)
+        self._on_recovery(report)
+        return report
+
+    def _patience(self, job: _Job, failure: CorollaError) -> float:
+        """How long the next attempt may wait for servers.
+
+        After a step that was not computed, only where a server is known to be away: otherwise the one that failed is
+        the only one of its blocks, and nothing is to come.
+        """
+        now_s = _now_s()
+        if isinstance(failure, NotComputed) and not (
+            job.lost.may_return(now_s) or self._routes.may_gain_server(job.lost)
+        ):
+            return 0.0
+        return job.budget.patience_s(job.incomplete_since_s + self._patience_s - now_s, now_s)
+
+    def _exclude_failed(self, job: _Job, failure: CorollaError, *, in_replay: bool) -> None:
+        """Excludes the hop that failed. Raises the failure where other servers would not help."""
+        if isinstance(failure, HopUnavailable | NotComputed):
+            failed = [hop for hop in job.binding.chain.hops if failure.address and hop.address == failure.address]
+            if isinstance(failure, NotComputed):
+                job.budget.on_not_computed(failure)
+                if not failed:
+                    raise failure
+            for hop in failed:
+                job.lost.add(hop.server_id, _now_s(), for_good=isinstance(failure, NotComputed))
+                if not isinstance(failure, HopUnavailable):
+                    continue
+                has_left = self._routes.is_leaving_or_gone(hop.server_id)
+                self._routes.avoid(hop.server_id)
+                if in_replay and not has_left:
+                    job.budget.on_death_in_replay()
+                elif not has_left:
+                    job.budget.on_death(Span.of(hop.span), job.position)
+        elif isinstance(failure, OutOfPages):
+            job.may_scratch = False
+        elif not isinstance(failure, HopLeaving | HopSessionLost | PositionGap | OutputsNotKept):
+            raise failure
+
+    async def _could_not_reach(self, failure: HopUnavailable) -> bool:
+        """Whether a hop did not reach another one that lives."""
+        return bool(failure.reporter) and not await self._handovers.is_disconnected(failure.address)
+
+    def _exclude_unreachable(self, job: _Job, failure: HopUnavailable) -> None:
+        """A hop does not reach another one that lives. Excludes the other one; if that did not help, the hop itself."""
+        is_in_vain = job.budget.on_unreachable(failure.reporter, job.position)
+        address = failure.reporter if is_in_vain else failure.address
+        for hop in job.binding.chain.hops:
+            if hop.address == address:
+                job.lost.add(hop.server_id, _now_s())
+                self._routes.avoid(hop.server_id)
+
+    async def _attempt(self, job: _Job) -> CorollaError | None:
+        """Returns what stood in the way; raises what no further attempt could change."""
+        binding = job.binding
+        binding.raise_epoch()
+        self._apply_handovers(binding)
+        before = binding.chain
+        chain = await self._routes.replace_lost(
+            before,
+            job.lost,
+            num_tokens=binding.open_options.max_tokens * len(job.sequences),
+            patience_s=job.patience_s,
+            retryable=job.lost.retryable,
+        )
+        try:
+            opened = await self._reservations.open(
+                binding.identities, replace(binding.open_options, recorded_chain=before), chain
+            )
+        except NotOpened as refused:
+            fresh = [hop for hop in chain.hops if hop not in before.hops]
+            self._reservations.give_back(binding.identities, fresh)
+            return self._on_refusal(job, refused)
+        staying = {hop.server_id for hop in chain.hops}
+        job.lost.discard(staying)
+        # A server that was only frozen frees what it holds as soon as it wakes.
+        self._reservations.give_back(binding.identities, [hop for hop in before.hops if hop.server_id not in staying])
+        binding.rebind(opened)
+        failure = await self._fill_all(job)
+        job.incomplete_since_s = _now_s()
+        return failure
+
+    def _apply_handovers(self, binding: ChainBinding) -> None:
+        """Replaces hops that handed the sessions over by those that have them now, as if they always had."""
+        chain = self._handovers.redirect(binding.chain, binding.open_identities)
+        self._reservations.give_back(binding.identities, [hop for hop in binding.chain.hops if hop not in chain.hops])
+        self._handovers.forget(binding.identities)
+        binding.chain = chain
+
+    def _on_refusal(self, job: _Job, refused: NotOpened) -> CorollaError:
+        message = "a hop of the chain is not reachable"
+        for hop, failure in refused.failures:
+            if not isinstance(failure, HopUnavailable | HopLeaving | OutOfPages):
+                raise failure
+            self._routes.on_open_refused(hop.server_id, failure)
+            job.lost.add(hop.server_id, _now_s(), for_good=isinstance(failure, HopLeaving))
+            message = failure.message
+        # Without an address: the hops are excluded already, and nobody died of the request's own step.
+        return HopUnavailable(message)
+
+    async def _fill_all(self, job: _Job) -> CorollaError | None:
+        nothing = [HopState(0)] * len(job.binding.chain.hops)
+        tasks = [
+            asyncio.ensure_future(
+                self._fill(job, number, nothing if number in job.stale else job.binding.hop_states(number))
+            )
+            for number in range(len(job.sequences))
+        ]
+        try:
+            # Not `gather`: a failure of one that comes together with a cancellation would take its place.
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        for failure in failures:
+            # The others were cancelled for it.
+            if isinstance(failure, CorollaError):
+                return failure
+        if failures:
+            raise min(failures, key=lambda failure: isinstance(failure, asyncio.CancelledError))
+        return None
+
+    async def _fill(self, job: _Job, number: int, states: Sequence[HopState]) -> None:
+        sequence, hops = job.sequences[number], job.binding.chain.hops
+        states = [
+            HopState(state.num_held, state.min_position) if hop.server_id in job.without_outputs else state
+            for hop, state in zip(hops, states, strict=True)
+        ]
+        for lane in plan_lanes(states, sequence.position, may_scratch=job.may_scratch):
+            try:
+                await self._replayer.replay(job.binding, number, sequence, lane)
+            except OutputsNotKept:
+                job.without_outputs.add(hops[lane.source].server_id)
+                raise
+            job.methods.add("tokens" if lane.source == CLIENT else "outputs")
+            job.num_recomputed_tokens += (sequence.position - lane.start) * len(lane.hops)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,149 @@
+"""One lane of a recovery: a session's past, step by step, through the hops that need it."""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Final, Protocol
+
+import torch
+
+from corolla.chain.history import StepShapes
+from corolla.chain.pending import RowFuture, discard, wait_for_result
+from corolla.chain.recovery_plan import CLIENT, Lane
+from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, Reservations
+from corolla.chain.streams import DataPlane
+from corolla.chassis.errors import CorollaError, HopLeaving, OutOfPages
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+
+MAX_CHUNKS_UNDER_WAY_PER_HOP: Final = 2
+
+
+class Replayable(Protocol):
+    """A sequence whose hops are to be filled."""
+
+    @property
+    def position(self) -> int:
+        """How many tokens every hop must hold."""
+
+    @property
+    def shapes(self) -> StepShapes:
+        """The steps in which it processed them, and perhaps more."""
+
+    async def inputs(self, start: int, end: int) -> torch.Tensor:
+        """`[end - start, H]`, what went into the first block for these tokens."""
+
+
+class Replayer:
+    """Runs lanes."""
+
+    def __init__(self, reservations: Reservations, plane: DataPlane, limits: ChainLimits) -> None:
+        self._reservations = reservations
+        self._plane = plane
+        self._limits = limits
+        self._budget = _TokenBudget(limits.max_replayed_tokens)
+
+    async def replay(self, binding: ChainBinding, number: int, sequence: Replayable, lane: Lane) -> None:
+        """Returns when the lane's hops hold the sequence up to its position, save those that only helped.
+
+        `number` is the sequence's among the identities.
+
+        Raises:
+            CorollaError: OutOfPages where a helping hop has no room, OutputsNotKept, or what else failed.
+        """
+        hops = list(binding.chain.hops[lane.first : lane.last + 1])
+        max_under_way = MAX_CHUNKS_UNDER_WAY_PER_HOP * len(hops)
+        under_way: deque[RowFuture] = deque()
+        async with (
+            self._budget.of(sequence.position - lane.start),
+            self._scratch(binding, number, sequence, lane) as scratch,
+        ):
+            try:
+                for start, end in self._steps(binding, sequence, lane):
+                    if len(under_way) == max_under_way:
+                        await wait_for_result(under_way[0], self._limits.step_timeout_s)
+                        del under_way[0]
+                    row = pb.StepRow(
+                        session_id=binding.identities[number].session_id,
+                        epoch=binding.identities[number].epoch,
+                        position=start,
+                        num_tokens=end - start,
+                        scratch_session_id=scratch,
+                    )
+                    if lane.source == CLIENT:
+                        hidden = await sequence.inputs(start, end)
+                        under_way.extend(self._plane.step(hops, [row], hidden, lane.scratch_mask))
+                    else:
+                        source = binding.chain.hops[lane.source]
+                        under_way.extend(self._plane.resend(source, hops, [row], lane.scratch_mask))
+                while under_way:
+                    await wait_for_result(under_way[0], self._limits.step_timeout_s)
+                    del under_way[0]
+            finally:
+                discard(under_way)
+
+    def _steps(self, binding: ChainBinding, sequence: Replayable, lane: Lane) -> Sequence[tuple[int, int]]:
+        max_tokens = min(self._limits.prefill_chunk_tokens, binding.max_step_tokens)
+        steps = sequence.shapes.replay(lane.start, max_tokens, merges=self._limits.merges_replayed_steps)
+        position = sequence.position
+        return [(start, min(end, position)) for start, end in steps if start < position]
+
+    @asynccontextmanager
+    async def _scratch(
+        self, binding: ChainBinding, number: int, sequence: Replayable, lane: Lane
+    ) -> AsyncIterator[bytes]:
+        """A session on the hops that only help, which leaves what they hold alone."""
+        if not lane.scratch:
+            yield b""
+            return
+        identity = replace(binding.identities[number], session_id=secrets.token_bytes(16))
+        prompts = binding.open_options.prompts
+        open_options = replace(
+            binding.open_options,
+            max_tokens=sequence.position,
+            transient=True,
+            recorded_chain=None,
+            # Of what lies in a cache, nothing would come out.
+            texts=None,
+            prompts=None if prompts is None else [prompts[number]],
+            keeps_outputs=False,
+        )
+        hops = [binding.chain.hops[hop] for hop in sorted(lane.scratch)]
+        try:
+            await self._reservations.open([identity], open_options, common_pb2.Chain(hops=hops))
+            yield identity.session_id
+        except NotOpened as refused:
+            failure = refused.failures[0][1]
+            if isinstance(failure, HopLeaving):
+                # A hop that leaves serves what it holds until that is handed over, and has no room for more.
+                raise OutOfPages("a hop that leaves takes no further session") from None
+            raise failure if isinstance(failure, CorollaError) else refused from None
+        finally:
+            self._reservations.give_back([identity], hops)
+
+
+class _TokenBudget:
+    """Bounds the tokens that are replayed at a time; who comes first goes first."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._num_taken = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def of(self, num_tokens: int) -> AsyncIterator[None]:
+        num_tokens = min(num_tokens, self._max_tokens)
+        async with self._turn:
+            while self._num_taken + num_tokens > self._max_tokens:
+                self._freed.clear()
+                await self._freed.wait()
+            self._num_taken += num_tokens
+        try:
+            yield
+        finally:
+            self._num_taken -= num_tokens
+            self._freed.set()

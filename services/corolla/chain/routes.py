@@ -1,0 +1,308 @@
+"""Which hops a session goes through: a whole chain from the router, or replacements for hops that were lost."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Final
+
+from corolla.chain.control import ControlPlane
+from corolla.chain.placement import PlacementWatch
+from corolla.chain.quarantine import Quarantine, QuarantineCause
+from corolla.chassis.errors import (
+    CorollaError,
+    HopLeaving,
+    HopUnavailable,
+    ModelNotFound,
+    NoChain,
+    OutOfPages,
+    RouterUnavailable,
+    StoreUnavailable,
+)
+from corolla.chassis.tasks import TaskGroup
+from corolla.planning.bookings import Bookings
+from corolla.planning.candidates import candidates, chain_of
+from corolla.planning.planner import Candidate, plan_around_suspects, plan_blocks
+from corolla.v1 import common_pb2, router_pb2
+from corolla.wire.span import Span
+
+_RETRY_INTERVAL_S: Final = 0.5
+# A load that a router pushes may be as old as a heartbeat.
+_BOOKING_LAG_S: Final = 2.0
+
+
+class Routes:
+    """Plans chains, and remembers which servers failed lately.
+
+    Replacements are planned here, on the placement as last pushed: a recovery needs no router. So are chains while no
+    router or no store answers.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        placement: PlacementWatch,
+        fingerprint: str,
+        num_blocks: int,
+        on_quarantine: Callable[[QuarantineCause], None] = lambda cause: None,
+    ) -> None:
+        self._control = control
+        self._placement = placement
+        self._fingerprint = fingerprint
+        self._num_blocks = num_blocks
+        self.quarantine = Quarantine()
+        self._on_quarantine = on_quarantine
+        self._leaving: set[str] = set()
+        self._bookings = Bookings(_BOOKING_LAG_S)
+        self._tasks = TaskGroup()
+
+    def avoid(self, server_id: str, cause: QuarantineCause = "step") -> None:
+        """Leaves a server out for a while, and tells the router so that others do."""
+        if self.quarantine.add(server_id, asyncio.get_running_loop().time()):
+            self._on_quarantine(cause)
+            self._tasks.start(self._report_server(server_id), "report of a server")
+
+    def exclude_leaving(self, server_id: str) -> None:
+        """Leaves a server out for good: this incarnation drains, and is to blame for nothing."""
+        # Those that are gone no planner knows any more; every request would carry their names.
+        self._leaving &= {each.server.server_id for each in self._placement.servers}
+        self._leaving.add(server_id)
+
+    def is_leaving_or_gone(self, server_id: str) -> bool:
+        """Whether a server said that it leaves, or is listed no longer: no request is to blame for its end.
+
+        One that died is listed until its lease ends, and its end is noticed long before.
+        """
+        states = {each.server.server_id: each.state for each in self._placement.servers}
+        draining = router_pb2.SERVER_STATE_DRAINING
+        return server_id in self._leaving or (bool(states) and states.get(server_id, draining) == draining)
+
+    def on_open_refused(self, server_id: str, failure: BaseException) -> None:
+        """A server did not open a session: what that says of it."""
+        if isinstance(failure, HopUnavailable):
+            self.avoid(server_id, "open")
+        elif isinstance(failure, HopLeaving):
+            self.exclude_leaving(server_id)
+
+    async def plan(
+        self,
+        *,
+        num_tokens: int,
+        record_id: str,
+        blocks: Span | None,
+        excluded_ids: Collection[str] = (),
+        are_some_full: bool = False,
+        asks_router: bool = True,
+    ) -> common_pb2.Chain:
+        """The chain of a recorded session if it still lives, else the cheapest.
+
+        A server that failed lately is asked again where there is no chain without it: it may well be back.
+
+        Args:
+            num_tokens: for which every hop needs pages.
+            excluded_ids: servers that have no room for it, or failed it just now.
+            are_some_full: whether there are such without room.
+            asks_router: otherwise the placement as last pushed is all that counts.
+
+        Raises:
+            NoChain, OutOfPages, RouterUnavailable, StoreUnavailable
+        """
+        excluded_ids = frozenset(excluded_ids) | self._leaving
+        excluded = excluded_ids | self._quarantined()
+        try:
+            if not asks_router:
+                raise NoChain("no server holds some blocks")
+            chain = await self._plan_by_router(num_tokens, record_id, excluded)
+        except (RouterUnavailable, StoreUnavailable, ModelNotFound, NoChain) as failure:
+            # No router, no store, or one that has lost its memory: the last snapshot may know better.
+            here = self._plan_by_snapshot(num_tokens, excluded) or self._plan_by_snapshot(num_tokens, excluded_ids)
+            if here is None:
+                raise self._no_chain(failure, are_some_full=are_some_full) from None
+            chain = here
+        chain = _cut(chain, blocks)
+        self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time())
+        return chain
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether blocks have had no server for so short a time that theirs may only have to register once more."""
+        return self._placement.is_settling
+
+    async def wait_for_update(self, until_s: float) -> None:
+        """Returns when another plan may succeed: after a push, or a moment, and at the latest at `until_s`."""
+        await self._placement.wait_for_update(
+            max(0.0, min(_RETRY_INTERVAL_S, until_s - asyncio.get_running_loop().time()))
+        )
+
+    def may_gain_server(self, lost: Collection[str]) -> bool:
+        """Whether a server is on its way, or one next to the lost ones failed lately and has to register again."""
+        placed = self._placement.servers
+        if any(each.state == router_pb2.SERVER_STATE_JOINING for each in placed):
+            return True
+        return bool(self._quarantined().difference(lost, (each.server.server_id for each in placed)))
+
+    async def _plan_by_router(self, num_tokens: int, record_id: str, excluded: frozenset[str]) -> common_pb2.Chain:
+        plan = partial(self._control.plan_chain, fingerprint=self._fingerprint, session_id=record_id, excluded=excluded)
+        try:
+            planned = await plan(num_tokens=num_tokens)
+        except OutOfPages:
+            # What the router knows of pages is as old as the last heartbeat; the hops have the last word.
+            planned = await plan(num_tokens=0)
+        return planned.chain
+
+    def _plan_by_snapshot(self, num_tokens: int, excluded: Collection[str]) -> common_pb2.Chain | None:
+        for wanted_tokens in (num_tokens, 0):
+            usable = self._candidates(wanted_tokens, excluded)
+            with contextlib.suppress(NoChain, OutOfPages):
+                return chain_of(plan_around_suspects(usable, self._num_blocks).hops, self._fingerprint)
+        return None
+
+    def _no_chain(self, failure: CorollaError, *, are_some_full: bool) -> CorollaError:
+        """What the caller learns where the router's `failure` stands."""
+        if isinstance(failure, ModelNotFound):
+            # We do have the model; only its blocks have no server, and never had one.
+            listed = f"0:{self._num_blocks}"
+            return NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed})
+        if are_some_full:
+            # Leaving servers out may have made the gap; then what is wrong with them is the better answer.
+            return OutOfPages("block servers have too few free KV pages for this request")
+        return failure
+
+    async def replan_recorded(
+        self, recorded: common_pb2.Chain, excluded_ids: Collection[str], *, num_tokens: int
+    ) -> common_pb2.Chain | None:
+        """The chain of a session's last turn, with other servers in place of the hops that are gone or excluded.
+
+        Those that failed lately stay if nobody can take their place. None where no hop of it would stay, or none is
+        missing.
+        """
+        gone = {hop.server_id for hop in recorded.hops if self._is_gone(hop) or hop.server_id in excluded_ids}
+        may_stay = (gone & self._quarantined()).difference(excluded_ids)
+        if not gone or (len(gone) == len(recorded.hops) and not may_stay):
+            return None
+        try:
+            return await self.replace_lost(
+                recorded,
+                gone.union(excluded_ids),
+                num_tokens=num_tokens,
+                patience_s=0,
+                retryable=lambda now_s: may_stay,
+            )
+        except CorollaError:
+            return None
+
+    async def replace_lost(
+        self,
+        chain: common_pb2.Chain,
+        lost: Collection[str],
+        *,
+        num_tokens: int,
+        patience_s: float,
+        retryable: Callable[[float], Collection[str]] = lambda now_s: (),
+    ) -> common_pb2.Chain:
+        """The chain with other servers in place of the lost ones, which may cut the blocks otherwise.
+
+        Args:
+            num_tokens: for which a replacement needs pages, if that can be had.
+            patience_s: how long to wait for a replacement to appear.
+            retryable: which of the lost ones may stay, at a time, if nobody can take their place.
+
+        Raises:
+            NoChain: none appeared.
+        """
+        clock = asyncio.get_running_loop().time
+        give_up_s = clock() + patience_s
+        while True:
+            try:
+                return self._replace_now(chain, lost, num_tokens)
+            except CorollaError:
+                now_s = clock()
+                with contextlib.suppress(CorollaError):
+                    if may_stay := frozenset(retryable(now_s)):
+                        return self._replace_now(chain, frozenset(lost) - may_stay, num_tokens)
+                if now_s >= give_up_s:
+                    raise
+            await self.wait_for_update(give_up_s)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def _replace_now(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> common_pb2.Chain:
+        try:
+            hops = self._fill_gaps(chain, lost, num_tokens)
+        except (NoChain, OutOfPages):
+            # Where spans overlap, a hop that stays may be needed for more blocks, and then begins anew.
+            blocks = Span(chain.hops[0].span.start, chain.hops[-1].span.end)
+            hops = self._replacements(blocks, lost, num_tokens)
+        fresh = [hop for hop in hops if hop not in chain.hops]
+        self._bookings.book(fresh, num_tokens, asyncio.get_running_loop().time())
+        return common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint)
+
+    def _fill_gaps(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
+        """The hops that stay, as they are, and others in the gaps."""
+        # A server's sessions have one run of blocks each, so a hop that stays cannot take more.
+        staying = {hop.server_id for hop in chain.hops if hop.server_id not in lost}
+        hops: list[common_pb2.Hop] = []
+        for is_lost, run in groupby(chain.hops, lambda hop: hop.server_id in lost):
+            neighbours = list(run)
+            if is_lost:
+                blocks = Span(neighbours[0].span.start, neighbours[-1].span.end)
+                hops.extend(self._replacements(blocks, staying | set(lost), num_tokens))
+                staying.update(hop.server_id for hop in hops)
+            else:
+                hops.extend(neighbours)
+        return hops
+
+    def _replacements(self, blocks: Span, excluded: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
+        """Servers with room that failed not lately, if there are; else such as may have none, or may have recovered."""
+        for wanted_tokens in (num_tokens, 0):
+            usable = self._candidates(wanted_tokens, self._avoided().union(excluded))
+            with contextlib.suppress(NoChain, OutOfPages):
+                return self._plan([each for each in usable if not each.is_suspected], blocks)
+        return self._plan(self._candidates(0, excluded), blocks)
+
+    def _plan(self, usable: Sequence[Candidate], blocks: Span) -> Sequence[common_pb2.Hop]:
+        return chain_of(plan_blocks(usable, blocks).hops, self._fingerprint).hops
+
+    def _candidates(self, num_tokens: int, excluded: Collection[str]) -> list[Candidate]:
+        servers = self._placement.servers
+        usable = candidates(
+            servers, fingerprint=self._fingerprint, num_tokens=num_tokens, excluded=excluded,
+            booked=self._bookings.unreported(servers, asyncio.get_running_loop().time()),
+        )  # fmt: skip
+        # The planner keeps to the order between equals: shuffled, they share the sessions.
+        random.shuffle(usable)
+        return usable
+
+    def _is_gone(self, hop: common_pb2.Hop) -> bool:
+        """Whether a hop is known to be of no use: avoided, or no longer in the placement."""
+        if hop.server_id in self._avoided():
+            return True
+        placed = {each.server_id for each in candidates(self._placement.servers, fingerprint=self._fingerprint)}
+        return bool(placed) and hop.server_id not in placed
+
+    def _quarantined(self) -> frozenset[str]:
+        return self.quarantine.active(asyncio.get_running_loop().time())
+
+    def _avoided(self) -> frozenset[str]:
+        return self._quarantined() | self._leaving
+
+    async def _report_server(self, server_id: str) -> None:
+        # Should no router hear it, the server's lease ends, or it lives.
+        with contextlib.suppress(CorollaError):
+            await self._control.report_server(server_id)
+
+
+def _cut(chain: common_pb2.Chain, blocks: Span | None) -> common_pb2.Chain:
+    """The part of a chain that covers just `blocks`."""
+    if blocks is None:
+        return chain
+    part = common_pb2.Chain(fingerprint=chain.fingerprint)
+    for hop in chain.hops:
+        start, end = max(hop.span.start, blocks.start), min(hop.span.end, blocks.end)
+        if start < end:
+            part.hops.append(hop)
+            part.hops[-1].span.start, part.hops[-1].span.end = start, end
+    return part

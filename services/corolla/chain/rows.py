@@ -1,0 +1,216 @@
+"""Several sequences that step through one chain together, each with any number of new tokens."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from corolla.chain.history import StateHistory
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.pending import RowFuture, RowResult, discard, wait_for_result
+from corolla.chain.recovery import Recovery
+from corolla.chain.recovery_budget import RecoveryBudget
+from corolla.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP
+from corolla.chain.reservations import ChainBinding
+from corolla.chain.streams import DataPlane
+from corolla.chassis.errors import CorollaError, HopLeaving, InternalError, OutOfPages
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+from corolla.wire.tensors import from_payload
+
+
+@dataclass(frozen=True, slots=True)
+class RowStep:
+    """What one sequence does in a step.
+
+    Attributes:
+        row: which sequence.
+        position: tokens of it before this step; it forgets what it holds beyond.
+        hidden: `[T, H]`, the input of block 0 for its new tokens; T is at least 1.
+        num_results: how many of the last new tokens' outputs are wanted.
+        source: the sequence that it forks first; None keeps its own tokens. All rows of a step fork at once.
+    """
+
+    row: int
+    position: int
+    hidden: torch.Tensor
+    num_results: int
+    source: int | None = None
+
+
+class RowGroup:
+    """Sequences that are open on every hop of one chain; row `i` is the binding's `i`-th identity.
+
+    A step that hops lost is sent again once they are replaced and filled with what went into the first block, which
+    this class remembers.
+
+    Args:
+        earlier: the same sequences before there were more of them, or before they had more room.
+        max_step_tokens: longer steps travel in chunks; hops may take less.
+        max_recoveries: attempts within one step.
+        num_cached_tokens: of each sequence's text, that all hops held when it was first opened. The first step may give
+            them nevertheless, since replays need them; they are sent nowhere.
+    """
+
+    def __init__(
+        self,
+        binding: ChainBinding,
+        plane: DataPlane,
+        recovery: Recovery,
+        *,
+        earlier: "RowGroup | None" = None,
+        max_step_tokens: int,
+        step_timeout_s: float,
+        max_recoveries: int,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        self._binding = binding
+        self._plane = plane
+        self._recovery = recovery
+        self._max_step_tokens = max_step_tokens
+        self._step_timeout_s = step_timeout_s
+        self._max_recoveries = max_recoveries
+        self.num_cached_tokens = num_cached_tokens
+        self._has_stepped = False
+        known: list[StateHistory] = earlier._histories if earlier is not None else []
+        self._histories: list[StateHistory] = [*known, *(StateHistory() for _ in binding.identities[len(known) :])]
+
+    @property
+    def identities(self) -> tuple[SessionIdentity, ...]:
+        return self._binding.identities
+
+    @property
+    def chain(self) -> common_pb2.Chain:
+        return self._binding.chain
+
+    def raise_epoch(self) -> tuple[SessionIdentity, ...]:
+        """Its sequences as they are to be opened once more. However that ends, `close` frees them."""
+        self._binding.raise_epoch()
+        return self._binding.identities
+
+    async def step(self, rows: Sequence[RowStep]) -> list[torch.Tensor]:
+        """Takes new tokens of different sequences through the chain.
+
+        Returns:
+            For each of `rows` `[num_results, H]`, the output of the last block before the final norm.
+
+        Raises:
+            CorollaError: a row failed, and with it the step; what the others computed is forgotten at their next step.
+        """
+        if not rows or any(len(row.hidden) == 0 for row in rows):
+            raise InternalError("a step has rows, and each row new tokens")
+        if not self._has_stepped:
+            rows = [self._skip_cached(row) for row in rows]
+            self._has_stepped = True
+        self._truncate_texts(rows)
+        pasts = [self._history_before(row) for row in rows]
+        budget = RecoveryBudget(self._max_recoveries)
+        if self._plane.handovers.affect(self.chain, self._binding.open_identities):
+            await self.recover(HopLeaving("a hop of the chain handed sessions over"), budget)
+        while True:
+            try:
+                outputs = await self._send_chunks(rows)
+                break
+            except CorollaError as failure:
+                for row, past in zip(rows, pasts, strict=True):
+                    self._histories[row.row] = past
+                # Nobody knows which hops they had taken over another's tokens on.
+                ambiguous = frozenset(row.row for row in rows if row.source is not None)
+                await self.recover(failure, budget, ambiguous)
+                rows = [replace(row, source=None) for row in rows]
+        for row, past in zip(rows, pasts, strict=True):
+            past.append(row.hidden)
+            self._histories[row.row] = past
+        return outputs
+
+    async def recover(
+        self, failure: CorollaError, budget: RecoveryBudget, ambiguous: frozenset[int] = frozenset()
+    ) -> None:
+        """Brings all sequences back after a failure, or raises why not. Of `ambiguous` rows hops hold nothing."""
+        await self._recovery.recover(self._binding, self._histories, failure, budget, ambiguous)
+
+    def _skip_cached(self, row: RowStep) -> RowStep:
+        num_cached = self.num_cached_tokens
+        if not num_cached or row.position or row.source is not None or num_cached > len(row.hidden) - row.num_results:
+            return row
+        self._histories[row.row].append(row.hidden[:num_cached])
+        return replace(row, position=num_cached, hidden=row.hidden[num_cached:])
+
+    def _truncate_texts(self, rows: Sequence[RowStep]) -> None:
+        """Forgets texts beyond what the sequences keep, so that hops which open them again learn no more."""
+        known = self._binding.open_options.texts
+        if known is None:
+            return
+        texts = list(known)
+        for row in rows:
+            if row.source is not None or row.position < self._histories[row.row].position:
+                text = known[row.row if row.source is None else row.source]
+                texts[row.row] = text if row.position >= len(text) else text[: row.position]
+        if any(text is not before for text, before in zip(texts, known, strict=True)):
+            self._binding.open_options = replace(self._binding.open_options, texts=texts)
+
+    def _history_before(self, row: RowStep) -> StateHistory:
+        own = self._histories[row.row]
+        if row.source is None and row.position == own.position:
+            return own
+        return self._histories[row.row if row.source is None else row.source].until(row.position)
+
+    async def _send_chunks(self, rows: Sequence[RowStep]) -> list[torch.Tensor]:
+        max_step_tokens = min(self._max_step_tokens, self._binding.max_step_tokens)
+        chunk_tokens = max_step_tokens // len(rows)
+        if chunk_tokens == 0:
+            raise OutOfPages(f"a step takes at most {max_step_tokens} sequences")
+        results: list[list[RowResult]] = [[] for _ in rows]
+        under_way: deque[list[tuple[int, RowFuture]]] = deque()
+        longest = max(len(row.hidden) for row in rows)
+        try:
+            for start in range(0, longest, chunk_tokens):
+                if len(under_way) == MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops):
+                    await self._collect(under_way[0], results)
+                    under_way.popleft()
+                under_way.append(self._send(rows, start, chunk_tokens))
+            while under_way:
+                await self._collect(under_way[0], results)
+                under_way.popleft()
+        finally:
+            discard(future for chunk in under_way for _, future in chunk)
+        return [_joined(parts, row.hidden) for parts, row in zip(results, rows, strict=True)]
+
+    def close(self) -> None:
+        """Frees all sequences on every hop."""
+        for identity, opened in zip(self.identities, self._binding.open_identities, strict=True):
+            self._plane.close_session(self._plane.handovers.hops_holding(self.chain, opened), identity)
+
+    def _send(self, rows: Sequence[RowStep], start: int, chunk_tokens: int) -> list[tuple[int, RowFuture]]:
+        """One frame: of each row the new tokens `[start, start + chunk_tokens)`, where there are any."""
+        numbers, step_rows, parts = [], [], []
+        for number, row in enumerate(rows):
+            end = min(start + chunk_tokens, len(row.hidden))
+            if start >= end:
+                continue
+            first_result = max(start, len(row.hidden) - row.num_results)
+            source = self.identities[row.source].session_id if row.source is not None and start == 0 else b""
+            numbers.append(number)
+            parts.append(row.hidden[start:end])
+            step_rows.append(
+                pb.StepRow(
+                    session_id=self.identities[row.row].session_id,
+                    epoch=self.identities[row.row].epoch,
+                    position=row.position + start,
+                    num_tokens=end - start,
+                    num_result_tokens=max(0, end - first_result),
+                    source_session_id=source,
+                )
+            )
+        hidden = torch.cat(parts)
+        return list(zip(numbers, self._plane.step(self.chain.hops, step_rows, hidden), strict=True))
+
+    async def _collect(self, chunk: list[tuple[int, RowFuture]], results: list[list[RowResult]]) -> None:
+        for number, future in chunk:
+            results[number].append(await wait_for_result(future, self._step_timeout_s))
+
+
+def _joined(parts: Sequence[RowResult], like: torch.Tensor) -> torch.Tensor:
+    tensors = [from_payload(part.payload, part.dtype, part.num_tokens, part.hidden_size) for part in parts]
+    return torch.cat(tensors) if tensors else like.new_empty(0, like.shape[1])

@@ -1,0 +1,330 @@
+"""The data plane as a client service sees it: one stream to each block server, and who among them is silent."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+import torch
+
+from corolla.chain.handovers import Handovers
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.pending import PendingReplies, RowFuture, discard, fail
+from corolla.chassis.channels import Channels, open_channel
+from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InternalError, NotComputed
+from corolla.chassis.status import cause_of, from_reason, from_rpc_error
+from corolla.chassis.tasks import TaskGroup, until_first_ends
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import blocks_pb2_grpc, common_pb2
+from corolla.wire.frames import EXCHANGE, Buffer, decode
+from corolla.wire.outbox import Outbox, OutboxFull
+from corolla.wire.tensors import tensor_type, to_payload
+
+log = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S: Final = 3.0
+_WATCH_INTERVAL_S: Final = 0.25
+
+
+@dataclass(slots=True)
+class _Stream:
+    outbox: Outbox
+    welcome: asyncio.Future[pb.Welcome]
+    channel: grpc.aio.Channel
+    task: asyncio.Task[None] | None = None
+    # When a frame came in on it.
+    heard_s: float = 0.0
+    is_silent: bool = False
+    probe: asyncio.Task[None] | None = None
+
+
+class DataPlane:
+    """All streams of this client service.
+
+    A step that takes long says nothing about why. So a server that was silent for `probe_after_s` while something is
+    pending is asked whether it lives; one that does not say so within `probe_timeout_s` loses its stream, and whoever
+    waits for it learns that at once.
+
+    Args:
+        fingerprint: the weights and protocol that every server must have.
+        tasks: of this plane alone.
+        open_timeout_s: how long a server that lives may take to open a session. Its event loop may be well while the
+            thread that computes is stuck.
+    """
+
+    def __init__(
+        self,
+        fingerprint: str,
+        tasks: TaskGroup,
+        probe_after_s: float = 1.0,
+        probe_timeout_s: float = 1.0,
+        open_timeout_s: float = 15.0,
+        channels: Channels = open_channel,
+    ) -> None:
+        self.client_id = secrets.token_bytes(16)
+        self._fingerprint = fingerprint
+        self._channels = channels
+        self._tasks = tasks
+        self._streams: dict[str, _Stream] = {}
+        self._numbers = itertools.count(1)
+        self._probe_after_s = probe_after_s
+        self._probe_timeout_s = probe_timeout_s
+        self._open_timeout_s = open_timeout_s
+        self._watching: asyncio.Task[None] | None = None
+        # Seconds that this process' event loop was late, altogether, and when the watch looks again.
+        self._held_up_s = 0.0
+        self._next_look_s = math.inf
+        self._pending = PendingReplies()
+        self.handovers = Handovers()
+
+    @property
+    def num_pending(self) -> int:
+        """Steps and openings without an answer yet."""
+        return len(self._pending)
+
+    async def connect(self, address: str) -> pb.Welcome:
+        """Makes sure that there is a stream to the server; returns its Welcome.
+
+        Raises:
+            HopUnavailable, FingerprintMismatch
+        """
+        stream = self._streams.get(address)
+        if stream is None:
+            stream = _Stream(Outbox(), asyncio.get_running_loop().create_future(), self._channels(address))
+            stream.outbox.put(pb.Hello(client_id=self.client_id, fingerprint=self._fingerprint))
+            self._streams[address] = stream
+            self.handovers.mark_connected(address)
+            stream.task = self._tasks.start(self._run(address, stream), f"stream to {address}")
+            if self._watching is None:
+                self._watching = self._tasks.start_essential(self._watch, "server_watch")
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                return await asyncio.shield(stream.welcome)
+        except TimeoutError:
+            raise HopUnavailable("a hop of the chain is not reachable", address) from None
+
+    def page_tokens(self, address: str) -> int:
+        """Tokens of the pages that a connected server reuses; 0 where it reuses none, or is gone."""
+        stream = self._streams.get(address)
+        if stream is None or not stream.welcome.done() or stream.welcome.cancelled() or stream.welcome.exception():
+            return 0
+        return stream.welcome.result().page_tokens
+
+    async def _connect_ahead(self, address: str) -> None:
+        with contextlib.suppress(CorollaError):  # whoever needs the server learns of it
+            await self.connect(address)
+
+    async def open(self, address: str, request: pb.Open, payload: Buffer = b"") -> tuple[pb.Opened, int]:
+        """Opens a session on one hop. Raises what the hop answers, or HopUnavailable.
+
+        A hop that did not answer in time may open it later: it has to learn that nobody wants it any more.
+
+        Args:
+            payload: what `request.block_prompts` describes.
+
+        Returns:
+            The answer, and how many tokens a step on this hop may have.
+        """
+        welcome = await self.connect(address)
+        number = next(self._numbers)
+        answer = self._pending.add_open(number, address)
+        try:
+            request.request_id = number
+            self._send(address, request, payload)
+            async with asyncio.timeout(self._open_timeout_s):
+                return await answer, welcome.max_tokens_per_frame
+        except TimeoutError:
+            raise HopUnavailable("a hop of the chain does not answer", address) from None
+        finally:
+            self._pending.remove_open(number)
+
+    def step(
+        self, hops: Sequence[common_pb2.Hop], rows: Sequence[pb.StepRow], hidden: torch.Tensor, scratch_hops: int = 0
+    ) -> list[RowFuture]:
+        """Sends a step through the chain; one future for each of its rows, in order.
+
+        Args:
+            hops: all hops of the chain.
+            hidden: `[T, H]`, the rows' inputs of the first block, one row after the other.
+            scratch_hops: bit `i` for a hop that computes the rows in their scratch sessions.
+        """
+        step = pb.Step(
+            rows=rows, dtype=tensor_type(hidden.dtype), hidden_size=hidden.shape[1], scratch_hops=scratch_hops,
+            blocks=hops[0].span, route=hops[1:],
+        )  # fmt: skip
+        return self._send_step(hops, step, to_payload(hidden))
+
+    def resend(
+        self, source: common_pb2.Hop, hops: Sequence[common_pb2.Hop], rows: Sequence[pb.StepRow], scratch_hops: int
+    ) -> list[RowFuture]:
+        """Like `step`, where `source` puts in what it kept of its outputs."""
+        step = pb.Step(rows=rows, scratch_hops=scratch_hops, blocks=source.span, route=hops)
+        return self._send_step([source, *hops], step, None)
+
+    def _send_step(self, hops: Sequence[common_pb2.Hop], step: pb.Step, payload: Buffer | None) -> list[RowFuture]:
+        step.step_id = number = next(self._numbers)
+        step.client_id = self.client_id
+        futures = self._pending.add_step(number, step.rows, frozenset(hop.address for hop in hops))
+        try:
+            if payload is None:
+                self._send(hops[0].address, pb.Resend(step=step))
+            else:
+                self._send(hops[0].address, step, payload)
+        except HopUnavailable as error:
+            fail(futures, error)
+            return futures
+        except BaseException:
+            discard(futures)
+            raise
+        for hop in hops[1:]:
+            if hop.address not in self._streams:
+                # Its result or fault would find no way back.
+                fail(futures, HopUnavailable("a hop of the chain was lost", hop.address))
+        return futures
+
+    def notify(self, address: str, control: pb.Close | pb.Truncate | pb.Holds) -> None:
+        """Sends a frame that has no answer. A server that is gone has nothing left to free."""
+        stream = self._streams.get(address)
+        if stream is not None:
+            with contextlib.suppress(OutboxFull):
+                stream.outbox.put(control)
+
+    def close_session(self, hops: Iterable[common_pb2.Hop], identity: SessionIdentity) -> None:
+        """Frees a session on some hops. What a hop holds of a later epoch, it keeps."""
+        for hop in hops:
+            self.notify(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
+
+    async def close(self) -> None:
+        for stream in self._streams.values():
+            stream.outbox.close()
+        await self._tasks.close()
+
+    def _send(self, address: str, control: pb.Open | pb.Step | pb.Resend, payload: Buffer = b"") -> None:
+        stream = self._streams.get(address)
+        if stream is None:
+            raise HopUnavailable("a hop of the chain is not reachable", address)
+        try:
+            stream.outbox.put(control, payload)
+        except OutboxFull:
+            raise HopUnavailable("a hop of the chain does not keep up", address) from None
+
+    async def _run(self, address: str, stream: _Stream) -> None:
+        """Lives as long as the stream; whoever waits for something from it then learns that it broke."""
+        error: CorollaError = HopUnavailable("a hop of the chain was lost", address)
+        try:
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = stream.channel.stream_stream(EXCHANGE)()
+            await until_first_ends(
+                stream_reader=self._read(call, stream, address), stream_writer=self._write(call, stream.outbox)
+            )
+        except grpc.RpcError as failure:
+            failed = from_rpc_error(failure, HopUnavailable)
+            # A server that fails of its own bugs counts as dead: other servers continue its sessions.
+            if not isinstance(failed, HopUnavailable) and failed.reason != InternalError.reason:
+                error = failed
+            log.warning(
+                "stream to a block server ended",
+                extra={"address": address, "reason": failed.reason, "cause": cause_of(failure)},
+            )
+        finally:
+            if stream.is_silent:
+                error = HopUnavailable("a hop of the chain does not answer", address)
+                log.warning("a block server does not answer", extra={"address": address})
+            if self._streams.get(address) is stream:
+                del self._streams[address]
+            stream.outbox.close()
+            if not stream.welcome.done():
+                stream.welcome.set_exception(error)
+                stream.welcome.exception()  # nobody may be waiting
+            self.handovers.mark_disconnected(address)
+            self._pending.on_stream_lost(address, error)
+            await stream.channel.close(None)
+
+    async def _watch(self) -> None:
+        """Asks silent servers whether they live, for ever."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            self._next_look_s = clock() + _WATCH_INTERVAL_S
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            now_s = clock()
+            self._held_up_s += now_s - self._next_look_s
+            overdue_s = now_s - self._probe_after_s
+            for address in self._pending.overdue(overdue_s):
+                stream = self._streams.get(address)
+                if stream is not None and stream.heard_s < overdue_s and (stream.probe is None or stream.probe.done()):
+                    stream.probe = self._tasks.start(self._probe(address, stream), f"probe of {address}")
+
+    async def _probe(self, address: str, stream: _Stream) -> None:
+        """Cuts a server off that does not say that it lives. Its event loop answers, however busy it computes.
+
+        Where this process itself was held up meanwhile (paused, or starved of processors), a late answer says nothing
+        about the server: the watch asks again.
+        """
+        clock = asyncio.get_running_loop().time
+        held_up_before_s = self._held_up_s
+        stub = blocks_pb2_grpc.BlockServiceStub(stream.channel)
+        try:
+            await stub.GetStatus(pb.GetBlockServerStatusRequest(), timeout=self._probe_timeout_s)
+            stream.heard_s = clock()
+        except (grpc.RpcError, grpc.aio.BaseError) as failure:
+            held_up_s = self._held_up_s + max(0.0, clock() - self._next_look_s) - held_up_before_s
+            is_late = isinstance(failure, grpc.RpcError) and failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if is_late and held_up_s > self._probe_timeout_s / 2:
+                log.warning("held up, so a late block server is asked once more", extra={"address": address})
+                return
+            stream.is_silent = True
+            if stream.task is not None:
+                stream.task.cancel()
+
+    async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]", stream: _Stream, address: str) -> None:
+        clock = asyncio.get_running_loop().time
+        async for message in call:
+            stream.heard_s = clock()
+            for frame in decode(message):
+                self._receive(frame.control, frame.payload, stream, address)
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]", outbox: Outbox) -> None:
+        async for message in outbox.messages():
+            try:
+                await call.write(message)
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                await asyncio.get_running_loop().create_future()  # the call has ended: its reader says how
+
+    def _receive(self, control: object, payload: Buffer, stream: _Stream, address: str) -> None:
+        match control:
+            case pb.Result():
+                self._pending.on_result(control, payload)
+            case pb.Opened():
+                self._pending.on_opened(control)
+            case pb.Fault():
+                error = _error_of(control, address)
+                if isinstance(error, HopLeaving):
+                    self.handovers.on_step_refused(address)
+                self._pending.on_fault(control, error)
+            case pb.Moved():
+                self.handovers.on_moved(control, address)
+                if control.HasField("hop") and control.hop.address not in self._streams:
+                    # The session is opened there soon, or closed.
+                    self._tasks.start(self._connect_ahead(control.hop.address), "connection to a server")
+            case pb.Welcome():
+                if not stream.welcome.done():
+                    stream.welcome.set_result(control)
+            case _:
+                log.warning("a block server sent a frame of a kind that it should not")
+
+
+def _error_of(fault: pb.Fault, sender: str) -> CorollaError:
+    metadata = dict(fault.metadata)
+    if fault.address:
+        metadata["address"] = fault.address
+    error = from_reason(fault.reason, fault.message, metadata)
+    if isinstance(error, NotComputed | HopLeaving):
+        error.address = sender
+    elif isinstance(error, HopUnavailable) and error.address != sender:
+        error.reporter = sender
+    return error

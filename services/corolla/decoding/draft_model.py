@@ -1,0 +1,145 @@
+"""Drafts the next tokens by a small model that runs in this process."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from corolla.chassis.errors import CheckpointError
+from corolla.decoding.compute_thread import ComputeThread
+from corolla.decoding.sampling import Sampler
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.loading import LOADING
+
+DRAFT_MODEL_RATES: Final[tuple[float, ...]] = (0.7,)
+"""How often a draft token is right before anything is known of a text; there is one kind of evidence."""
+
+_CHUNK_TOKENS: Final = 64
+_MOST_DRAFT_TOKENS: Final = 128
+"""No draft is longer, so what was read before those tokens is no draft token."""
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A model with the target's vocabulary: logits `[vocab_size]`, of at most `context_length` tokens."""
+
+    causal_model: PreTrainedModel
+    context_length: int
+    vocab_size: int
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, *, vocab_size: int, dtype: torch.dtype, device: str) -> "DraftModel":
+        """Reads the whole model, whose tokenizer must have the target's vocabulary.
+
+        Raises:
+            CheckpointError: its weights cannot be read.
+            HubUnavailable: they are on the hub, and that cannot be reached.
+        """
+        checkpoint.fetch()
+        library: Any = AutoModelForCausalLM
+        try:
+            with LOADING:
+                model = library.from_pretrained(checkpoint.folder, dtype=dtype, local_files_only=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"The draft model {checkpoint.name} cannot be loaded.") from error
+        return cls(model.eval().to(device), checkpoint.context_length, vocab_size)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int], cache: DynamicCache) -> Tensor:
+        """Float32 `[vocabulary of the target]` on the CPU, after `token_ids`, which follow what `cache` holds."""
+        # The target's embedding may be padded further. In place of a token that this model lacks it reads its last one:
+        # the draft tokens behind it may be worse, the answer stays the same.
+        embedding: Any = self.causal_model.get_input_embeddings()
+        ids = torch.tensor([token_ids], device=self.causal_model.device).clamp(max=embedding.weight.shape[0] - 1)
+        output = self.causal_model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = cast(Tensor, output.logits)[0, -1].float().cpu()[: self.vocab_size]
+        # Embeddings may be padded differently. The random stream must not notice: it takes one number for each logit.
+        missing = self.vocab_size - logits.shape[0]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+class DraftReading:
+    """What the draft model has read of one text, `token_ids`, and of its own draft tokens. Its methods block."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self.token_ids: list[int] = []
+        self._model = model
+        # Layers of one kind for all: they can forget their newest tokens, whatever window the model looks through.
+        self._cache = DynamicCache()
+        self._cached_ids: list[int] = []
+
+    @property
+    def num_tokens_left(self) -> int:
+        """How many draft tokens the model has room for."""
+        return max(0, self._model.context_length - len(self.token_ids))
+
+    def read_chunk(self) -> bool:
+        """Reads on towards the text's last token, which the first draft token needs; False when there is no more."""
+        start = len(self._cached_ids)
+        chunk = self.token_ids[start : min(len(self.token_ids) - 1, start + _CHUNK_TOKENS)]
+        if chunk and self.num_tokens_left:
+            self._read(chunk)
+        return bool(chunk) and self.num_tokens_left > 0
+
+    def logits_after(self, newest: int) -> Tensor:
+        """Float32 `[vocabulary of the target]` after the text's last token, or after a draft token that follows it."""
+        return self._read([newest])
+
+    def forget_rejected_tokens(self) -> None:
+        """Of what was read, only what the text has come to agree with stays; and its last token is read anew."""
+        num_right = min(len(self._cached_ids), len(self.token_ids) - 1)
+        for index in range(max(0, num_right - _MOST_DRAFT_TOKENS), num_right):
+            if self._cached_ids[index] != self.token_ids[index]:
+                num_right = index
+                break
+        if (num_wrong := len(self._cached_ids) - num_right) > 0:
+            self._cache.crop(-num_wrong)
+            del self._cached_ids[num_right:]
+
+    def _read(self, token_ids: list[int]) -> Tensor:
+        logits = self._model.logits(token_ids, self._cache)
+        self._cached_ids.extend(token_ids)
+        return logits
+
+
+class ModelDrafter:
+    """Drafts for one answer by the draft model.
+
+    It samples with a fork of the answer's sampler, penalties and random stream included. With equal random numbers two
+    similar distributions mostly give the same token, so drafts of sampled answers are accepted, too.
+    """
+
+    def __init__(self, model: DraftModel, compute: ComputeThread) -> None:
+        self._reading = DraftReading(model)
+        self._compute = compute
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Takes the next tokens of the text."""
+        self._reading.token_ids.extend(token_ids)
+
+    @property
+    def evidence(self) -> int | None:
+        return 0 if self._reading.num_tokens_left else None
+
+    async def prepare(self) -> None:
+        """Reads the text up to its last token, in chunks, so that the thread serves other answers in between."""
+        while await self._compute.submit(self._reading.read_chunk):
+            pass
+
+    async def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
+        """The next tokens as this model would have them; `sampler`, the target's, stays as it is."""
+        self._reading.forget_rejected_tokens()
+        await self.prepare()
+        fork = await self._compute.submit(sampler.fork)
+        drafted: list[int] = []
+        newest = self._reading.token_ids[-1]
+        for _ in range(min(num_tokens, self._reading.num_tokens_left)):
+            newest = await self._compute.submit(self._draft_token, newest, fork)
+            drafted.append(newest)
+        return drafted
+
+    def _draft_token(self, newest: int, sampler: Sampler) -> int:
+        return sampler.sample(self._reading.logits_after(newest)).token_id

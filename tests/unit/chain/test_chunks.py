@@ -1,0 +1,33 @@
+"""Prompts are cut finely enough for all hops to work at once, and no finer."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corolla.chain.session import MIN_CHUNK_TOKENS, chunk_tokens
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_hops, expected",
+    [
+        pytest.param(4096, 1, 256, id="one hop works alone"),
+        pytest.param(10, 2, 64, id="a short prompt is one chunk"),
+        pytest.param(512, 2, 64, id="eight chunks on two hops"),
+        pytest.param(1024, 2, 128, id="larger ones for a longer prompt"),
+        pytest.param(100_000, 2, 256, id="no larger than allowed"),
+        pytest.param(1024, 4, 64, id="more chunks for more hops"),
+    ],
+)
+def test_chunks_grow_with_the_prompt(num_tokens: int, num_hops: int, expected: int) -> None:
+    assert chunk_tokens(num_tokens, num_hops, 256) == expected
+
+
+@given(num_tokens=st.integers(1, 10_000), num_hops=st.integers(1, 8), max_tokens=st.integers(1, 512))
+def test_hops_idle_for_a_fifth_at_most_unless_chunks_would_be_too_small(
+    num_tokens: int, num_hops: int, max_tokens: int
+) -> None:
+    size = chunk_tokens(num_tokens, num_hops, max_tokens)
+    assert 1 <= size <= max_tokens
+    num_chunks = -(-num_tokens // size)
+    share_idle = (num_hops - 1) / (num_chunks + num_hops - 1)
+    assert share_idle <= 0.25 or size <= MIN_CHUNK_TOKENS

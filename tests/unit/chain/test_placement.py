@@ -1,0 +1,141 @@
+"""The servers that a client service plans with."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import wraps
+from typing import Any, cast
+
+from corolla.chain.control import ControlPlane
+from corolla.chain.placement import PlacementWatch
+from corolla.chain.routes import Routes
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+from tests.simulation.loop import VirtualLoop
+
+
+class Router:
+    """Stands for the control plane and its router: it pushes the test's placements.
+
+    Attributes:
+        excluded: server ids that were to be left out, for each chain that was asked for.
+    """
+
+    model = "tiny"
+
+    def __init__(self) -> None:
+        self.stub = self
+        self.excluded: list[frozenset[str]] = []
+        self._pushed: asyncio.Queue[pb.Placement] = asyncio.Queue()
+
+    async def push(self, placement: pb.Placement) -> None:
+        """Returns when the watch knows it."""
+        self._pushed.put_nowait(placement)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def WatchPlacement(self, request: pb.WatchPlacementRequest) -> AsyncIterator[pb.Placement]:
+        while True:
+            yield await self._pushed.get()
+
+    async def plan_chain(self, *, excluded: frozenset[str], **asked: Any) -> pb.PlanChainResponse:
+        self.excluded.append(excluded)
+        return pb.PlanChainResponse()
+
+
+def watched(test: Callable[[Router, PlacementWatch], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Runs a test with a watch, in virtual time."""
+
+    async def run() -> None:
+        router = Router()
+        watch = PlacementWatch(cast(ControlPlane, router))
+        watching = asyncio.ensure_future(watch.run())
+        await asyncio.sleep(0)
+        await test(router, watch)
+        watching.cancel()
+        await asyncio.wait([watching])
+
+    # Not as `wraps` does it all: a runner of tests would look at the test's own parameters.
+    @wraps(test, updated=())
+    def run_in_virtual_time() -> None:
+        loop = VirtualLoop()
+        loop.run_until_complete(run())
+        loop.close()
+
+    del run_in_virtual_time.__wrapped__
+    return run_in_virtual_time
+
+
+def placement(*names: str, complete: bool) -> pb.Placement:
+    servers = [pb.PlacedServer(server=pb.ServerDescription(server_id=name, address=name[0] + ":1")) for name in names]
+    return pb.Placement(servers=servers, cheapest_chain=common_pb2.Chain() if complete else None)
+
+
+def names(watch: PlacementWatch) -> list[str]:
+    return [each.server.server_id for each in watch.servers]
+
+
+@watched
+async def test_servers_that_a_store_forgot_count_for_a_few_seconds(router: Router, watch: PlacementWatch) -> None:
+    assert names(watch) == []
+    assert not watch.is_settling, "no router has said anything"
+    await router.push(placement("a1", "b1", complete=True))
+    await router.push(placement(complete=False))
+    assert names(watch) == ["a1", "b1"]
+    await asyncio.sleep(3)
+    # The newer incarnation at an address stands for the older one.
+    await router.push(placement("a2", complete=False))
+    assert names(watch) == ["a2", "b1"]
+    assert watch.is_settling
+    await asyncio.sleep(2.1)
+    assert names(watch) == ["a2"]
+    assert not watch.is_settling
+    await router.push(placement("a2", "b2", complete=True))
+    assert names(watch) == ["a2", "b2"]
+
+
+@watched
+async def test_blocks_that_were_never_seen_covered_may_be_so_in_a_few_seconds(
+    router: Router, watch: PlacementWatch
+) -> None:
+    await router.push(placement("a1", complete=False))
+    assert watch.is_settling
+    await asyncio.sleep(3)
+    await router.push(placement(complete=False))
+    await asyncio.sleep(2.1)
+    assert not watch.is_settling
+
+
+@watched
+async def test_a_complete_placement_needs_no_memory(router: Router, watch: PlacementWatch) -> None:
+    await router.push(placement("a1", "b1", "c1", complete=True))
+    await router.push(placement("a1", "b1", complete=True))
+    assert names(watch) == ["a1", "b1"]
+
+
+@watched
+async def test_a_departed_server_that_is_not_listed_is_forgotten(router: Router, watch: PlacementWatch) -> None:
+    routes = Routes(cast(ControlPlane, router), watch, "f", 5)
+    for number in range(100):
+        await router.push(placement(f"a{number}", f"b{number}", complete=True))
+        assert names(watch) == [f"a{number}", f"b{number}"]
+        routes.exclude_leaving(f"a{number}")
+        routes.exclude_leaving(f"b{number}")
+    await routes.plan(num_tokens=1, record_id="", blocks=None)
+    assert router.excluded == [{"a99", "b99"}]
+
+
+@watched
+async def test_a_server_that_drains_or_is_listed_no_longer_has_left(router: Router, watch: PlacementWatch) -> None:
+    routes = Routes(cast(ControlPlane, router), watch, "f", 5)
+    assert not routes.is_leaving_or_gone("a1")
+    listed = placement("a1", "b1", complete=True)
+    await router.push(listed)
+    assert not routes.is_leaving_or_gone("a1")
+    assert routes.is_leaving_or_gone("a0")
+    drained = placement("a1", "b1", complete=True)
+    drained.servers[0].state = pb.SERVER_STATE_DRAINING
+    await router.push(drained)
+    assert routes.is_leaving_or_gone("a1")
+    assert not routes.is_leaving_or_gone("b1")
+    routes.exclude_leaving("b1")
+    assert routes.is_leaving_or_gone("b1")

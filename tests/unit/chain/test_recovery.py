@@ -1,0 +1,124 @@
+"""A recovery and its interruptions. The tests replace the search for servers and the filling of hops."""
+
+import asyncio
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from corolla.chain.handovers import Handovers
+from corolla.chain.history import StepShapes
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.recovery import Recovery
+from corolla.chain.recovery_budget import RecoveryBudget
+from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions
+from corolla.chassis.errors import HopSessionLost, HopUnavailable, RequestKillsServers
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+
+CHAIN = common_pb2.Chain(
+    hops=[common_pb2.Hop(server_id="a", address="a:1", span=common_pb2.BlockSpan(start=0, end=2))],
+    fingerprint="weights",
+)
+LIMITS = ChainLimits(prefill_chunk_tokens=8, prefill_chunk_tokens_during_decode=8, step_timeout_s=60.0, lease_ms=60_000)
+
+
+class LostSequence:
+    """A sequence of four tokens."""
+
+    position = 4
+    shapes = StepShapes([4], 4)
+
+    async def inputs(self, start: int, end: int) -> torch.Tensor:
+        return torch.zeros(end - start, 1)
+
+
+class SameRoutes:
+    def __init__(self, left: Collection[str] = ()) -> None:
+        self._left = left
+
+    def is_leaving_or_gone(self, server_id: str) -> bool:
+        return server_id in self._left
+
+    async def replace_lost(self, chain: common_pb2.Chain, lost: object, **_options: Any) -> common_pb2.Chain:
+        return chain
+
+    def avoid(self, server_id: str) -> None:
+        pass
+
+
+class EmptyReservations:
+    """Every hop opens each session, and holds no token of it."""
+
+    async def open(self, identities: tuple[SessionIdentity, ...], *_args: Any) -> ChainBinding:
+        options = OpenOptions(max_tokens=8, transient=True)
+        return ChainBinding(identities, CHAIN, options, 8, [[pb.Opened() for _ in identities]])
+
+    def give_back(self, *_args: Any) -> None:
+        pass
+
+
+def recovery_with(fill: Callable[[int], Any], left: Collection[str] = ()) -> Recovery:
+    async def replay(binding: ChainBinding, number: int, *_args: Any) -> None:
+        await fill(number)
+
+    routes: Any = SameRoutes(left)
+    reservations: Any = EmptyReservations()
+    replayer: Any = SimpleNamespace(replay=replay)
+    return Recovery(routes, reservations, replayer, Handovers(), LIMITS)
+
+
+async def test_a_recovery_that_is_cancelled_in_the_moment_of_a_failure_ends() -> None:
+    num_attempts = 0
+
+    async def fill(number: int) -> None:
+        nonlocal num_attempts
+        if number == 1:
+            await asyncio.Event().wait()
+        num_attempts += 1
+        recovering.cancel()
+        raise HopUnavailable("a hop of the chain was lost", "a:1")
+
+    identities = tuple(SessionIdentity(bytes([number]) * 16, 1, "tenant") for number in range(2))
+    binding = ChainBinding(identities, CHAIN, OpenOptions(max_tokens=8, transient=True), 8)
+    recovery = recovery_with(fill)
+    recovering = asyncio.create_task(
+        recovery.recover(binding, [LostSequence(), LostSequence()], HopSessionLost("not held here"), RecoveryBudget(16))
+    )
+    await asyncio.wait({recovering}, timeout=30)
+    assert recovering.cancelled()
+    assert num_attempts == 1
+
+
+async def test_a_turn_without_epochs_for_another_opening_ends() -> None:
+    async def fill(number: int) -> None:
+        raise AssertionError("nothing was opened")
+
+    identity = SessionIdentity.of_turn("00" * 16, 7, "tenant").at_end_of_turn()
+    binding = ChainBinding((identity,), CHAIN, OpenOptions(max_tokens=8, transient=False), 8)
+    with pytest.raises(HopUnavailable):
+        await recovery_with(fill).recover(
+            binding, [LostSequence()], HopSessionLost("not held here"), RecoveryBudget(16)
+        )
+    assert binding.identities == (identity,), "it is parked in the epoch in which it was last open"
+
+
+@pytest.mark.parametrize("left", [(), ("a",)], ids=["died", "left"])
+async def test_a_request_is_not_to_blame_for_servers_that_leave(left: Collection[str]) -> None:
+    async def fill(_number: int) -> None:
+        pass
+
+    binding = ChainBinding(
+        (SessionIdentity(bytes(16), 1, "tenant"),), CHAIN, OpenOptions(max_tokens=8, transient=True), 8
+    )
+    recovery = recovery_with(fill, left)
+    budget = RecoveryBudget(16)
+    failure = HopUnavailable("a hop of the chain was lost", "a:1")
+    await recovery.recover(binding, [LostSequence()], failure, budget)
+    if left:
+        await recovery.recover(binding, [LostSequence()], failure, budget)
+    else:
+        with pytest.raises(RequestKillsServers):
+            await recovery.recover(binding, [LostSequence()], failure, budget)

@@ -1,0 +1,101 @@
+"""Lanes against a chain of integers, in which every hop's output depends on all tokens before."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corolla.chain.recovery_plan import CLIENT, HopState, Lane, plan_lanes
+
+
+@st.composite
+def states_of(draw: st.DrawFn, position: int) -> list[HopState]:
+    hops = []
+    for _ in range(draw(st.integers(1, 6))):
+        num_held = draw(st.sampled_from([0, position, position + 3, draw(st.integers(0, position))]))
+        min_position = draw(st.sampled_from([0, 0, draw(st.integers(0, num_held))]))
+        kept_start = draw(st.integers(0, num_held))
+        kept_end = draw(st.sampled_from([kept_start, num_held]))
+        hops.append(HopState(num_held, min_position, kept_start, kept_end))
+    return hops
+
+
+positions = st.integers(1, 12)
+chains = positions.flatmap(lambda position: st.tuples(st.just(position), states_of(position)))
+
+
+def output(hop: int, token: int) -> tuple[int, int]:
+    """A hop's output for a token, if its input is right and it holds all tokens before."""
+    return (hop, token)
+
+
+class Hop:
+    """Cache and boundary activations of one hop, by token."""
+
+    def __init__(self, number: int, state: HopState) -> None:
+        self.number = number
+        self.state = state
+        self.held = list(range(state.num_held))
+        self.kept = {token: output(number, token) for token in range(state.kept_start, state.kept_end)}
+
+    def process(self, token: int, given: tuple[int, int], cache: list[int]) -> tuple[int, int]:
+        assert given == output(self.number - 1, token), "the input is not the one of the token"
+        if token < len(cache):
+            assert token == 0 or token >= self.state.min_position, "the window has moved beyond"
+            del cache[token:]
+        assert len(cache) == token, "a gap"
+        cache.append(token)
+        return output(self.number, token)
+
+
+def run(hops: list[Hop], lane: Lane, position: int) -> None:
+    scratch: dict[int, list[int]] = {number: [] for number in lane.scratch}
+    for token in range(lane.start, position):
+        state = output(CLIENT, token) if lane.source == CLIENT else hops[lane.source].kept[token]
+        for number in lane.hops:
+            state = hops[number].process(token, state, scratch.get(number, hops[number].held))
+
+
+@given(chains, st.booleans())
+def test_after_the_lanes_every_hop_holds_all_and_no_other_was_touched(
+    chain: tuple[int, list[HopState]], may_scratch: bool
+) -> None:
+    position, states = chain
+    hops = [Hop(number, state) for number, state in enumerate(states)]
+    lanes = plan_lanes(states, position, may_scratch=may_scratch)
+    for lane in lanes:
+        run(hops, lane, position)
+    lacking = {number for number, state in enumerate(states) if state.start_for(position) < position}
+    for number, hop in enumerate(hops):
+        assert hop.held[:position] == list(range(position))
+        if may_scratch and number not in lacking:
+            assert len(hop.held) == states[number].num_held, "it lost nothing, and holds what it held"
+    assert {lane.last for lane in lanes} <= lacking
+    computing = [number for lane in lanes for number in lane.hops]
+    assert len(computing) == len(set(computing)), "no hop computes twice"
+
+
+@given(chains)
+def test_where_outputs_are_kept_only_the_lost_hops_compute(chain: tuple[int, list[HopState]]) -> None:
+    position, states = chain
+    whole = [HopState(each.num_held, each.min_position, 0, max(position, each.num_held)) for each in states]
+    lacking = [number for number, state in enumerate(whole) if state.start_for(position) < position]
+    lanes = plan_lanes(whole, position)
+    assert sorted(number for lane in lanes for number in lane.hops) == lacking
+    assert not any(lane.scratch for lane in lanes)
+
+
+def test_nothing_is_done_where_nothing_is_missing() -> None:
+    assert plan_lanes([HopState(9), HopState(7)], 7) == []
+
+
+def test_two_lost_hops_get_their_own_lanes_and_neighbours_share_one() -> None:
+    held = HopState(8, 0, 0, 8)
+    assert plan_lanes([held, HopState(0), held, HopState(0), HopState(3)], 8) == [
+        Lane(0, 1, 1, 0, frozenset()),
+        Lane(2, 3, 4, 0, frozenset()),
+    ]
+
+
+def test_hops_without_boundary_activations_compute_in_scratch_sessions() -> None:
+    lanes = plan_lanes([HopState(8), HopState(0), HopState(8), HopState(2)], 8)
+    assert lanes == [Lane(CLIENT, 0, 3, 0, frozenset({0, 2}))]
+    assert lanes[0].scratch_mask == 0b101

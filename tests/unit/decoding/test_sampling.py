@@ -1,0 +1,344 @@
+"""The sampler against `transformers`' own `generate` on a small random model, token for token."""
+
+import itertools
+import struct
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+
+from corolla.chassis.errors import InternalError, InvalidRequest, NonFiniteOutput
+from corolla.decoding.sampling import MAX_LOGPROBS, Sampler, SamplingParams
+
+VOCABULARY_SIZE = 131
+NUM_NEW_TOKENS = 44
+PROMPT = [5, 17, 17, 99, 3, 64, 5]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,  # neither so flat nor so steep a distribution that filters would change nothing
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def generated_by_transformers(model: Any, params: SamplingParams, **more: Any) -> list[int]:
+    warpers: dict[str, Any] = {}
+    if not params.is_greedy:
+        assert params.seed is not None
+        torch.manual_seed(params.seed)
+        warpers = {
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+        }
+    ids = torch.tensor([PROMPT])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=not params.is_greedy,
+        max_new_tokens=NUM_NEW_TOKENS,
+        repetition_penalty=params.repetition_penalty,
+        **warpers,
+        **more,
+    )
+    return [int(token_id) for token_id in output[0, len(PROMPT) :]]
+
+
+def generated_by_sampler(model: Any, params: SamplingParams) -> list[int]:
+    """The same arithmetic as `generate`: one prefill, then single tokens over the cache."""
+    sampler = Sampler(params, PROMPT)
+    ids: list[int] = []
+    step = torch.tensor([PROMPT])
+    cache = None
+    with torch.no_grad():
+        for _ in range(NUM_NEW_TOKENS):
+            output = model(step, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            ids.append(sampler.sample(output.logits[0, -1]).token_id)
+            step = torch.tensor([ids[-1:]])
+    return ids
+
+
+GRID = list(itertools.product([0.7, 1.0, 1.6], [0, 7, 50, 1000], [1.0, 0.85], [0.0, 0.1], [1.0, 1.3, 0.8]))
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p, min_p, repetition_penalty", GRID)
+def test_sampling_equals_generate(
+    model: Any, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float
+) -> None:
+    seed = hash((temperature, top_k, top_p, min_p, repetition_penalty)) % 2**63
+    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
+    expected = generated_by_transformers(model, params)
+    assert len(expected) == NUM_NEW_TOKENS
+    assert generated_by_sampler(model, params) == expected
+
+
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.3, 0.8])
+def test_greedy_equals_generate(model: Any, repetition_penalty: float) -> None:
+    # The filters play no part in greedy choice.
+    params = SamplingParams(0, top_k=3, top_p=0.5, min_p=0.2, repetition_penalty=repetition_penalty)
+    assert generated_by_sampler(model, params) == generated_by_transformers(model, params)
+
+
+def test_the_grid_distinguishes_the_parameters(model: Any) -> None:
+    answers = {
+        tuple(generated_by_sampler(model, params))
+        for params in [
+            SamplingParams(),
+            SamplingParams(repetition_penalty=1.3),
+            SamplingParams(1.0, seed=1),
+            SamplingParams(1.0, seed=2),
+            SamplingParams(0.7, seed=1),
+            SamplingParams(1.0, top_k=7, seed=1),
+            SamplingParams(1.0, top_p=0.85, seed=1),
+            SamplingParams(1.0, min_p=0.1, seed=1),
+            SamplingParams(1.0, repetition_penalty=1.3, seed=1),
+            SamplingParams(1.0, presence_penalty=1.5, seed=1),
+            SamplingParams(1.0, frequency_penalty=-1.0, seed=1),
+        ]
+    }
+    assert len(answers) == 11
+
+
+class OpenAIPenalties(LogitsProcessor):  # type: ignore[misc, unused-ignore]
+    """Presence and frequency penalty counted anew from the answer at each step."""
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self.presence, self.frequency = presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        answer = input_ids[0, len(PROMPT) :].tolist()
+        for token_id in set(answer):
+            scores[0, token_id] -= answer.count(token_id) * self.frequency + self.presence
+        return scores
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.1])
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.2])
+@pytest.mark.parametrize("presence, frequency", [(0.5, 0.0), (0.0, 0.25), (1.5, 0.5), (-0.5, -0.25)])
+def test_presence_and_frequency_equal_a_processor_of_generate(
+    model: Any, temperature: float, repetition_penalty: float, presence: float, frequency: float
+) -> None:
+    # The figures have few bits, so that counting in another order cannot round differently.
+    params = SamplingParams(
+        temperature,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        seed=11,
+    )
+    processors = LogitsProcessorList([OpenAIPenalties(presence, frequency)])
+    expected = generated_by_transformers(model, params, logits_processor=processors)
+    assert generated_by_sampler(model, params) == expected
+
+
+def random_rows(num_rows: int, vocabulary_size: int = 500) -> Tensor:
+    return torch.randn(num_rows, vocabulary_size, generator=torch.Generator().manual_seed(3)) * 3
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 13])
+def test_state_continues_the_stream(num_before: int) -> None:
+    params = SamplingParams(
+        0.9, top_k=40, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5, seed=2**64 - 1
+    )
+    rows = random_rows(40)
+    whole = Sampler(params, PROMPT)
+    expected = [whole.sample(row).token_id for row in rows]
+
+    first = Sampler(params, PROMPT)
+    ids = [first.sample(row).token_id for row in rows[:num_before]]
+    second = Sampler(params, PROMPT, generated_ids=ids, state=first.state())
+    ids += [second.sample(row).token_id for row in rows[num_before:]]
+    assert ids == expected
+    assert second.state() == whole.state()
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 13])
+@pytest.mark.parametrize("num_ahead", [0, 5, 100])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.4}, {"min_p": 0.3}], ids=str)
+def test_choices_of_others_are_skipped(num_before: int, num_ahead: int, filters: dict[str, Any]) -> None:
+    params = SamplingParams(0.9, presence_penalty=0.5, seed=12, **filters)
+    rows = random_rows(20)
+    whole = Sampler(params, PROMPT)
+    expected = [whole.sample(row).token_id for row in rows]
+    later = Sampler(params, PROMPT, generated_ids=expected[:num_before], num_skipped=num_before)
+    later.skip(rows.shape[1], num_ahead)
+    assert later.num_skipped == max(0, num_before - num_ahead)
+    assert later.fork().sample(rows[num_before]).token_id == expected[num_before]
+    assert [later.sample(row).token_id for row in rows[num_before:]] == expected[num_before:]
+    assert later.state() == whole.state()
+
+
+def test_states_of_greedy_samplers_are_small_and_may_begin_a_stream() -> None:
+    state = Sampler(SamplingParams(), PROMPT).state()
+    assert len(state) < 16
+    row = random_rows(1)[0]
+    seeded = SamplingParams(1.0, seed=4)
+    assert Sampler(seeded, PROMPT, state=state).sample(row) == Sampler(seeded, PROMPT).sample(row)
+
+
+def test_a_greedy_turn_does_not_lose_the_stream() -> None:
+    drawn = Sampler(SamplingParams(1.0, seed=4), PROMPT)
+    drawn.sample(random_rows(1)[0])
+    assert Sampler(SamplingParams(), PROMPT, state=drawn.state()).state() == drawn.state()
+
+
+def broken_states() -> list[bytes]:
+    state = Sampler(SamplingParams(1.0, seed=1), PROMPT).state()
+    return [
+        b"",
+        b"CRNG",
+        state[:-1],
+        state + b"\0",
+        b"XRNG" + state[4:],
+        state[:4] + b"\x02" + state[5:],
+        struct.pack(">4sBI", b"CRNG", 1, 100) + bytes(100),
+        state[:9] + b"\xff" * (len(state) - 9),
+    ]
+
+
+@pytest.mark.parametrize("state", broken_states(), ids=range(8))
+def test_a_broken_state_is_refused(state: bytes) -> None:
+    with pytest.raises(InternalError, match="cannot be read"):
+        Sampler(SamplingParams(1.0, seed=1), PROMPT, state=state)
+
+
+def test_no_seed_gives_other_answers_each_time() -> None:
+    rows = random_rows(20)
+    answers = set()
+    for _ in range(2):
+        sampler = Sampler(SamplingParams(1.0), PROMPT)
+        answers.add(tuple(sampler.sample(row).token_id for row in rows))
+    assert len(answers) == 2
+
+
+def test_the_global_random_stream_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    Sampler(SamplingParams(1.0, seed=1), PROMPT).sample(random_rows(1)[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logprobs_are_those_of_the_untouched_distribution(temperature: float) -> None:
+    row = random_rows(1)[0]
+    kept = row.clone()
+    params = SamplingParams(temperature, top_k=5, repetition_penalty=1.5, seed=1, num_logprobs=3)
+    token = Sampler(params, PROMPT).sample(row)
+    assert torch.equal(row, kept)
+    expected = torch.log_softmax(kept, dim=-1)
+    assert token.logprob == expected[token.token_id].item()
+    assert [token_id for token_id, _ in token.top_logprobs] == expected.argsort(descending=True)[:3].tolist()
+    assert [value for _, value in token.top_logprobs] == expected.sort(descending=True).values[:3].tolist()
+
+
+def test_logprobs_only_when_asked_for() -> None:
+    row = random_rows(1)[0]
+    nothing = Sampler(SamplingParams(), PROMPT).sample(row)
+    assert (nothing.logprob, nothing.top_logprobs) == (None, ())
+    chosen = Sampler(SamplingParams(num_logprobs=0), PROMPT).sample(row)
+    assert chosen.logprob == torch.log_softmax(row, dim=-1).max().item()
+    assert chosen.top_logprobs == ()
+
+
+def test_ties_are_broken_like_argmax() -> None:
+    row = torch.zeros(50)
+    row[[7, 30]] = 2.0
+    assert Sampler(SamplingParams(), []).sample(row).token_id == int(row.argmax())
+
+
+def test_prompt_ids_beyond_the_logits_are_no_trouble() -> None:
+    params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.5)
+    row = torch.tensor([0.0, 1.0, 1.1])
+    assert Sampler(params, [2, 3, 70_000], generated_ids=[9]).sample(row).token_id == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_logits_give_no_token(temperature: float, repetition_penalty: float, value: float) -> None:
+    row = torch.zeros(9)
+    row[4] = value
+    sampler = Sampler(SamplingParams(temperature, repetition_penalty=repetition_penalty, seed=1), [4])
+    with pytest.raises(NonFiniteOutput):
+        sampler.sample(row)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masked_logits_are_never_chosen(temperature: float) -> None:
+    row = torch.full((9,), -float("inf"))
+    with pytest.raises(NonFiniteOutput):
+        Sampler(SamplingParams(temperature), []).sample(row)
+    row[6] = -3.0
+    assert Sampler(SamplingParams(temperature), []).sample(row).token_id == 6
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(1, 9), torch.zeros(9, dtype=torch.float64)])
+def test_other_shapes_and_dtypes_are_refused(logits: Tensor) -> None:
+    with pytest.raises(InternalError):
+        Sampler(SamplingParams(), []).sample(logits)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "field, values",
+    [
+        ("temperature", [-0.1, 1e-9, 101.0, NAN, INF]),
+        ("top_k", [-1]),
+        ("top_p", [0.0, -0.1, 1.1, NAN]),
+        ("min_p", [-0.1, 1.1, NAN]),
+        ("repetition_penalty", [0.0, -1.0, 101.0, NAN, INF]),
+        ("presence_penalty", [-2.1, 2.1, NAN]),
+        ("frequency_penalty", [-2.1, 2.1, NAN]),
+        ("seed", [2**64, -(2**63) - 1]),
+        ("num_logprobs", [-1, MAX_LOGPROBS + 1]),
+    ],
+)
+def test_a_field_out_of_range_is_refused_by_name(field: str, values: list[float]) -> None:
+    for value in values:
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(**{field: value})  # type: ignore[arg-type]
+        assert [name for name, _ in caught.value.violations] == [field]
+
+
+def test_all_violations_are_named_at_once() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(temperature=-1.0, top_p=NAN)
+    assert [name for name, _ in caught.value.violations] == ["temperature", "top_p"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.5, frequency_penalty=0.3),
+        SamplingParams(temperature=1.0, top_k=40, seed=3, presence_penalty=1.0),
+    ],
+)
+def test_a_fork_chooses_as_the_sampler_will_and_neither_disturbs_the_other(params: SamplingParams) -> None:
+    logits = torch.randn(20, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1))
+    undisturbed, sampler = Sampler(params, PROMPT), Sampler(params, PROMPT)
+    expected = [undisturbed.sample(row).token_id for row in logits]
+    tokens = []
+    for index, row in enumerate(logits):
+        fork = sampler.fork()
+        assert [fork.sample(each).token_id for each in logits[index:]] == expected[index:]
+        tokens.append(sampler.sample(row).token_id)
+    assert tokens == expected

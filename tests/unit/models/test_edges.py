@@ -1,0 +1,94 @@
+"""Embedding and head equal what the family's own model computes at its ends."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from corolla.chassis.errors import CheckpointError
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import edge_tensors, load_edges
+from corolla.models.families import FAMILIES
+from corolla.models.loading import LOADING
+from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
+
+NUM_TOKENS = 9
+
+
+class Ends:
+    """The input of the unsplit model's first block and the output of its last."""
+
+    def __init__(self, model: Any, layers: str) -> None:
+        self.first_input = torch.empty(0)
+        self.last_output = torch.empty(0)
+        blocks = model.base_model.get_submodule(layers)
+        blocks[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
+        blocks[-1].register_forward_hook(self._keep_output)
+
+    def _keep_input(self, _module: Any, arguments: tuple[Tensor, ...], _options: dict[str, Any]) -> None:
+        self.first_input = arguments[0][0]
+
+    def _keep_output(self, _module: Any, _arguments: Any, output: Any) -> None:
+        self.last_output = (output if isinstance(output, Tensor) else output[0])[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_edges_are_bit_equal_to_the_unsplit_model(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    folder = make_tiny_checkpoint(family, tmp_path / family, num_blocks=2)
+    library: Any = AutoModelForCausalLM
+    with LOADING:
+        unsplit = library.from_pretrained(folder, dtype=dtype).eval()
+    ends = Ends(unsplit, FAMILIES[family].layers)
+    token_ids = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+    position_ids = torch.arange(NUM_TOKENS)
+    with torch.inference_mode():
+        logits = unsplit(input_ids=token_ids[None], use_cache=False).logits[0]
+
+    edges = load_edges(Checkpoint.from_pretrained(str(folder)), dtype=dtype)
+    embedded = edges.embed(token_ids, position_ids)
+    assert embedded.dtype == dtype
+    assert torch.equal(embedded, ends.first_input)
+    head = edges.head(ends.last_output)
+    assert head.dtype == torch.float32
+    assert torch.equal(head, logits.float())
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_embeddings_may_be_given(tmp_path: Path, family: str) -> None:
+    edges = load_edges(
+        Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=2))),
+        dtype=torch.float32,
+    )
+    token_ids, position_ids = torch.tensor([7, 300, 7]), torch.tensor([4, 5, 90])
+    looked_up = edges.modules[0].get_input_embeddings()(token_ids)
+    assert torch.equal(edges.embed_given(looked_up, position_ids), edges.embed(token_ids, position_ids))
+
+
+def test_learned_positions_are_absolute(tmp_path: Path) -> None:
+    edges = load_edges(
+        Checkpoint.from_pretrained(str(make_tiny_checkpoint("gpt2", tmp_path / "gpt2"))), dtype=torch.float32
+    )
+    token = torch.tensor([7])
+    assert not torch.equal(edges.embed(token, torch.tensor([0])), edges.embed(token, torch.tensor([3])))
+
+
+def test_only_the_edges_shards_are_opened(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama", num_blocks=12)))
+    needed = {checkpoint.weight_index[name] for name in edge_tensors(checkpoint)}
+    others = set(checkpoint.weight_index.values()) - needed
+    assert others
+    for shard in others:
+        shard.unlink()
+    load_edges(checkpoint, dtype=torch.float32)
+
+
+def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
+    opened = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "llama")))
+    rest = {name: shard for name, shard in opened.weight_index.items() if name != "lm_head.weight"}
+    headless = Checkpoint(opened.name, opened.folder, opened.config, opened.family, rest)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load_edges(headless, dtype=torch.float32)
