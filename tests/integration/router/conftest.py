@@ -26,7 +26,7 @@ FAST = {
     "host": "127.0.0.1",
     "port": 0,
     "metrics_host": "127.0.0.1",
-    "lease_ms": 600,
+    "lease_ms": 60_000,
     "heartbeat_interval_ms": 100,
     "relist_interval_s": 0.1,
     "load_push_interval_s": 0.3,

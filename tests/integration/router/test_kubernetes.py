@@ -178,12 +178,15 @@ async def test_readiness_marks_lapse_when_the_api_is_gone(
 async def test_pods_are_patched_once_with_their_span_and_deletion_cost(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
-    for name in "abc":
-        kubernetes.put(described_pod(name, labels={"app": "x"}))
     router = await start_router(**inside)
     await watched(router)
     servers = [server_in(router, model, name, capacity_blocks=5) for name in "abc"]
     async with serving(*servers):
+        for name in "abc":
+            await becomes(router, model, name, READY)
+        # Pods whose servers come one after the other are tagged again for each that comes.
+        for name in "abc":
+            kubernetes.put(described_pod(name, labels={"app": "x"}))
 
         async def all_are_tagged() -> bool:
             return len(kubernetes.patches) >= 3
@@ -212,7 +215,7 @@ async def test_of_several_routers_one_writes_and_another_takes_over(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
     kubernetes.put(described_pod("a"))
-    routers = [await start_router(**inside) for _ in range(3)]
+    routers = [await start_router(**inside, lease_ms=3000) for _ in range(3)]
     for each in routers:
         await watched(each)
 
@@ -237,8 +240,7 @@ async def test_of_several_routers_one_writes_and_another_takes_over(
 async def test_releases_that_share_a_namespace_and_a_store_each_have_a_leader(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
-    kubernetes.put(described_pod("a"))
-    routers = [await start_router(**inside, pod_selector=f"release={name}") for name in ("one", "other")]
+    routers = [await start_router(**inside, lease_ms=3000, pod_selector=f"release={name}") for name in ("one", "other")]
     for each in routers:
         await watched(each)
 
@@ -247,6 +249,9 @@ async def test_releases_that_share_a_namespace_and_a_store_each_have_a_leader(
         return all([await num_patches(each) for each in routers])
 
     async with serving(server_in(routers[0], model, "a")):
+        await becomes(routers[0], model, "a", READY)
+        # A router that tags the pod from now on has seen that all blocks have a server.
+        kubernetes.put(described_pod("a"))
         await until(both_have_tagged)
 
     async def both_have_reported() -> bool:
@@ -262,7 +267,7 @@ async def test_the_router_records_uncovered_and_restored_spans_on_its_pod(
     one, other = f"a-{model}", f"b-{model}"
     for uid in (one, other):
         kubernetes.put(described_pod(uid))
-    routers = [await start_router(**inside) for _ in range(2)]
+    routers = [await start_router(**inside, lease_ms=3000) for _ in range(2)]
     for each in routers:
         await watched(each)
 

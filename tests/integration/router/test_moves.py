@@ -68,7 +68,7 @@ async def num_ordered(*routers: Router, model: str, reason: str) -> float:
 async def test_a_server_that_is_not_needed_moves_to_the_blocks_of_a_lost_one(
     start_router: StartRouter, model: str
 ) -> None:
-    routers = [await start_router() for _ in range(2)]
+    routers = [await start_router(lease_ms=2000) for _ in range(2)]
     servers = [MovingServer(routers[index % 2], model) for index in range(3)]
     assert [await each.join() for each in servers] == ["0:3", "3:6", "0:3"]
     first, lost, third = servers

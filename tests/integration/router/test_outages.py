@@ -25,7 +25,8 @@ from tests.integration.router.test_sessions import Session
 from tests.integration.router.test_watch import metrics
 from tests.integration.waiting import until
 
-LEASE_S = 0.6
+LEASE_S = 1.5
+SHORT_LEASE = {"lease_ms": round(1000 * LEASE_S)}
 
 
 @contextmanager
@@ -87,7 +88,8 @@ async def test_a_flushed_store_has_the_placement_back_with_one_heartbeat_each(
     assert spans((await plan(router, model)).chain) == ["0:10", "10:20", "20:30"]
 
 
-async def test_a_heartbeat_in_full_comes_back_ready_after_a_lost_lease(router: Router, model: str) -> None:
+async def test_a_heartbeat_in_full_comes_back_ready_after_a_lost_lease(start_router: StartRouter, model: str) -> None:
+    router = await start_router(**SHORT_LEASE)
     server = BlockServer(router, model, capacity_blocks=30)
     await server.join()
     await until_empty(router, model)
@@ -95,7 +97,8 @@ async def test_a_heartbeat_in_full_comes_back_ready_after_a_lost_lease(router: R
     assert spans((await plan(router, model)).chain) == ["0:30"]
 
 
-async def test_a_heartbeat_takes_no_address_from_a_newer_incarnation(router: Router, model: str) -> None:
+async def test_a_heartbeat_takes_no_address_from_a_newer_incarnation(start_router: StartRouter, model: str) -> None:
+    router = await start_router(lease_ms=4000)
     old = BlockServer(router, model, address="pod-0:50051", capacity_blocks=30)
     await old.join()
     new = BlockServer(router, model, address="pod-0:50051", capacity_blocks=30)
@@ -124,7 +127,7 @@ async def test_a_heartbeat_describes_its_own_server(router: Router, model: str) 
 async def test_silence_does_not_count_while_redis_is_frozen(
     start_router: StartRouter, own_redis: EmbeddedRedis, model: str
 ) -> None:
-    router = await start_router(redis_url=own_redis.url)
+    router = await start_router(redis_url=own_redis.url, **SHORT_LEASE)
     server = BlockServer(router, model, capacity_blocks=30)
     await server.join()
     with frozen(own_redis):
@@ -151,12 +154,12 @@ async def test_silence_does_not_count_while_redis_is_frozen(
 
 async def test_silence_does_not_count_while_no_router_listens(redis_url: str, start_router: StartRouter) -> None:
     model = f"model-{secrets.token_hex(6)}"
-    first = await start_router(redis_url=redis_url)
+    first = await start_router(redis_url=redis_url, **SHORT_LEASE)
     server = BlockServer(first, model, capacity_blocks=30)
     await server.join()
     await first.process.stop()
     await asyncio.sleep(2 * LEASE_S)
-    second = await start_router(redis_url=redis_url)
+    second = await start_router(redis_url=redis_url, **SHORT_LEASE)
     assert await names(second, model) == {server.server_id}
     assert spans((await plan(second, model)).chain) == ["0:30"]
     await until_empty(second, model)
@@ -165,7 +168,7 @@ async def test_silence_does_not_count_while_no_router_listens(redis_url: str, st
 async def test_a_router_with_a_full_store_plans_chains_and_refuses_writes_as_unavailable(
     start_router: StartRouter, own_redis: EmbeddedRedis, model: str
 ) -> None:
-    router = await start_router(redis_url=own_redis.url)
+    router = await start_router(redis_url=own_redis.url, **SHORT_LEASE)
     server = BlockServer(router, model, capacity_blocks=30)
     await server.join()
     session = Session(router, model)

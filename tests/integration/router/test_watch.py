@@ -68,7 +68,8 @@ async def test_changes_are_pushed_by_every_router(start_router: StartRouter, mod
             assert ready.version > joining.version
 
 
-async def test_an_expired_lease_is_pushed(router: Router, model: str) -> None:
+async def test_an_expired_lease_is_pushed(start_router: StartRouter, model: str) -> None:
+    router = await start_router(lease_ms=2000)
     await BlockServer(router, model, capacity_blocks=30).join()
     async with watching(router, model) as pushed:
         await until(pushed, lambda placement: not placement.uncovered)
@@ -210,7 +211,8 @@ async def test_a_database_that_redis_lacks_ends_the_start(start_router: StartRou
         await start_router(redis_url=redis_url.removesuffix("0") + "4711")
 
 
-async def test_gauges_show_the_contents_of_the_store(router: Router, model: str) -> None:
+async def test_gauges_show_the_contents_of_the_store(start_router: StartRouter, model: str) -> None:
+    router = await start_router(lease_ms=2000)
     server = BlockServer(router, model)
     await server.join("0:10")
     async with server.beating():
