@@ -5,7 +5,7 @@ from typing import overload
 
 from torch import Tensor
 
-from corolla.hf.places import RemoteSpan
+from corolla.hf.hop_sessions import RemoteSpan
 from corolla.hf.session import InferenceSession
 from corolla.wire.span import Span
 

@@ -14,7 +14,7 @@ from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import RemotePastKeyValues
 from corolla.hf.connection import Connection
 from corolla.hf.generation import RemoteGenerationMixin
-from corolla.hf.places import RemoteSpan
+from corolla.hf.hop_sessions import RemoteSpan
 from corolla.hf.vocabulary import num_tokens_of, require_token_ids
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from corolla.chain.rows import RowStep
 from corolla.chassis.errors import CorollaError, HopSessionLost
-from corolla.hf.places import HopPlaces, RemoteSpan, prompts_by_sequence, require_prompts
+from corolla.hf.hop_sessions import HopSessions, RemoteSpan, prompts_by_sequence, require_prompts
 from corolla.hf.rows import UNKNOWN_TOKEN, HeldRows
 
 _FIRST_CAPACITY: Final = 256
@@ -68,8 +68,8 @@ class InferenceSession:
         self._prompts = prompts
         self._held: HeldRows | None = None
         self._num_prompted = 1 if by_sequence is None else len(by_sequence)
-        self._places = HopPlaces(blocks, by_sequence)
-        self._finalizer = weakref.finalize(self, self._places.free)
+        self._hop_sessions = HopSessions(blocks, by_sequence)
+        self._finalizer = weakref.finalize(self, self._hop_sessions.free)
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"position={self.position}"
@@ -194,7 +194,7 @@ class InferenceSession:
     @property
     def num_reused_positions(self) -> int:
         """Positions of every sequence that the hops had when the session began, from others of the tenant."""
-        return self._places.num_cached_tokens
+        return self._hop_sessions.num_cached_tokens
 
     def prepare(self, num_rows: int, num_columns: int, texts: Sequence[Sequence[int]] | None = None) -> HeldRows:
         """Makes sure that there is room on the hops; the first time, opens the session there.
@@ -216,10 +216,10 @@ class InferenceSession:
                 f"{self.max_length or self.blocks.context_length}."
             )
         origins = self._origins_of(num_rows) if self._held is None else self._held.origins
-        if not self._places.fit(origins, needed):
+        if not self._hop_sessions.fit(origins, needed):
             capacity = self.max_length or min(self.blocks.context_length, self._room_for(needed))
             try:
-                self._places.reserve(origins, capacity, texts if self._prompts is None else None)
+                self._hop_sessions.reserve(origins, capacity, texts if self._prompts is None else None)
             except BaseException:
                 self.close()  # what the hops held is between two epochs now
                 raise
@@ -259,7 +259,7 @@ class InferenceSession:
             raise ValueError("A sequence that took over another's tokens needs a token of its own in the next step.")
         is_safe = False
         try:
-            outputs = self._places.step(steps)
+            outputs = self._hop_sessions.step(steps)
             is_safe = True
         except CorollaError:
             raise

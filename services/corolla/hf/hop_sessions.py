@@ -1,4 +1,4 @@
-"""What sessions have on the hops of a chain."""
+"""The sessions that rows of the library have on the hops of a chain."""
 
 import secrets
 from collections.abc import Sequence
@@ -38,11 +38,11 @@ class RemoteSpan:
     reuses_prefixes: bool = False
 
 
-class HopPlaces:
-    """What a session has on the hops: one place for each row. Knows nothing of what the rows hold.
+class HopSessions:
+    """One session on every hop for each row. Knows nothing of what the rows hold.
 
-    A session that needs more is opened again on the same hops with the next epoch, and they keep what they hold.
-    Whenever it is opened, it brings its trained prompts.
+    Rows that need more room are opened again on the same hops with the next epoch, and the hops keep what they hold.
+    Whenever they are opened, they bring their trained prompts.
 
     Args:
         prompts: for each sequence of the batch that they are for `[blocks, P, H]`, in the dtype of the blocks.
@@ -57,7 +57,7 @@ class HopPlaces:
         self._origins: tuple[int, ...] = ()
 
     def fit(self, origins: Sequence[int], num_positions: int) -> bool:
-        """Whether there is room, and the place of each row has the prompts of the row's origin.
+        """Whether there is room, and the session of each row has the prompts of the row's origin.
 
         Args:
             origins: for each row, of which of the sequences that have prompts it is.
