@@ -99,7 +99,7 @@ MUTANTS: Final = (
     Mutant(
         "frame_cut_short",
         "services/corolla/wire/frames.py",
-        "if offset > len(view):",
+        "if end > len(view):",
         "if payload_start > len(view):",
         ("tests/unit/wire",),
     ),

@@ -78,6 +78,14 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """Moved, to the originating client"""
     FRAME_KIND_HOLDS: _FrameKind.ValueType  # 15
     """Holds, not answered"""
+    FRAME_KIND_PING: _FrameKind.ValueType  # 16
+    """Of a connection itself, either way:
+    Ping
+    """
+    FRAME_KIND_PONG: _FrameKind.ValueType  # 17
+    """Pong, answer to Ping"""
+    FRAME_KIND_END: _FrameKind.ValueType  # 18
+    """End, the last frame"""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper): ...
 
@@ -114,6 +122,14 @@ FRAME_KIND_MOVED: FrameKind.ValueType  # 14
 """Moved, to the originating client"""
 FRAME_KIND_HOLDS: FrameKind.ValueType  # 15
 """Holds, not answered"""
+FRAME_KIND_PING: FrameKind.ValueType  # 16
+"""Of a connection itself, either way:
+Ping
+"""
+FRAME_KIND_PONG: FrameKind.ValueType  # 17
+"""Pong, answer to Ping"""
+FRAME_KIND_END: FrameKind.ValueType  # 18
+"""End, the last frame"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 class _TensorType:
@@ -149,6 +165,87 @@ class Frames(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Frames: _TypeAlias = Frames  # noqa: Y015
+
+@_typing.final
+class Ping(_message.Message):
+    """Asks a silent end of a connection whether it lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ping: _TypeAlias = Ping  # noqa: Y015
+
+@_typing.final
+class Pong(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pong: _TypeAlias = Pong  # noqa: Y015
+
+@_typing.final
+class End(_message.Message):
+    """One end of a connection stops: nothing follows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Label in the error tree of what it found wrong; empty where nothing is."""
+    message: _builtins.str
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___End: _TypeAlias = End  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):

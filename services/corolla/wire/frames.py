@@ -36,6 +36,9 @@ _CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
     pb.FRAME_KIND_HANDOVER_ANSWER: pb.HandoverAnswer,
     pb.FRAME_KIND_MOVED: pb.Moved,
     pb.FRAME_KIND_HOLDS: pb.Holds,
+    pb.FRAME_KIND_PING: pb.Ping,
+    pb.FRAME_KIND_PONG: pb.Pong,
+    pb.FRAME_KIND_END: pb.End,
 }
 _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in _CONTROL_CLASSES.items()}
 
@@ -68,19 +71,69 @@ def decode(message: bytes) -> Iterator[Frame]:
     view = memoryview(message)
     offset = 0
     while offset < len(view):
-        if len(view) - offset < _HEADER.size:
-            raise MalformedMessage("frame", "the header is cut short")
-        magic, kind, control_length, payload_length = _HEADER.unpack_from(view, offset)
-        cls = _CONTROL_CLASSES.get(kind)
-        if magic != _MAGIC or cls is None:
-            raise MalformedMessage("frame", "not a frame of this protocol version")
-        control_start = offset + _HEADER.size
-        payload_start = control_start + control_length
-        offset = payload_start + payload_length
-        if offset > len(view):
+        frame, offset = _read_frame(view, offset)
+        if frame is None:
             raise MalformedMessage("frame", "the frame is cut short")
-        try:
-            control = cls.FromString(bytes(view[control_start:payload_start]))
-        except DecodeError:
-            raise MalformedMessage("frame", f"the control part is no {cls.DESCRIPTOR.name}") from None
-        yield Frame(control, view[payload_start:offset])
+        yield frame
+
+
+class FrameParser:
+    """Finds the frames in a stream of bytes, however it is cut into pieces.
+
+    Args:
+        max_frame_bytes: of one frame, header and all; what announces to be larger is refused before it is kept.
+    """
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        self._num_needed = _HEADER.size
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames that `data` completes, in order. Consume all of them before the next call.
+
+        Raises:
+            MalformedMessage: a frame is too large, of an unknown kind or not of this protocol.
+        """
+        self._pieces.append(data)
+        self._num_bytes += len(data)
+        if self._num_bytes < self._num_needed:
+            return
+        view = memoryview(data if len(self._pieces) == 1 else b"".join(self._pieces))
+        offset = 0
+        while True:
+            frame, end = _read_frame(view, offset)
+            if end - offset > self._max_frame_bytes:
+                raise MalformedMessage("frame", f"larger than the {self._max_frame_bytes} bytes that a stream takes")
+            if frame is None:
+                break
+            yield frame
+            offset = end
+        # Copied, so that little that is left does not hold on to much that is done with.
+        self._pieces = [bytes(view[offset:])]
+        self._num_bytes, self._num_needed = len(view) - offset, end - offset
+
+
+def _read_frame(view: memoryview, offset: int) -> tuple[Frame | None, int]:
+    """The frame at `offset`, or None where it is not complete; and where it ends, or its header if that is not there.
+
+    Raises:
+        MalformedMessage: of an unknown kind, or not of this protocol.
+    """
+    payload_start = offset + _HEADER.size
+    if payload_start > len(view):
+        return None, payload_start
+    magic, kind, control_length, payload_length = _HEADER.unpack_from(view, offset)
+    cls = _CONTROL_CLASSES.get(kind)
+    if magic != _MAGIC or cls is None:
+        raise MalformedMessage("frame", "not a frame of this protocol version")
+    control_start, payload_start = payload_start, payload_start + control_length
+    end = payload_start + payload_length
+    if end > len(view):
+        return None, end
+    try:
+        control = cls.FromString(bytes(view[control_start:payload_start]))
+    except DecodeError:
+        raise MalformedMessage("frame", f"the control part is no {cls.DESCRIPTOR.name}") from None
+    return Frame(control, view[payload_start:end]), end

@@ -1,3 +1,4 @@
+import itertools
 from contextlib import suppress
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from corolla.chassis.errors import MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import decode, encode, join
+from corolla.wire.frames import FrameParser, decode, encode, join
 
 numbers = st.integers(0, 2**32 - 1)
 ids = st.binary(max_size=16)
@@ -106,3 +107,27 @@ def test_header_and_layout_are_those_of_the_protocol() -> None:
     header, control, payload = encode(pb.Close(epoch=3), b"xyz")
     assert bytes(header) == b"\xc0\x01\x07\x00\x02\x00\x00\x00\x03\x00\x00\x00"
     assert (control, payload) == (b"\x10\x03", b"xyz")
+
+
+@given(frames, st.data())
+def test_frames_are_found_however_their_bytes_are_cut(
+    given_frames: list[tuple[Message, bytes]], data: st.DataObject
+) -> None:
+    message = join(encode(control, payload) for control, payload in given_frames)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(message)), max_size=8)))
+    parser = FrameParser(1 << 20)
+    read = [
+        (frame.control, bytes(frame.payload))
+        for start, end in itertools.pairwise([0, *cuts, len(message)])
+        for frame in parser.feed(message[start:end])
+    ]
+    assert read == given_frames
+
+
+def test_a_frame_that_announces_to_be_too_large_is_refused_before_it_comes() -> None:
+    message = join([encode(pb.Step(), bytes(1000))])
+    assert [len(frame.payload) for frame in FrameParser(len(message)).feed(message)] == [1000]
+    parser = FrameParser(len(message) - 1)
+    assert list(parser.feed(message[:11])) == []
+    with pytest.raises(MalformedMessage, match="larger than"):
+        list(parser.feed(message[11:12]))

@@ -1,0 +1,332 @@
+"""One connection of the data plane: frames both ways over TCP, or over TLS where a context is handed in.
+
+Each end first sends a greeting of eight bytes: `CRLL`, the version of this layout, and zero, as little-endian numbers
+of 16 bits. Frames follow back to back (`wire/frames`). Three kinds belong to the connection itself: Ping and Pong show
+that an end lives that has nothing to send, and End says why an end stops. `ended` says how the stream ended, whichever
+end stopped it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import ssl
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, cast
+
+from google.protobuf.message import Message
+
+from corolla.chassis.errors import (
+    CorollaError,
+    DeadlineExceeded,
+    FingerprintMismatch,
+    HopUnavailable,
+    InternalError,
+    MalformedMessage,
+    QueueFull,
+    StartupError,
+)
+from corolla.chassis.status import from_reason
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer, Frame, FrameParser, encode
+
+log = logging.getLogger(__name__)
+
+VERSION: Final = 1
+_GREETING: Final = struct.Struct("<4sHH")
+_MAGIC: Final = b"CRLL"
+_NUM_LOOKS: Final = 8
+"""How often a stream looks whether the other end is silent while it may be."""
+
+
+class StreamState(Enum):
+    """Where a connection is. `ENDED` is final; a stream in `CLOSING` takes no more frames and writes those it has."""
+
+    GREETING = "greeting"
+    OPEN = "open"
+    CLOSING = "closing"
+    ENDED = "ended"
+
+
+TRANSITIONS: Final[dict[StreamState, frozenset[StreamState]]] = {
+    StreamState.GREETING: frozenset({StreamState.OPEN, StreamState.CLOSING, StreamState.ENDED}),
+    StreamState.OPEN: frozenset({StreamState.CLOSING, StreamState.ENDED}),
+    StreamState.CLOSING: frozenset({StreamState.ENDED}),
+    StreamState.ENDED: frozenset(),
+}
+
+
+class StreamCause(Enum):
+    """Why a stream ended."""
+
+    CLOSED = "one end closed it"
+    FAILED = "one end found a fault in it"
+    LOST = "the connection broke"
+    SILENT = "the other end does not answer"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """How a stream ended. `error` is what one end found wrong with it; None for the other causes."""
+
+    cause: StreamCause
+    error: CorollaError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """What one stream may take, in seconds and bytes.
+
+    Attributes:
+        greeting_s: until the other end has sent its greeting.
+        ping_after_s: of silence, then the other end is asked whether it lives.
+        silence_s: of silence, then the stream ends; more than `ping_after_s`.
+        flush_s: for what is still to be written when the stream is closed.
+        max_frame_bytes: of one frame that comes in.
+        max_waiting_bytes: that wait to be written because the other end does not read.
+    """
+
+    greeting_s: float = 10.0
+    ping_after_s: float = 1.0
+    silence_s: float = 2.0
+    flush_s: float = 0.5
+    max_frame_bytes: int = 64 << 20
+    max_waiting_bytes: int = 256 << 20
+
+
+Receiver = Callable[[Frame], None]
+"""Takes one frame, at once. Where it raises a CorollaError, the other end learns of it and the stream ends."""
+
+Accept = Callable[["FrameStream"], Receiver]
+"""Called once both ends have greeted each other; gives who takes the frames."""
+
+
+class FrameStream(asyncio.Protocol):
+    """Either end of a connection. Made by `connect` and `listen`.
+
+    Attributes:
+        ended: done when nothing more is sent or received.
+        peer_address: `host:port` of the other end, for logs.
+    """
+
+    def __init__(self, accept: Accept, limits: StreamLimits) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[StreamEnd] = self._loop.create_future()
+        self.opened: asyncio.Future[None] = self._loop.create_future()
+        self.peer_address = ""
+        self._accept = accept
+        self._limits = limits
+        self._state = StreamState.GREETING
+        self._parser = FrameParser(limits.max_frame_bytes)
+        self._greeting = b""
+        self._receive: Receiver | None = None
+        self._transport: asyncio.Transport | None = None
+        self._end: StreamEnd | None = None
+        self._heard_s = 0.0
+        self._has_pinged = False
+        self._next_look_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._state is StreamState.OPEN
+
+    def send(self, control: Message, payload: Buffer = b"") -> None:
+        """Writes a frame. What is sent on a stream that has ended is dropped: `ended` tells of it.
+
+        Raises:
+            QueueFull: too many bytes wait already; nothing of the frame is sent.
+        """
+        if self._state is not StreamState.OPEN or self._transport is None:
+            return
+        parts = encode(control, payload)
+        if self._transport.get_write_buffer_size() + sum(map(len, parts)) > self._limits.max_waiting_bytes:
+            raise QueueFull("the other end of a stream does not read what it is sent")
+        self._transport.writelines(parts)
+
+    def close(self) -> None:
+        """Writes what was sent, and ends."""
+        self._stop(StreamEnd(StreamCause.CLOSED))
+
+    def fail(self, error: CorollaError) -> None:
+        """Tells the other end what is wrong with it, and ends."""
+        self._stop(StreamEnd(StreamCause.FAILED, error))
+
+    def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
+        """Ends at once; the other end learns nothing."""
+        if self._end is None:
+            self._end = StreamEnd(cause)
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- called by the event loop ------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.peer_address = "{}:{}".format(*(transport.get_extra_info("peername") or ("?", "?"))[:2])
+        self._transport.write(_GREETING.pack(_MAGIC, VERSION, 0))
+        self._timer = self._loop.call_later(self._limits.greeting_s, self._on_no_greeting)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = self._loop.time()
+        self._has_pinged = False
+        try:
+            if self._state is StreamState.GREETING:
+                data = self._greet(data)
+            for frame in self._parser.feed(data):
+                self._take(frame)
+        except CorollaError as error:
+            self.fail(error)
+        except Exception:
+            log.exception("a frame could not be handled", extra={"address": self.peer_address})
+            self.fail(InternalError("an internal error ended the stream"))
+
+    def connection_lost(self, failure: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._move(StreamState.ENDED)
+        end = self._end or StreamEnd(StreamCause.LOST)
+        self.ended.set_result(end)
+        if not self.opened.done():
+            self.opened.set_exception(end.error or HopUnavailable("a hop of the chain is not reachable", ""))
+            self.opened.exception()  # nobody may be waiting
+
+    # --- within ------------------------------------------------------------------------------------------------------
+
+    def _greet(self, data: bytes) -> bytes:
+        """Reads the greeting; returns what follows it."""
+        self._greeting += data
+        if not _MAGIC.startswith(self._greeting[: len(_MAGIC)]):
+            raise MalformedMessage("stream", "the other end does not speak this protocol")
+        if len(self._greeting) < _GREETING.size:
+            return b""
+        _, version, _ = _GREETING.unpack_from(self._greeting)
+        if version != VERSION:
+            raise FingerprintMismatch(
+                f"the other end speaks version {version} of the data plane, and this process version {VERSION}"
+            )
+        self._move(StreamState.OPEN)
+        self._receive = self._accept(self)
+        self.opened.set_result(None)
+        self._look_again()
+        return self._greeting[_GREETING.size :]
+
+    def _take(self, frame: Frame) -> None:
+        if self._state is not StreamState.OPEN or self._receive is None:
+            return
+        match frame.control:
+            case pb.Ping():
+                self.send(pb.Pong())
+            case pb.Pong():
+                pass
+            case pb.End():
+                self._on_end(frame.control)
+            case _:
+                self._receive(frame)
+
+    def _on_end(self, control: pb.End) -> None:
+        if control.reason:
+            error = from_reason(control.reason, control.message, dict(control.metadata))
+            self._end = StreamEnd(StreamCause.FAILED, error)
+        else:
+            self._end = StreamEnd(StreamCause.CLOSED)
+        self._close_transport()
+
+    def _stop(self, end: StreamEnd) -> None:
+        if self._state in (StreamState.CLOSING, StreamState.ENDED):
+            return
+        if self._state is StreamState.OPEN and self._transport is not None:
+            control = pb.End()
+            if end.error is not None:
+                control = pb.End(reason=end.error.reason, message=end.error.message, metadata=end.error.metadata)
+            self._transport.writelines(encode(control))
+        self._end = end
+        self._close_transport()
+
+    def _close_transport(self) -> None:
+        self._move(StreamState.CLOSING)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._transport is not None:
+            self._transport.close()
+            self._timer = self._loop.call_later(self._limits.flush_s, self._transport.abort)
+
+    def _look_again(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        interval_s = self._limits.silence_s / _NUM_LOOKS
+        self._next_look_s = self._loop.time() + interval_s
+        self._timer = self._loop.call_at(self._next_look_s, self._look)
+
+    def _look(self) -> None:
+        """Asks a silent end whether it lives, and ends the stream where it does not say so.
+
+        Where this process itself was held up, what the other end said may lie unread: it is asked again.
+        """
+        now_s = self._loop.time()
+        if now_s - self._next_look_s > self._limits.silence_s / 4:
+            self._heard_s = now_s - self._limits.ping_after_s
+            self._has_pinged = False
+        silence_s = now_s - self._heard_s
+        if silence_s >= self._limits.silence_s:
+            self.abort(StreamCause.SILENT)
+            return
+        if silence_s >= self._limits.ping_after_s and not self._has_pinged:
+            self._has_pinged = True
+            with contextlib.suppress(QueueFull):  # an end that reads nothing does not answer either
+                self.send(pb.Ping())
+        self._look_again()
+
+    def _on_no_greeting(self) -> None:
+        self._end = StreamEnd(
+            StreamCause.FAILED, DeadlineExceeded("a stream begins with a greeting; that did not come")
+        )
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _move(self, state: StreamState) -> None:
+        if state is not self._state:
+            if state not in TRANSITIONS[self._state]:
+                raise InternalError(f"a stream that is {self._state.value} cannot become {state.value}")
+            self._state = state
+
+
+async def connect(
+    address: str, accept: Accept, limits: StreamLimits, *, tls: ssl.SSLContext | None = None, timeout_s: float = 3.0
+) -> FrameStream:
+    """A stream to `host:port`, where both ends have greeted each other.
+
+    Raises:
+        HopUnavailable: nobody is there, or does not answer in time.
+        FingerprintMismatch: who is there speaks another version.
+    """
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    stream: FrameStream | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, stream = await loop.create_connection(
+                lambda: FrameStream(accept, limits), host.strip("[]"), int(port), ssl=tls
+            )
+            await asyncio.shield(stream.opened)
+    except (OSError, TimeoutError) as failure:
+        raise HopUnavailable("a hop of the chain is not reachable", address) from failure
+    except HopUnavailable:
+        raise HopUnavailable("a hop of the chain is not reachable", address) from None
+    finally:
+        if stream is not None and not stream.is_open:
+            stream.abort()
+    return stream
+
+
+async def listen(
+    host: str, port: int, accept: Accept, limits: StreamLimits, *, tls: ssl.SSLContext | None = None
+) -> asyncio.Server:
+    """Takes streams at `host:port`; port 0 takes a free one. Raises StartupError where the address is taken."""
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.create_server(lambda: FrameStream(accept, limits), host, port, ssl=tls, reuse_port=False)
+    except OSError as failure:
+        raise StartupError(f"cannot listen on {host}:{port}: {failure.strerror or failure}") from None

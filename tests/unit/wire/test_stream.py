@@ -1,0 +1,308 @@
+"""Connections of the data plane over real sockets, against their like and against ends that misbehave."""
+
+import asyncio
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from corolla.chassis.errors import (
+    FingerprintMismatch,
+    HopUnavailable,
+    MalformedMessage,
+    QueueFull,
+    StartupError,
+)
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Frame, encode, join
+from corolla.wire.stream import (
+    TRANSITIONS,
+    FrameStream,
+    StreamCause,
+    StreamLimits,
+    StreamState,
+    connect,
+    listen,
+)
+
+LIMITS = StreamLimits()
+# A machine may pause; a peer that answers must not be taken for silent.
+QUICK = StreamLimits(ping_after_s=0.1, silence_s=1.0, greeting_s=0.5, flush_s=0.5)
+GREETING = b"CRLL\x01\x00\x00\x00"
+
+
+class Acceptor:
+    """Takes streams, and gives each frame back unless the test says otherwise."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.streams: asyncio.Queue[FrameStream] = asyncio.Queue()
+        self.on_frame: Callable[[Frame, FrameStream], None] = lambda frame, stream: stream.send(*frame)
+        self.address = ""
+
+    def accept(self, stream: FrameStream) -> Callable[[Frame], None]:
+        self.streams.put_nowait(stream)
+
+        def receive(frame: Frame) -> None:
+            self.frames.append(frame)
+            self.on_frame(frame, stream)
+
+        return receive
+
+
+@asynccontextmanager
+async def accepting(limits: StreamLimits = LIMITS, tls: ssl.SSLContext | None = None) -> AsyncIterator[Acceptor]:
+    acceptor = Acceptor()
+    server = await listen("127.0.0.1", 0, acceptor.accept, limits, tls=tls)
+    acceptor.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield acceptor
+    finally:
+        server.close()
+
+
+class Caller:
+    """The frames that came back."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[Frame] = asyncio.Queue()
+
+    async def connect(
+        self, address: str, limits: StreamLimits = LIMITS, tls: ssl.SSLContext | None = None
+    ) -> FrameStream:
+        return await connect(address, lambda stream: self.frames.put_nowait, limits, tls=tls)
+
+
+async def raw(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection whose bytes the test writes."""
+    host, _, port = address.partition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+def step(number: int) -> pb.Step:
+    return pb.Step(step_id=number)
+
+
+# --- frames -----------------------------------------------------------------------------------------------------------
+
+
+async def test_frames_come_whole_and_in_order() -> None:
+    payloads = [b"", b"x", bytes(range(256)) * 40, b"y" * (5 << 20), b""]
+    async with accepting() as acceptor:
+        caller = Caller()
+        stream = await caller.connect(acceptor.address)
+        for number, payload in enumerate(payloads):
+            stream.send(step(number), payload)
+        for number, payload in enumerate(payloads):
+            frame = await caller.frames.get()
+            assert (frame.control, bytes(frame.payload)) == (step(number), payload)
+        stream.close()
+        assert (await stream.ended).cause is StreamCause.CLOSED
+        assert (await (await acceptor.streams.get()).ended).cause is StreamCause.CLOSED
+
+
+async def test_bytes_may_come_one_by_one() -> None:
+    async with accepting() as acceptor:
+        reader, writer = await raw(acceptor.address)
+        sent = GREETING + join([encode(step(1), b"abc"), encode(step(2))])
+        for index in range(len(sent)):
+            writer.write(sent[index : index + 1])
+            await writer.drain()
+        expected = GREETING + join([encode(step(1), b"abc"), encode(step(2))])
+        assert await reader.readexactly(len(expected)) == expected
+        writer.close()
+
+
+async def test_what_was_sent_last_arrives_before_the_stream_closes() -> None:
+    async with accepting() as acceptor:
+        acceptor.on_frame = lambda frame, stream: None
+        stream = await Caller().connect(acceptor.address)
+        stream.send(step(7), b"z" * (8 << 20))
+        stream.close()
+        stream.send(step(8))
+        assert (await (await acceptor.streams.get()).ended).cause is StreamCause.CLOSED
+        assert [frame.control for frame in acceptor.frames] == [step(7)]
+
+
+async def test_streams_run_over_tls(tmp_path: Path) -> None:
+    server_tls, client_tls = tls_contexts(tmp_path)
+    async with accepting(tls=server_tls) as acceptor:
+        caller = Caller()
+        stream = await caller.connect(acceptor.address, tls=client_tls)
+        stream.send(step(1), b"secret" * 100_000)
+        assert bytes((await caller.frames.get()).payload) == b"secret" * 100_000
+        stream.close()
+        assert (await stream.ended).cause is StreamCause.CLOSED
+        with pytest.raises(HopUnavailable):
+            await Caller().connect(acceptor.address, QUICK)
+
+
+def tls_contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
+         "1", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate, key)
+    return server, ssl.create_default_context(cafile=str(certificate))
+
+
+# --- ends that misbehave ----------------------------------------------------------------------------------------------
+
+
+async def test_nobody_there_is_an_unavailable_hop() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(HopUnavailable) as unavailable:
+            await Caller().connect(address)
+        assert unavailable.value.address == address
+
+
+async def test_a_taken_port_says_so() -> None:
+    async with accepting() as acceptor:
+        with pytest.raises(StartupError, match=f"cannot listen on {acceptor.address}"):
+            await listen("127.0.0.1", int(acceptor.address.split(":")[1]), acceptor.accept, LIMITS)
+
+
+async def test_who_accepts_and_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(HopUnavailable):
+            await connect(address, lambda stream: lambda frame: None, LIMITS, timeout_s=0.2)
+
+
+async def test_another_version_is_refused_with_a_sentence_at_either_end() -> None:
+    async def speak_version_7(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"CRLL\x07\x00\x00\x00")
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(speak_version_7, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(FingerprintMismatch, match="version 7 of the data plane, and this process version 1"):
+            await Caller().connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with accepting() as acceptor:
+        reader, writer = await raw(acceptor.address)
+        writer.write(b"CRLL\x07\x00\x00\x00")
+        assert await reader.read() == GREETING
+        assert acceptor.streams.empty()
+        writer.close()
+
+
+@pytest.mark.parametrize("spoken", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01"])
+async def test_another_protocol_is_refused(spoken: bytes) -> None:
+    async with accepting() as acceptor:
+        reader, writer = await raw(acceptor.address)
+        writer.write(spoken)
+        assert await reader.read() == GREETING
+        assert acceptor.streams.empty()
+        writer.close()
+
+
+async def test_who_never_greets_is_cut_off() -> None:
+    async with accepting(QUICK) as acceptor:
+        reader, writer = await raw(acceptor.address)
+        writer.write(GREETING[:5])
+        assert await reader.read() == GREETING
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "spoken, said",
+    [
+        (b"\x00" * 12, "not a frame of this protocol version"),
+        (join([encode(step(1))])[:8] + b"\xff\xff\xff\x7f", "larger than"),
+        (b"\xc0\x01\x05\x00\x01\x00\x00\x00\x00\x00\x00\x00\xff", "the control part is no Step"),
+    ],
+)
+async def test_what_is_no_frame_is_refused_and_the_other_end_learns_why(spoken: bytes, said: str) -> None:
+    async with accepting() as acceptor:
+        reader, writer = await raw(acceptor.address)
+        writer.write(GREETING + spoken)
+        end = await (await acceptor.streams.get()).ended
+        assert end.cause is StreamCause.FAILED
+        assert isinstance(end.error, MalformedMessage)
+        assert said.encode() in await reader.read()
+        writer.close()
+
+
+async def test_the_other_end_learns_what_a_receiver_raised() -> None:
+    async with accepting() as acceptor:
+
+        def refuse(frame: Frame, stream: FrameStream) -> None:
+            raise FingerprintMismatch("other weights") if frame.control == step(1) else ValueError("a bug")
+
+        acceptor.on_frame = refuse
+        for number, reason in ((1, FingerprintMismatch.reason), (2, "INTERNAL")):
+            stream = await Caller().connect(acceptor.address)
+            stream.send(step(number))
+            end = await stream.ended
+            assert end.cause is StreamCause.FAILED
+            assert end.error is not None
+            assert end.error.reason == reason
+            assert "bug" not in end.error.message
+
+
+async def test_a_broken_connection_is_lost() -> None:
+    async with accepting() as acceptor:
+        stream = await Caller().connect(acceptor.address)
+        (await acceptor.streams.get()).abort()
+        assert (await stream.ended).cause is StreamCause.LOST
+
+
+async def test_a_silent_end_is_noticed_and_one_that_answers_is_not() -> None:
+    async with accepting(QUICK) as acceptor:
+        stream = await Caller().connect(acceptor.address, QUICK)
+        silent, writer = await raw(acceptor.address)
+        writer.write(GREETING)
+        living = await acceptor.streams.get()
+        assert (await (await acceptor.streams.get()).ended).cause is StreamCause.SILENT
+        assert b"\xc0\x01\x10" in await silent.read(), "it was asked first"
+        await asyncio.sleep(QUICK.silence_s)
+        assert stream.is_open
+        assert living.is_open
+        writer.close()
+
+
+async def test_a_process_that_was_held_up_does_not_blame_the_other_end() -> None:
+    async with accepting(QUICK) as acceptor:
+        stream = await Caller().connect(acceptor.address, QUICK)
+        for _ in range(2):
+            time.sleep(2 * QUICK.silence_s)  # noqa: ASYNC251 - both ends are held up on purpose
+            await asyncio.sleep(QUICK.silence_s / 4)
+        assert stream.is_open
+
+
+async def test_who_does_not_read_is_refused_more_and_cannot_hold_up_a_close() -> None:
+    limits = StreamLimits(max_waiting_bytes=1 << 20, flush_s=0.2)
+    async with accepting(limits) as acceptor:
+        _, writer = await raw(acceptor.address)
+        writer.write(GREETING)
+        stream = await acceptor.streams.get()
+
+        def send_much() -> None:
+            for number in range(1000):
+                stream.send(step(number), bytes(256 << 10))
+
+        with pytest.raises(QueueFull):
+            send_much()
+        stream.close()
+        await stream.ended
+        writer.close()
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_state_leads_to_the_end() -> None:
+    assert set(TRANSITIONS) == set(StreamState)
+    assert all(StreamState.ENDED in following for state, following in TRANSITIONS.items() if following)
+    assert not TRANSITIONS[StreamState.ENDED]
