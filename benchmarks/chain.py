@@ -2,7 +2,6 @@
 
 import asyncio
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import grpc
 import psutil
 
 from benchmarks.timing import Timing
+from corolla.chassis.loop_thread import LoopThread
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
 from corolla.sdk.async_client import AsyncClient
@@ -49,17 +49,15 @@ class Chain:
                 num_threads=num_threads, log_folder=logs, environment=environment or {},
             )
         )  # fmt: skip
-        # In a thread of its own: pings must be answered while this process computes, or the connection is given up.
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="client", daemon=True)
+        self._thread: LoopThread
         self._client: AsyncClient | None = None
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._exits.callback(self._end_loop)
         self._exits.enter_context(self._stack)
+        # In a thread of its own: pings must be answered while this process computes, or the connection is given up.
+        self._thread = LoopThread("client")
+        self._exits.callback(lambda: self._thread.stop(self._close))
         self._client = self.run(self._connect())
-        self._exits.callback(lambda: self.run(self.client.close()))
         return self
 
     def __exit__(
@@ -75,7 +73,7 @@ class Chain:
 
     def run(self, work: Any) -> Any:
         """Waits for a coroutine that uses `client`."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._thread.call(work)
 
     def answer(self, prompt_ids: Sequence[int], num_tokens: int) -> Timing:
         timing: Timing = self.run(self.timed(prompt_ids, num_tokens))
@@ -130,10 +128,9 @@ class Chain:
         pids = {process.name: self._stack.pid(process.name) for process in self._stack.processes}
         return {name: psutil.Process(pid) for name, pid in pids.items() if pid is not None}
 
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    async def _close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
 
     async def _connect(self) -> AsyncClient:
         return AsyncClient(self._stack.client_address)

@@ -1,12 +1,9 @@
 """Where blocking code meets the data plane: one thread with an event loop for each model that a process uses."""
 
-import asyncio
-import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -21,11 +18,10 @@ from corolla.chain.routes import Routes
 from corolla.chain.rows import RowGroup
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopUnavailable, StartupError
+from corolla.chassis.loop_thread import LoopStopped, LoopThread
 from corolla.chassis.tasks import TaskGroup
 
 Result = TypeVar("Result")
-
-_STOP_TIMEOUT_S: Final = 5.0
 
 _PROBE_TIMEOUT_S: Final = 4.0
 """Longer than in a client service: the caller's own work in this process keeps answers from being heard."""
@@ -53,11 +49,9 @@ class Connection:
 
     def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int) -> None:
         self._process_id = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=_run, args=(self._loop,), name="corolla", daemon=True)
-        thread.start()
+        self._thread = LoopThread("corolla")
         self._planes = self.call(_connect(router, model, fingerprint, num_blocks))
-        self.close = weakref.finalize(self, _stop, self._loop, thread, self._planes)
+        self.close = weakref.finalize(self, self._thread.stop, self._planes.close)
 
     @classmethod
     def shared(cls, router: str, model: str, fingerprint: str, num_blocks: int) -> "Connection":
@@ -83,21 +77,14 @@ class Connection:
             work.close()
             raise StartupError("a connection does not survive a fork; load the model in the process that uses it")
         try:
-            future: Future[Result] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:
-            work.close()
+            return self._thread.call(work)
+        except LoopStopped:
             raise HopUnavailable("the model's connection is closed") from None
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
     def post(self, work: Callable[[], None]) -> None:
         """Runs something soon in the connection's thread, unless that has ended."""
         if os.getpid() == self._process_id:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(work)
+            self._thread.post(work)
 
     async def open_rows(
         self, new: Sequence[SessionIdentity], open_options: OpenOptions, earlier: RowGroup | None = None
@@ -166,27 +153,3 @@ class _Planes:
 
 async def _connect(router: str, model: str, fingerprint: str, num_blocks: int) -> _Planes:
     return _Planes(router, model, fingerprint, num_blocks)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, planes: _Planes) -> None:
-    """May run in any thread, the loop's own too, wherever the last reference goes."""
-
-    async def end() -> None:
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await planes.close()
-        finally:
-            loop.stop()
-
-    with contextlib.suppress(RuntimeError):
-        asyncio.run_coroutine_threadsafe(end(), loop)
-    if threading.current_thread() is not thread:
-        thread.join(_STOP_TIMEOUT_S)
