@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from redis.asyncio import Redis
 
 from corolla.router.cluster.waits import ApiWaits
 from corolla.v1 import router_pb2 as pb
@@ -23,6 +24,13 @@ SELECTOR: Final = "app.kubernetes.io/component=block-server"
 # Hanging calls hang for a minute, so a component that waits for one is noticed.
 PATIENT: Final = ApiWaits(answer_s=60.0)
 OWN_POD: Final = {"pod_name": "router-0", "pod_uid": "router-uid"}
+
+
+@pytest.fixture(autouse=True)
+async def empty_store(redis_url: str) -> None:
+    """Pods have the same uids in each test, and servers of the last one may still have their leases."""
+    async with Redis.from_url(redis_url) as store:
+        await store.flushdb()
 
 
 @pytest.fixture

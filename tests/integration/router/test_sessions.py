@@ -157,7 +157,7 @@ async def test_a_lock_runs_out_and_the_late_turn_writes_nothing(session: Session
 
 
 async def test_a_renewed_turn_keeps_lock_and_session(session: Session) -> None:
-    await session.create(ttl_ms=200)
+    await session.create(ttl_ms=4000)
     await session.begin("long", lock_ms=4000)
     for _ in range(2):
         await session.renew("long", lock_ms=4000)
