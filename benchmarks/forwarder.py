@@ -1,15 +1,19 @@
-"""A chain of processes that only pass bytes on, over the streams that block servers use: the floor of a hop's cost.
+"""A chain of processes that only pass bytes on, over the streams of a data plane: the floor of a hop's cost.
 
-    python -m benchmarks.forwarder [ADDRESS OF THE NEXT ONE]
+    python -m benchmarks.forwarder TRANSPORT [ADDRESS OF THE NEXT ONE]
 
-Prints its port. The first message of a stream says who calls: a client gets what reaches the last process.
+TRANSPORT is `grpc`, `framed` (`wire/stream` over TCP) or the folder of a certificate (the same over TLS). Prints its
+port. The first message of a stream says who calls: a client gets what reaches the last process.
 """
 
+import asyncio
 import contextlib
+import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -17,15 +21,26 @@ import grpc
 import uvloop
 
 from corolla.chassis.channels import bind, new_server, open_channel
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Frame
+from corolla.wire.stream import FrameStream, StreamLimits, connect, listen
+
+GRPC: Final = "grpc"
+FRAMED: Final = "framed"
 
 _PATH: Final = "/corolla.bench.Forwarder/Exchange"
 _CLIENT: Final = b"client"
 _HOP: Final = b"hop"
+_CERTIFICATE: Final = "certificate.pem"
+_KEY: Final = "key.pem"
 
 _Call = grpc.aio.StreamStreamCall[bytes, bytes]
+_RoundTrip = Callable[[bytes], Awaitable[None]]
 
 
 class _Forwarder:
+    """Over gRPC."""
+
     def __init__(self, next_address: str | None) -> None:
         self._next_address = next_address
         self._onward: _Call | None = None
@@ -48,21 +63,42 @@ class _Forwarder:
         return self._onward
 
 
+class _FramedForwarder:
+    """Over framed streams."""
+
+    def __init__(self) -> None:
+        self.onward: FrameStream | None = None
+        self._client: FrameStream | None = None
+
+    def accept(self, stream: FrameStream) -> Callable[[Frame], None]:
+        def receive(frame: Frame) -> None:
+            if isinstance(frame.control, pb.Hello):
+                if frame.control.client_id == _CLIENT:
+                    self._client = stream
+                    stream.send(pb.Welcome())
+            elif (following := self.onward or self._client) is not None:
+                following.send(*frame)
+
+        return receive
+
+
 class Forwarders:
     """Processes in a row, and a client of them.
 
     Args:
         num_hops: at least 1.
+        transport: `GRPC`, `FRAMED`, or a folder in which `make_certificate` has made a certificate.
     """
 
-    def __init__(self, num_hops: int) -> None:
+    def __init__(self, num_hops: int, transport: str = GRPC) -> None:
         self._num_hops = num_hops
+        self._transport = transport
         self._processes: list[subprocess.Popen[str]] = []
         self._addresses: list[str] = []
 
     def __enter__(self) -> Self:
         for _ in range(self._num_hops):
-            command = [sys.executable, "-m", "benchmarks.forwarder", *self._addresses[:1]]
+            command = [sys.executable, "-m", "benchmarks.forwarder", self._transport, *self._addresses[:1]]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             self._processes.append(process)
             if process.stdout is None or not (port := process.stdout.readline()):
@@ -83,17 +119,69 @@ class Forwarders:
 
     async def _round_trip_us(self, message: bytes, num_messages: int) -> float:
         async with contextlib.AsyncExitStack() as stack:
-            ends: dict[str, _Call] = {}
-            for address in {self._addresses[0], self._addresses[-1]}:
-                ends[address] = _stream(await stack.enter_async_context(open_channel(address)))
-                await ends[address].write(_CLIENT)
-                await ends[address].read()
-            first, last = ends[self._addresses[0]], ends[self._addresses[-1]]
+            over = self._over_grpc if self._transport == GRPC else self._over_frames
+            round_trip = await over(stack)
             started_s = time.perf_counter()
             for _ in range(num_messages):
-                await first.write(message)
-                await last.read()
+                await round_trip(message)
             return 1e6 * (time.perf_counter() - started_s) / num_messages
+
+    async def _over_grpc(self, stack: contextlib.AsyncExitStack) -> _RoundTrip:
+        ends: dict[str, _Call] = {}
+        for address in {self._addresses[0], self._addresses[-1]}:
+            ends[address] = _stream(await stack.enter_async_context(open_channel(address)))
+            await ends[address].write(_CLIENT)
+            await ends[address].read()
+        first, last = ends[self._addresses[0]], ends[self._addresses[-1]]
+
+        async def round_trip(message: bytes) -> None:
+            await first.write(message)
+            await last.read()
+
+        return round_trip
+
+    async def _over_frames(self, stack: contextlib.AsyncExitStack) -> _RoundTrip:
+        arrived = asyncio.Event()
+        ends: dict[str, FrameStream] = {}
+        for address in {self._addresses[0], self._addresses[-1]}:
+            ends[address] = stream = await connect(
+                address, lambda _: lambda _: arrived.set(), StreamLimits(), tls=_client_tls(self._transport)
+            )
+            stack.callback(stream.close)
+            stream.send(pb.Hello(client_id=_CLIENT))
+            await arrived.wait()
+            arrived.clear()
+        first, result = ends[self._addresses[0]], pb.Result(step_id=1)
+
+        async def round_trip(message: bytes) -> None:
+            first.send(result, message)
+            await arrived.wait()
+            arrived.clear()
+
+        return round_trip
+
+
+def make_certificate(folder: Path) -> str:
+    """A certificate for this machine, of a day; gives the folder as a transport."""
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
+         "1", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / _KEY,
+         "-out", folder / _CERTIFICATE],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return str(folder)
+
+
+def _client_tls(transport: str) -> ssl.SSLContext | None:
+    return None if transport == FRAMED else ssl.create_default_context(cafile=str(Path(transport) / _CERTIFICATE))
+
+
+def _server_tls(transport: str) -> ssl.SSLContext | None:
+    if transport == FRAMED:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(Path(transport) / _CERTIFICATE, Path(transport) / _KEY)
+    return context
 
 
 def _stream(channel: grpc.aio.Channel) -> _Call:
@@ -101,7 +189,14 @@ def _stream(channel: grpc.aio.Channel) -> _Call:
     return call  # type: ignore[no-any-return]
 
 
-async def _serve(next_address: str | None) -> None:
+async def _serve(transport: str, next_address: str | None) -> None:
+    if transport == GRPC:
+        await _serve_grpc(next_address)
+    else:
+        await _serve_frames(transport, next_address)
+
+
+async def _serve_grpc(next_address: str | None) -> None:
     service, _, method = _PATH.removeprefix("/").partition("/")
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
         _Forwarder(next_address).exchange
@@ -114,5 +209,17 @@ async def _serve(next_address: str | None) -> None:
     await server.wait_for_termination()
 
 
+async def _serve_frames(transport: str, next_address: str | None) -> None:
+    forwarder = _FramedForwarder()
+    if next_address is not None:
+        forwarder.onward = await connect(
+            next_address, lambda _: lambda _: None, StreamLimits(), tls=_client_tls(transport)
+        )
+        forwarder.onward.send(pb.Hello(client_id=_HOP))
+    server = await listen("127.0.0.1", 0, forwarder.accept, StreamLimits(), tls=_server_tls(transport))
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
 if __name__ == "__main__":
-    uvloop.run(_serve(sys.argv[1] if len(sys.argv) > 1 else None))
+    uvloop.run(_serve(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None))

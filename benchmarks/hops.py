@@ -4,7 +4,8 @@
 
 Four tiny blocks whose hidden states are as long as the demo model's are held by one to four servers. All chains run
 side by side and take turns; in each round a line is laid through the times per token: its slope is a hop's cost. As
-many processes that only pass messages of the same size on, over the same kind of streams, show what of it is gRPC's.
+many processes that only pass messages of the same size on show what of it is the transport's: gRPC, framed streams
+over TCP, and over TLS.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import numpy as np
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_most, figure
-from benchmarks.forwarder import Forwarders
+from benchmarks.forwarder import FRAMED, GRPC, Forwarders, make_certificate
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 
 _PROMPT_TOKENS = 8
@@ -56,14 +57,28 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         make_tiny_checkpoint("llama", folder, num_blocks=options.most_hops, config_changes=_SHAPE)
         chains = {f"{count}": exits.enter_context(Chain(folder, count)) for count in hops}
         sides = {name: partial(microseconds, chain) for name, chain in chains.items()}
-        rows = {f"bare {count}": exits.enter_context(Forwarders(count)) for count in hops}
-        bare = {name: partial(row.round_trip_us, _MESSAGE_BYTES, options.tokens) for name, row in rows.items()}
+        transports = {
+            "gRPC": GRPC,
+            "TCP": FRAMED,
+            "TLS": make_certificate(Path(exits.enter_context(tempfile.TemporaryDirectory()))),
+        }
+        rows = {
+            (name, count): exits.enter_context(Forwarders(count, transport))
+            for name, transport in transports.items()
+            for count in hops
+        }
+        bare = {
+            f"{name} {count}": partial(row.round_trip_us, _MESSAGE_BYTES, options.tokens)
+            for (name, count), row in rows.items()
+        }
         found = interleaved({**sides, **bare}, options.rounds)
     times_us = {name: found[name] for name in sides}
     for name, rounds in times_us.items():
         yield figure(f"a token of nothing, {name} hops", "us", rounds)
     yield figure("one more hop, a token of nothing", "us", _slopes(list(times_us.values())), at_most(250))
-    yield figure("one more hop, a stream of gRPC alone", "us", _slopes([found[name] for name in bare]))
+    for name in transports:
+        alone = _slopes([found[f"{name} {count}"] for count in hops])
+        yield figure(f"one more hop, a stream of {name} alone", "us", alone)
     # The first round warmed up.
     yield figure("one more hop, a token of nothing, processor time", "us",
                  _slopes([cpu_us[chain][1:] for chain in chains.values()]))  # fmt: skip
