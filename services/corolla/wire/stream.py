@@ -139,7 +139,7 @@ class FrameStream(asyncio.Protocol):
         Raises:
             QueueFull: too many bytes wait already; nothing of the frame is sent.
         """
-        if self._state is not StreamState.OPEN or self._transport is None:
+        if self._state is not StreamState.OPEN or self._transport is None or self._transport.is_closing():
             return
         parts = encode(control, payload)
         if self._transport.get_write_buffer_size() + sum(map(len, parts)) > self._limits.max_waiting_bytes:

@@ -78,12 +78,12 @@ async def test_servers_are_watched_though_a_stream_ends_while_its_server_is_aske
 async def test_a_process_that_was_held_up_does_not_blame_its_servers() -> None:
     """The server answers in time; this process reads it too late, because nothing let it run."""
     async with silent_server() as server:
-        plane = DataPlane("fingerprint", TaskGroup(), probe_after_s=PROBE_AFTER_S, probe_timeout_s=0.5)
+        plane = DataPlane("fingerprint", TaskGroup(), probe_after_s=PROBE_AFTER_S, probe_timeout_s=1.0)
         try:
             opening = asyncio.create_task(plane.open(server.address, pb.Open(session_id=bytes(16))))
             async with asyncio.timeout(30):
                 await server.asked.wait()
-                time.sleep(1.5)  # noqa: ASYNC251 - the loop is held up on purpose
+                time.sleep(3.0)  # noqa: ASYNC251 - the loop is held up on purpose
                 server.answering.set()
                 for _ in range(2):
                     server.asked.clear()
