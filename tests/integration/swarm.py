@@ -97,7 +97,11 @@ class Swarm:
             self.redis = await asyncio.to_thread(EmbeddedRedis.start, self._folder)
         else:
             self.redis, self._database = _shared_redis(), _free_databases.pop()
-        settings = RouterSettings(port=0, redis_url=SecretStr(self.redis_url), **{**_HERE, **self._router_settings})
+        # All run in this process: one that is held up must not take a Redis that lives for one that does not.
+        patience: dict[str, Any] = {} if self._own_redis else {"redis_timeout_ms": 5000}
+        settings = RouterSettings(
+            port=0, redis_url=SecretStr(self.redis_url), **{**_HERE, **patience, **self._router_settings}
+        )
         self.router = RouterProcess(settings)
         await self.router.start()
         for span in self._spans:

@@ -341,7 +341,7 @@ def test_a_session_without_a_length_grows(llama: ModelPair) -> None:
 def test_a_session_that_does_not_fit_leaves_nothing(llama: ModelPair) -> None:
     pages = llama.stack.statuses()[0].num_free_pages
     with pytest.raises(OutOfPages):
-        llama.remote.generate(PROMPT.repeat(4000, 1), max_new_tokens=1)
+        llama.remote.generate(PROMPT.repeat(pages + 1, 1), max_new_tokens=1)
     gc.collect()
     llama.stack.until_empty()
     assert llama.stack.statuses()[0].num_free_pages == pages
