@@ -25,6 +25,7 @@ from corolla.chassis.channels import bind, new_server, open_channel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
 from corolla.wire.stream import FrameStream, StreamLimits, connect, listen
+from tests.certificates import client_tls, server_tls
 
 GRPC: Final = "grpc"
 FRAMED: Final = "framed"
@@ -32,8 +33,6 @@ FRAMED: Final = "framed"
 _PATH: Final = "/corolla.bench.Forwarder/Exchange"
 _CLIENT: Final = b"client"
 _HOP: Final = b"hop"
-_CERTIFICATE: Final = "certificate.pem"
-_KEY: Final = "key.pem"
 
 _Call = grpc.aio.StreamStreamCall[bytes, bytes]
 _RoundTrip = Callable[[bytes], Awaitable[None]]
@@ -88,7 +87,7 @@ class Forwarders:
 
     Args:
         num_hops: at least 1.
-        transport: `GRPC`, `FRAMED`, or a folder in which `make_certificate` has made a certificate.
+        transport: `GRPC`, `FRAMED`, or a folder in which `tests.certificates` has made a certificate.
     """
 
     def __init__(self, num_hops: int, transport: str = GRPC) -> None:
@@ -168,27 +167,12 @@ def _loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def make_certificate(folder: Path) -> str:
-    """A certificate for this machine, of a day; gives the folder as a transport."""
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
-         "1", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / _KEY,
-         "-out", folder / _CERTIFICATE],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return str(folder)
-
-
 def _client_tls(transport: str) -> ssl.SSLContext | None:
-    return None if transport == FRAMED else ssl.create_default_context(cafile=str(Path(transport) / _CERTIFICATE))
+    return None if transport == FRAMED else client_tls(Path(transport))
 
 
 def _server_tls(transport: str) -> ssl.SSLContext | None:
-    if transport == FRAMED:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(Path(transport) / _CERTIFICATE, Path(transport) / _KEY)
-    return context
+    return None if transport == FRAMED else server_tls(Path(transport))
 
 
 def _stream(channel: grpc.aio.Channel) -> _Call:

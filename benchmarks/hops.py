@@ -20,7 +20,8 @@ import numpy as np
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_most, figure
-from benchmarks.forwarder import FRAMED, GRPC, Forwarders, make_certificate
+from benchmarks.forwarder import FRAMED, GRPC, Forwarders
+from tests.certificates import make_certificate
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 
 _PROMPT_TOKENS = 8
@@ -57,11 +58,9 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         make_tiny_checkpoint("llama", folder, num_blocks=options.most_hops, config_changes=_SHAPE)
         chains = {f"{count}": exits.enter_context(Chain(folder, count)) for count in hops}
         sides = {name: partial(microseconds, chain) for name, chain in chains.items()}
-        transports = {
-            "gRPC": GRPC,
-            "TCP": FRAMED,
-            "TLS": make_certificate(Path(exits.enter_context(tempfile.TemporaryDirectory()))),
-        }
+        certificate = exits.enter_context(tempfile.TemporaryDirectory())
+        make_certificate(Path(certificate))
+        transports = {"gRPC": GRPC, "TCP": FRAMED, "TLS": certificate}
         rows = {
             (name, count): exits.enter_context(Forwarders(count, transport))
             for name, transport in transports.items()

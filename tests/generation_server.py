@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from corolla.chassis import errors
 from corolla.chassis.handlers import service_handler
+from corolla.chassis.loop_thread import LoopThread
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.rpc_server import RpcServer
 from corolla.v1 import generation_pb2 as pb
@@ -167,25 +168,21 @@ class GenerationServer:
 
     def __init__(self) -> None:
         self.servicer = Servicer()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread: LoopThread
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self._server.port}"
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        self._thread = LoopThread("generation server")
+        self._thread.call(self._start())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.stop(lambda: self._server.stop(0))
 
     async def _start(self) -> None:
         self._server = RpcServer("127.0.0.1", 0, with_reflection=False, for_callers=True)

@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -29,6 +28,7 @@ from corolla.wire.stream import (
     connect,
     listen,
 )
+from tests.certificates import client_tls, make_certificate, server_tls
 
 LIMITS = StreamLimits()
 # A machine may pause; a peer that answers must not be taken for silent.
@@ -130,28 +130,16 @@ async def test_what_was_sent_last_arrives_before_the_stream_closes() -> None:
 
 
 async def test_streams_run_over_tls(tmp_path: Path) -> None:
-    server_tls, client_tls = tls_contexts(tmp_path)
-    async with accepting(tls=server_tls) as acceptor:
+    make_certificate(tmp_path)
+    async with accepting(tls=server_tls(tmp_path)) as acceptor:
         caller = Caller()
-        stream = await caller.connect(acceptor.address, tls=client_tls)
+        stream = await caller.connect(acceptor.address, tls=client_tls(tmp_path))
         stream.send(step(1), b"secret" * 100_000)
         assert bytes((await caller.frames.get()).payload) == b"secret" * 100_000
         stream.close()
         assert (await stream.ended).cause is StreamCause.CLOSED
         with pytest.raises(HopUnavailable):
             await Caller().connect(acceptor.address, QUICK)
-
-
-def tls_contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
-         "1", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(certificate, key)
-    return server, ssl.create_default_context(cafile=str(certificate))
 
 
 # --- ends that misbehave ----------------------------------------------------------------------------------------------
