@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
 from tests.faults.cancel import cancel
 from tests.faults.client_service import client_service
@@ -30,7 +31,7 @@ from tests.faults.tasks import tasks
 
 Row = Callable[[Stand, random.Random, int], Awaitable[int]]
 
-# Those that take longest come first, so that `all` leaves no long one for the end.
+# Those that take longest come first, so that `all` leaves no long one for the end of those that run side by side.
 ROWS: dict[str, tuple[Row, int, str]] = {
     "kill": (kill, 100, "kill -9 of each hop at a random token"),
     "cut": (cut, 18, "each wire of the swarm cut, in one direction or both"),
@@ -45,6 +46,10 @@ ROWS: dict[str, tuple[Row, int, str]] = {
     "library": (library, 12, "kill -9 of each hop while `generate` of transformers runs"),
     "soak": (soak, 3, "a fault every 20 seconds"),
 }
+# Half a second is judged, which the processes that another row starts may take.
+_ALONE: Final = frozenset({"drain"})
+# A soak that is short tells nothing that the others do not.
+_LONG: Final = frozenset({"soak"})
 
 
 async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage_s: float) -> int:
@@ -57,13 +62,12 @@ async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage
 
 async def run_all(arguments: Sequence[str], num_jobs: int) -> int:
     """Each row in a process and on a stack of its own, `num_jobs` at a time. Says what a row said when it ends."""
-    # A soak that is short tells nothing that the others do not.
-    waiting = [row for row in reversed(ROWS) if row != "soak"]
+    together = [row for row in ROWS if row not in _ALONE | _LONG]
     statuses: list[int] = []
 
-    async def run_rows() -> None:
+    async def run_rows(waiting: list[str]) -> None:
         while waiting:
-            row, started_s = waiting.pop(), time.monotonic()
+            row, started_s = waiting.pop(0), time.monotonic()
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tests.faults", row, *arguments,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -80,7 +84,8 @@ async def run_all(arguments: Sequence[str], num_jobs: int) -> int:
 
     async with asyncio.TaskGroup() as jobs:
         for _ in range(num_jobs):
-            jobs.create_task(run_rows())
+            jobs.create_task(run_rows(together))
+    await run_rows(sorted(_ALONE))
     return int(any(statuses))
 
 

@@ -195,7 +195,7 @@ async def test_sessions_whose_pages_cannot_be_read_are_replayed_and_the_server_l
 @pytest.mark.full
 async def test_a_later_hop_of_the_same_chain_is_no_peer_and_keeps_its_own_blocks(tmp_path: Path, model: Path) -> None:
     """A server has one run of blocks of a session."""
-    options: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
+    options: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 120.0}) as swarm, swarm.connect() as client:
         answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving, victim = swarm.servers
@@ -235,7 +235,7 @@ async def test_draining_all_hops_of_a_conversation_does_not_end_on_one_server(tm
 @pytest.mark.full
 async def test_a_hop_that_leaves_helps_to_replace_another_one(tmp_path: Path, model: Path) -> None:
     """It opens no scratch sessions any more, so it computes its own sessions' tokens again."""
-    options: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
+    options: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
     server = {"grace_s": 120.0, "boundary_activations_mib": 0}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
         answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
