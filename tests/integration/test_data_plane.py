@@ -15,13 +15,14 @@ import pytest_asyncio
 import torch
 from google.protobuf.message import Message
 
-from corolla.block_server import peers, servicer
+from corolla.block_server import servicer
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.block_server.runner import BatchOutput, RowWork, Runner
 from corolla.chassis.channels import open_channel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.wire import exchange
 from corolla.wire.frames import Frame, decode, encode, join
 from corolla.wire.outbox import Outbox
 from corolla.wire.tensors import MAX_PROMPT_BYTES, to_payload
@@ -637,7 +638,7 @@ async def test_a_late_stream_that_ends_leaves_the_answers_of_the_other_one(
 
 
 async def test_a_caller_that_does_not_read_loses_its_stream(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "Outbox", partial(Outbox, max_waiting_bytes=20_000))
+    monkeypatch.setattr(exchange, "Outbox", partial(Outbox, max_waiting_bytes=20_000))
     async with calling(swarm) as caller:
         await caller.send(an_open())
         await caller.answer()

@@ -19,7 +19,8 @@ from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import HopUnavailable, OutOfPages
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import blocks_pb2_grpc, common_pb2
-from corolla.wire.frames import EXCHANGE, Frame, decode, encode, join
+from corolla.wire.exchange import EXCHANGE
+from corolla.wire.frames import Frame, decode, encode, join
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until

@@ -1,15 +1,14 @@
 """The streams that callers hold to this server."""
 
-import asyncio
 import itertools
 from typing import Final
 
 from google.protobuf.message import Message
 
-from corolla.chassis.errors import CorollaError, HopUnavailable, PositionGap
+from corolla.chassis.errors import CorollaError, HopUnavailable, PositionGap, QueueFull
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
-from corolla.wire.outbox import Outbox, OutboxFull
+from corolla.wire.stream import Stream
 
 _numbers: Final = itertools.count(1)
 
@@ -17,20 +16,17 @@ _numbers: Final = itertools.count(1)
 class Peer:
     """One stream: a client service's, or an upstream hop's (then without a client id)."""
 
-    def __init__(self, client_id: bytes) -> None:
+    def __init__(self, client_id: bytes, stream: Stream) -> None:
         self.client_id = client_id
         self.number = next(_numbers)
-        self.outbox = Outbox()
-        self.overflowed = asyncio.Event()
-        """Set when it reads so slowly that its stream must end."""
+        self._stream = stream
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
-        """Queues a frame. A peer that does not read loses its stream rather than filling our memory."""
+        """Sends a frame. A peer that does not read loses its stream rather than filling our memory."""
         try:
-            self.outbox.put(control, payload)
-        except OutboxFull:
-            self.outbox.close()
-            self.overflowed.set()
+            self._stream.send(control, payload)
+        except QueueFull as error:
+            self._stream.fail(error)
 
 
 class PeerTable:

@@ -3,11 +3,11 @@
 import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Final
 
 import psutil
-from grpc import aio
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
@@ -25,13 +25,13 @@ from corolla.chassis.errors import (
     DeadlineExceeded,
     FingerprintMismatch,
     MalformedMessage,
-    QueueFull,
 )
 from corolla.chassis.handlers import Context
-from corolla.chassis.tasks import until_first_ends
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Frame, decode
+from corolla.wire.exchange import serve
+from corolla.wire.frames import Frame
+from corolla.wire.stream import Receiver, Stream
 from corolla.wire.tensors import check_payload
 
 HELLO_TIMEOUT_S: Final = 10.0
@@ -73,32 +73,33 @@ class BlockServicer:
 
     async def Exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """One stream: Hello first, then frames in any number and order."""
-        messages = aiter(requests)
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = await anext(messages, None)
-        except TimeoutError:
-            raise DeadlineExceeded("a stream begins with Hello, and that did not come") from None
-        if first is None:
-            return
-        frames = list(decode(first))
-        if not frames or not isinstance(frames[0].control, pb.Hello):
-            raise MalformedMessage("frame", "a stream begins with Hello")
-        peer = self._welcome(frames[0].control)
-        try:
-            await until_first_ends(
-                peer_reader=self._read(frames[1:], messages, peer),
-                peer_writer=self._write(peer, context),
-                peer_watch=_until_overflow(peer),
-            )
-        except aio.BaseError:
-            return  # this server stops, or the peer is gone
-        finally:
-            # Also when gRPC cancels this handler, since the caller is gone.
-            peer.outbox.close()
-            self._peers.remove(peer)
-            if peer.client_id:
-                self._engine.between_iterations(lambda: self._forget(peer))
+        await serve(requests, context, self.accept)
+
+    def accept(self, stream: Stream) -> Receiver:
+        """Takes a new stream's frames."""
+        peer: Peer | None = None
+        no_hello = DeadlineExceeded("a stream begins with Hello, and that did not come")
+        timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, stream.fail, no_hello)
+
+        def receive(frame: Frame) -> None:
+            nonlocal peer
+            if peer is not None:
+                self._handle(frame, peer)
+                return
+            if not isinstance(frame.control, pb.Hello):
+                raise MalformedMessage("frame", "a stream begins with Hello")
+            peer = self._welcome(frame.control, stream)
+            timer.cancel()
+
+        def on_ended(_: object) -> None:
+            timer.cancel()
+            if peer is not None:
+                self._peers.remove(peer)
+                if peer.client_id:
+                    self._engine.between_iterations(partial(self._forget, peer))
+
+        stream.ended.add_done_callback(on_ended)
+        return receive
 
     async def GetStatus(self, request: pb.GetBlockServerStatusRequest, context: Context) -> pb.BlockServerStatus:
         """What the server holds now."""
@@ -119,13 +120,13 @@ class BlockServicer:
             num_queued_steps=len(self._scheduler),
         )
 
-    def _welcome(self, hello: pb.Hello) -> Peer:
+    def _welcome(self, hello: pb.Hello, stream: Stream) -> Peer:
         identity = self._identity
         if hello.fingerprint != identity.fingerprint:
             raise FingerprintMismatch("this server holds other weights or speaks another protocol version")
         if len(hello.client_id) not in (0, ID_BYTES):
             raise MalformedMessage("client_id", f"must have {ID_BYTES} bytes")
-        peer = Peer(hello.client_id)
+        peer = Peer(hello.client_id, stream)
         self._peers.add(peer)
         peer.send(
             pb.Welcome(
@@ -138,21 +139,11 @@ class BlockServicer:
         )
         return peer
 
-    async def _read(self, first: Iterable[Frame], messages: AsyncIterator[bytes], peer: Peer) -> None:
-        self._handle(first, peer)
-        async for message in messages:
-            self._handle(decode(message), peer)
-
-    async def _write(self, peer: Peer, context: Context) -> None:
-        async for message in peer.outbox.messages():
-            await context.write(message)
-
-    def _handle(self, frames: Iterable[Frame], peer: Peer) -> None:
-        for frame in frames:
-            handler = self._handlers.get(type(frame.control))
-            if handler is None:
-                raise MalformedMessage("frame", "callers do not send frames of this kind")
-            handler(frame, peer)
+    def _handle(self, frame: Frame, peer: Peer) -> None:
+        handler = self._handlers.get(type(frame.control))
+        if handler is None:
+            raise MalformedMessage("frame", "callers do not send frames of this kind")
+        handler(frame, peer)
 
     def _open(self, frame: Frame, peer: Peer) -> None:
         control: pb.Open = frame.control  # type: ignore[assignment]
@@ -279,8 +270,3 @@ class BlockServicer:
         """A client's stream ended: ends the sessions opened on it; with the last stream, all sessions of the client."""
         is_gone = self._peers.get(peer.client_id) is None
         self._sessions.end_stream(peer.client_id, None if is_gone else peer.number)
-
-
-async def _until_overflow(peer: Peer) -> None:
-    await peer.overflowed.wait()
-    raise QueueFull("the caller of this stream does not read what it is sent")

@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import grpc
@@ -17,13 +18,14 @@ from corolla.chain.handovers import Handovers
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.pending import PendingReplies, RowFuture, discard, fail
 from corolla.chassis.channels import Channels, open_channel
-from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InternalError, NotComputed
-from corolla.chassis.status import cause_of, from_reason, from_rpc_error
-from corolla.chassis.tasks import TaskGroup, until_first_ends
+from corolla.chassis.errors import CorollaError, FingerprintMismatch, HopLeaving, HopUnavailable, NotComputed, QueueFull
+from corolla.chassis.status import from_reason
+from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import blocks_pb2_grpc, common_pb2
-from corolla.wire.frames import EXCHANGE, Buffer, decode
-from corolla.wire.outbox import Outbox, OutboxFull
+from corolla.wire.exchange import Exchanges, ExchangeStream
+from corolla.wire.frames import Buffer, Frame
+from corolla.wire.stream import StreamCause
 from corolla.wire.tensors import tensor_type, to_payload
 
 log = logging.getLogger(__name__)
@@ -33,14 +35,13 @@ _WATCH_INTERVAL_S: Final = 0.25
 
 
 @dataclass(slots=True)
-class _Stream:
-    outbox: Outbox
+class _Server:
+    """What this client service knows of a block server that it has a stream to."""
+
+    stream: ExchangeStream
     welcome: asyncio.Future[pb.Welcome]
-    channel: grpc.aio.Channel
-    task: asyncio.Task[None] | None = None
-    # When a frame came in on it.
+    # When a frame came in from it.
     heard_s: float = 0.0
-    is_silent: bool = False
     probe: asyncio.Task[None] | None = None
 
 
@@ -69,9 +70,9 @@ class DataPlane:
     ) -> None:
         self.client_id = secrets.token_bytes(16)
         self._fingerprint = fingerprint
-        self._channels = channels
+        self._exchanges = Exchanges(channels, tasks, "stream")
         self._tasks = tasks
-        self._streams: dict[str, _Stream] = {}
+        self._servers: dict[str, _Server] = {}
         self._numbers = itertools.count(1)
         self._probe_after_s = probe_after_s
         self._probe_timeout_s = probe_timeout_s
@@ -94,27 +95,30 @@ class DataPlane:
         Raises:
             HopUnavailable, FingerprintMismatch
         """
-        stream = self._streams.get(address)
-        if stream is None:
-            stream = _Stream(Outbox(), asyncio.get_running_loop().create_future(), self._channels(address))
-            stream.outbox.put(pb.Hello(client_id=self.client_id, fingerprint=self._fingerprint))
-            self._streams[address] = stream
-            self.handovers.mark_connected(address)
-            stream.task = self._tasks.start(self._run(address, stream), f"stream to {address}")
-            if self._watching is None:
-                self._watching = self._tasks.start_essential(self._watch, "server_watch")
+        server = self._servers.get(address) or self._begin(address)
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                return await asyncio.shield(stream.welcome)
+                return await asyncio.shield(server.welcome)
         except TimeoutError:
             raise HopUnavailable("a hop of the chain is not reachable", address) from None
 
     def page_tokens(self, address: str) -> int:
         """Tokens of the pages that a connected server reuses; 0 where it reuses none, or is gone."""
-        stream = self._streams.get(address)
-        if stream is None or not stream.welcome.done() or stream.welcome.cancelled() or stream.welcome.exception():
+        server = self._servers.get(address)
+        if server is None or not server.welcome.done() or server.welcome.cancelled() or server.welcome.exception():
             return 0
-        return stream.welcome.result().page_tokens
+        return server.welcome.result().page_tokens
+
+    def _begin(self, address: str) -> _Server:
+        welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
+        stream = self._exchanges.begin(address, lambda _: partial(self._receive, address))
+        stream.send(pb.Hello(client_id=self.client_id, fingerprint=self._fingerprint))
+        server = self._servers[address] = _Server(stream, welcome)
+        stream.ended.add_done_callback(lambda _: self._on_ended(address, server))
+        self.handovers.mark_connected(address)
+        if self._watching is None:
+            self._watching = self._tasks.start_essential(self._watch, "server_watch")
+        return server
 
     async def _connect_ahead(self, address: str) -> None:
         with contextlib.suppress(CorollaError):  # whoever needs the server learns of it
@@ -183,17 +187,17 @@ class DataPlane:
             discard(futures)
             raise
         for hop in hops[1:]:
-            if hop.address not in self._streams:
+            if hop.address not in self._servers:
                 # Its result or fault would find no way back.
                 fail(futures, HopUnavailable("a hop of the chain was lost", hop.address))
         return futures
 
     def notify(self, address: str, control: pb.Close | pb.Truncate | pb.Holds) -> None:
         """Sends a frame that has no answer. A server that is gone has nothing left to free."""
-        stream = self._streams.get(address)
-        if stream is not None:
-            with contextlib.suppress(OutboxFull):
-                stream.outbox.put(control)
+        server = self._servers.get(address)
+        if server is not None:
+            with contextlib.suppress(QueueFull):
+                server.stream.send(control)
 
     def close_session(self, hops: Iterable[common_pb2.Hop], identity: SessionIdentity) -> None:
         """Frees a session on some hops. What a hop holds of a later epoch, it keeps."""
@@ -201,49 +205,35 @@ class DataPlane:
             self.notify(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
     async def close(self) -> None:
-        for stream in self._streams.values():
-            stream.outbox.close()
+        for server in self._servers.values():
+            server.stream.close()
         await self._tasks.close()
 
     def _send(self, address: str, control: pb.Open | pb.Step | pb.Resend, payload: Buffer = b"") -> None:
-        stream = self._streams.get(address)
-        if stream is None:
+        server = self._servers.get(address)
+        if server is None:
             raise HopUnavailable("a hop of the chain is not reachable", address)
         try:
-            stream.outbox.put(control, payload)
-        except OutboxFull:
+            server.stream.send(control, payload)
+        except QueueFull:
             raise HopUnavailable("a hop of the chain does not keep up", address) from None
 
-    async def _run(self, address: str, stream: _Stream) -> None:
-        """Lives as long as the stream; whoever waits for something from it then learns that it broke."""
+    def _on_ended(self, address: str, server: _Server) -> None:
+        """Whoever waits for something from the server learns that its stream broke."""
+        end = server.stream.ended.result()
         error: CorollaError = HopUnavailable("a hop of the chain was lost", address)
-        try:
-            call: grpc.aio.StreamStreamCall[bytes, bytes] = stream.channel.stream_stream(EXCHANGE)()
-            await until_first_ends(
-                stream_reader=self._read(call, stream, address), stream_writer=self._write(call, stream.outbox)
-            )
-        except grpc.RpcError as failure:
-            failed = from_rpc_error(failure, HopUnavailable)
-            # A server that fails of its own bugs counts as dead: other servers continue its sessions.
-            if not isinstance(failed, HopUnavailable) and failed.reason != InternalError.reason:
-                error = failed
-            log.warning(
-                "stream to a block server ended",
-                extra={"address": address, "reason": failed.reason, "cause": cause_of(failure)},
-            )
-        finally:
-            if stream.is_silent:
-                error = HopUnavailable("a hop of the chain does not answer", address)
-                log.warning("a block server does not answer", extra={"address": address})
-            if self._streams.get(address) is stream:
-                del self._streams[address]
-            stream.outbox.close()
-            if not stream.welcome.done():
-                stream.welcome.set_exception(error)
-                stream.welcome.exception()  # nobody may be waiting
-            self.handovers.mark_disconnected(address)
-            self._pending.on_stream_lost(address, error)
-            await stream.channel.close(None)
+        if end.cause is StreamCause.SILENT:
+            error = HopUnavailable("a hop of the chain does not answer", address)
+            log.warning("a block server does not answer", extra={"address": address})
+        elif isinstance(end.error, FingerprintMismatch):
+            error = end.error
+        if self._servers.get(address) is server:
+            del self._servers[address]
+        if not server.welcome.done():
+            server.welcome.set_exception(error)
+            server.welcome.exception()  # nobody may be waiting
+        self.handovers.mark_disconnected(address)
+        self._pending.on_stream_lost(address, error)
 
     async def _watch(self) -> None:
         """Asks silent servers whether they live, for ever."""
@@ -255,11 +245,11 @@ class DataPlane:
             self._held_up_s += now_s - self._next_look_s
             overdue_s = now_s - self._probe_after_s
             for address in self._pending.overdue(overdue_s):
-                stream = self._streams.get(address)
-                if stream is not None and stream.heard_s < overdue_s and (stream.probe is None or stream.probe.done()):
-                    stream.probe = self._tasks.start(self._probe(address, stream), f"probe of {address}")
+                server = self._servers.get(address)
+                if server is not None and server.heard_s < overdue_s and (server.probe is None or server.probe.done()):
+                    server.probe = self._tasks.start(self._probe(address, server), f"probe of {address}")
 
-    async def _probe(self, address: str, stream: _Stream) -> None:
+    async def _probe(self, address: str, server: _Server) -> None:
         """Cuts a server off that does not say that it lives. Its event loop answers, however busy it computes.
 
         Where this process itself was held up meanwhile (paused, or starved of processors), a late answer says nothing
@@ -267,38 +257,25 @@ class DataPlane:
         """
         clock = asyncio.get_running_loop().time
         held_up_before_s = self._held_up_s
-        stub = blocks_pb2_grpc.BlockServiceStub(stream.channel)
+        stub = blocks_pb2_grpc.BlockServiceStub(server.stream.channel)
         try:
             await stub.GetStatus(pb.GetBlockServerStatusRequest(), timeout=self._probe_timeout_s)
-            stream.heard_s = clock()
+            server.heard_s = clock()
         except (grpc.RpcError, grpc.aio.BaseError) as failure:
             held_up_s = self._held_up_s + max(0.0, clock() - self._next_look_s) - held_up_before_s
             is_late = isinstance(failure, grpc.RpcError) and failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if is_late and held_up_s > self._probe_timeout_s / 2:
                 log.warning("held up, so a late block server is asked once more", extra={"address": address})
                 return
-            stream.is_silent = True
-            if stream.task is not None:
-                stream.task.cancel()
+            server.stream.abort(StreamCause.SILENT)
 
-    async def _read(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]", stream: _Stream, address: str) -> None:
-        clock = asyncio.get_running_loop().time
-        async for message in call:
-            stream.heard_s = clock()
-            for frame in decode(message):
-                self._receive(frame.control, frame.payload, stream, address)
-
-    async def _write(self, call: "grpc.aio.StreamStreamCall[bytes, bytes]", outbox: Outbox) -> None:
-        async for message in outbox.messages():
-            try:
-                await call.write(message)
-            except (grpc.RpcError, asyncio.InvalidStateError):
-                await asyncio.get_running_loop().create_future()  # the call has ended: its reader says how
-
-    def _receive(self, control: object, payload: Buffer, stream: _Stream, address: str) -> None:
+    def _receive(self, address: str, frame: Frame) -> None:
+        server, control = self._servers.get(address), frame.control
+        if server is not None:
+            server.heard_s = asyncio.get_running_loop().time()
         match control:
             case pb.Result():
-                self._pending.on_result(control, payload)
+                self._pending.on_result(control, frame.payload)
             case pb.Opened():
                 self._pending.on_opened(control)
             case pb.Fault():
@@ -308,12 +285,12 @@ class DataPlane:
                 self._pending.on_fault(control, error)
             case pb.Moved():
                 self.handovers.on_moved(control, address)
-                if control.HasField("hop") and control.hop.address not in self._streams:
+                if control.HasField("hop") and control.hop.address not in self._servers:
                     # The session is opened there soon, or closed.
                     self._tasks.start(self._connect_ahead(control.hop.address), "connection to a server")
             case pb.Welcome():
-                if not stream.welcome.done():
-                    stream.welcome.set_result(control)
+                if server is not None and not server.welcome.done():
+                    server.welcome.set_result(control)
             case _:
                 log.warning("a block server sent a frame of a kind that it should not")
 

@@ -14,9 +14,6 @@ from corolla.v1 import blocks_pb2 as pb
 
 Buffer = bytes | bytearray | memoryview
 
-EXCHANGE: Final = "/corolla.v1.BlockService/Exchange"
-"""The method whose messages are frames; called by its path, because the generated stub would serialise protobufs."""
-
 _HEADER: Final = struct.Struct("<HBxII")
 _MAGIC: Final = 0x01C0
 

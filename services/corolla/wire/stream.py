@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 from google.protobuf.message import Message
 
@@ -99,15 +99,40 @@ class StreamLimits:
 Receiver = Callable[[Frame], None]
 """Takes one frame, at once. Where it raises a CorollaError, the other end learns of it and the stream ends."""
 
-Accept = Callable[["FrameStream"], Receiver]
-"""Called once both ends have greeted each other; gives who takes the frames."""
+Accept = Callable[["Stream"], Receiver]
+"""Called with a stream before its first frame; gives who takes the frames."""
 
 
-class FrameStream(asyncio.Protocol):
-    """Either end of a connection. Made by `connect` and `listen`.
+class Stream(Protocol):
+    """Either end of a connection, as those see it who send and receive on it.
 
     Attributes:
         ended: done when nothing more is sent or received.
+    """
+
+    ended: asyncio.Future[StreamEnd]
+
+    def send(self, control: Message, payload: Buffer = b"") -> None:
+        """Writes a frame. What is sent on a stream that has ended is dropped: `ended` tells of it.
+
+        Raises:
+            QueueFull: too many bytes wait already; nothing of the frame is sent.
+        """
+
+    def close(self) -> None:
+        """Writes what was sent, and ends."""
+
+    def fail(self, error: CorollaError) -> None:
+        """Tells the other end what is wrong with it, and ends."""
+
+    def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
+        """Ends at once; the other end learns nothing."""
+
+
+class FrameStream(asyncio.Protocol):
+    """A `Stream` over TCP or TLS. Made by `connect` and `listen`.
+
+    Attributes:
         peer_address: `host:port` of the other end, for logs.
     """
 
@@ -134,11 +159,6 @@ class FrameStream(asyncio.Protocol):
         return self._state is StreamState.OPEN
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
-        """Writes a frame. What is sent on a stream that has ended is dropped: `ended` tells of it.
-
-        Raises:
-            QueueFull: too many bytes wait already; nothing of the frame is sent.
-        """
         if self._state is not StreamState.OPEN or self._transport is None or self._transport.is_closing():
             return
         parts = encode(control, payload)
@@ -147,15 +167,12 @@ class FrameStream(asyncio.Protocol):
         self._transport.writelines(parts)
 
     def close(self) -> None:
-        """Writes what was sent, and ends."""
         self._stop(StreamEnd(StreamCause.CLOSED))
 
     def fail(self, error: CorollaError) -> None:
-        """Tells the other end what is wrong with it, and ends."""
         self._stop(StreamEnd(StreamCause.FAILED, error))
 
     def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
-        """Ends at once; the other end learns nothing."""
         if self._end is None:
             self._end = StreamEnd(cause)
         if self._transport is not None:

@@ -26,6 +26,7 @@ from corolla.wire.span import Span
 from corolla.wire.tensors import to_payload
 from tests.checkpoints import make_tiny_checkpoint
 from tests.faulty_runner import FaultyRunner
+from tests.unread_stream import UnreadStream
 
 SPAN = Span(0, 2)
 REQUEST = OpenRequest(
@@ -63,7 +64,7 @@ async def test_a_broken_device_is_noticed_where_an_idle_session_holds_all_other_
         step = pb.Step(
             step_id=number, client_id=b"c", rows=[row], dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=hidden.shape[1]
         )
-        work = StepWork(step, bytes(to_payload(hidden[:1])), Peer(b"c"))
+        work = StepWork(step, bytes(to_payload(hidden[:1])), Peer(b"c", UnreadStream()))
         engine.submit(QueuedStep(frozenset([b"b"]), {"t": 1}, True, SPAN, work))
     async with asyncio.timeout(30):
         await has_given_up.wait()

@@ -22,6 +22,7 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
 from corolla.wire.tensors import to_payload
 from tests.checkpoints import make_tiny_checkpoint
+from tests.unread_stream import UnreadStream
 
 SPAN = Span(1, 4)
 REQUEST = OpenRequest(
@@ -76,7 +77,7 @@ class Sessions:
             generator = torch.Generator().manual_seed(100 * name + position)
             states.append(torch.randn(num_tokens, self._hidden_size, generator=generator))
         payload = bytes(to_payload(torch.cat(states)))
-        return [Admitted(StepWork(message, payload, Peer(b"c")), admitted)]
+        return [Admitted(StepWork(message, payload, Peer(b"c", UnreadStream())), admitted)]
 
 
 class Spoiling:
@@ -163,7 +164,9 @@ def test_a_non_finite_row_is_not_counted_as_a_device_failure(runner: Runner) -> 
     (admitted,) = sessions.step({ord("a"): (5, 1), ord("b"): (5, 1)})
     nothing = torch.full((2, runner.model.hidden_size), torch.nan)
     nothing[0] = 1.0
-    spoilt = Admitted(StepWork(admitted.work.step, bytes(to_payload(nothing)), Peer(b"c")), admitted.rows)
+    spoilt = Admitted(
+        StepWork(admitted.work.step, bytes(to_payload(nothing)), Peer(b"c", UnreadStream())), admitted.rows
+    )
     computed = compute(runner, [spoilt], SPAN)
     assert not computed.has_raised
     assert [type(output) for output in computed.outputs] == [Tensor, NonFiniteOutput]

@@ -22,6 +22,7 @@ from corolla.wire.frames import Frame, encode, join
 from corolla.wire.stream import (
     TRANSITIONS,
     FrameStream,
+    Stream,
     StreamCause,
     StreamLimits,
     StreamState,
@@ -41,11 +42,11 @@ class Acceptor:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.streams: asyncio.Queue[FrameStream] = asyncio.Queue()
-        self.on_frame: Callable[[Frame, FrameStream], None] = lambda frame, stream: stream.send(*frame)
+        self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self.on_frame: Callable[[Frame, Stream], None] = lambda frame, stream: stream.send(*frame)
         self.address = ""
 
-    def accept(self, stream: FrameStream) -> Callable[[Frame], None]:
+    def accept(self, stream: Stream) -> Callable[[Frame], None]:
         self.streams.put_nowait(stream)
 
         def receive(frame: Frame) -> None:
@@ -225,7 +226,7 @@ async def test_what_is_no_frame_is_refused_and_the_other_end_learns_why(spoken: 
 async def test_the_other_end_learns_what_a_receiver_raised() -> None:
     async with accepting() as acceptor:
 
-        def refuse(frame: Frame, stream: FrameStream) -> None:
+        def refuse(frame: Frame, stream: Stream) -> None:
             raise FingerprintMismatch("other weights") if frame.control == step(1) else ValueError("a bug")
 
         acceptor.on_frame = refuse
@@ -256,7 +257,7 @@ async def test_a_silent_end_is_noticed_and_one_that_answers_is_not() -> None:
         assert b"\xc0\x01\x10" in await silent.read(), "it was asked first"
         await asyncio.sleep(QUICK.silence_s)
         assert stream.is_open
-        assert living.is_open
+        assert not living.ended.done()
         writer.close()
 
 

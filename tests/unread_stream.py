@@ -1,0 +1,27 @@
+"""A stream whose other end nobody looks at."""
+
+import asyncio
+
+from google.protobuf.message import Message
+
+from corolla.chassis.errors import CorollaError
+from corolla.wire.frames import Buffer
+from corolla.wire.stream import StreamCause, StreamEnd
+
+
+class UnreadStream:
+    """It never ends, either."""
+
+    ended: asyncio.Future[StreamEnd]
+
+    def send(self, control: Message, payload: Buffer = b"") -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def fail(self, error: CorollaError) -> None:
+        pass
+
+    def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
+        pass
