@@ -119,7 +119,7 @@ class Chain:
     def server_statuses(self) -> list[blocks_pb2.BlockServerStatus]:
         statuses = []
         for process in self._stack.servers:
-            with grpc.insecure_channel(process.address) as channel:
+            with grpc.insecure_channel(process.rpc_address) as channel:
                 stub = blocks_pb2_grpc.BlockServiceStub(channel)
                 statuses.append(stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest()))
         return statuses

@@ -24,7 +24,7 @@ import uvloop
 from corolla.chassis.channels import bind, new_server, open_channel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
-from corolla.wire.stream import FrameStream, StreamLimits, connect, listen
+from corolla.wire.stream import Receiver, Stream, StreamListener, connect
 from tests.certificates import client_tls, server_tls
 
 GRPC: Final = "grpc"
@@ -67,10 +67,10 @@ class _FramedForwarder:
     """Over framed streams."""
 
     def __init__(self) -> None:
-        self.onward: FrameStream | None = None
-        self._client: FrameStream | None = None
+        self.onward: Stream | None = None
+        self._client: Stream | None = None
 
-    def accept(self, stream: FrameStream) -> Callable[[Frame], None]:
+    def accept(self, stream: Stream) -> Receiver:
         def receive(frame: Frame) -> None:
             if isinstance(frame.control, pb.Hello):
                 if frame.control.client_id == _CLIENT:
@@ -142,11 +142,10 @@ class Forwarders:
 
     async def _over_frames(self, stack: contextlib.AsyncExitStack) -> _RoundTrip:
         arrived = asyncio.Event()
-        ends: dict[str, FrameStream] = {}
+        ends: dict[str, Stream] = {}
         for address in {self._addresses[0], self._addresses[-1]}:
-            ends[address] = stream = await connect(
-                address, lambda _: lambda _: arrived.set(), StreamLimits(), tls=_client_tls(self._transport)
-            )
+            tls = _client_tls(self._transport)
+            ends[address] = stream = connect(address, lambda _: lambda _: arrived.set(), tls=tls)
             stack.callback(stream.close)
             stream.send(pb.Hello(client_id=_CLIENT))
             await arrived.wait()
@@ -203,13 +202,12 @@ async def _serve_grpc(next_address: str | None) -> None:
 async def _serve_frames(transport: str, next_address: str | None) -> None:
     forwarder = _FramedForwarder()
     if next_address is not None:
-        forwarder.onward = await connect(
-            next_address, lambda _: lambda _: None, StreamLimits(), tls=_client_tls(transport)
-        )
+        forwarder.onward = connect(next_address, lambda _: lambda _: None, tls=_client_tls(transport))
         forwarder.onward.send(pb.Hello(client_id=_HOP))
-    server = await listen("127.0.0.1", 0, forwarder.accept, StreamLimits(), tls=_server_tls(transport))
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
+    listener = StreamListener("127.0.0.1", 0)
+    await listener.start(forwarder.accept, tls=_server_tls(transport))
+    print(listener.port, flush=True)
+    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

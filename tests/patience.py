@@ -8,15 +8,17 @@ What frozen peers do to a stack is shown by `tests/faults/freeze.py` and by the 
 import sys
 from typing import Final
 
-from corolla.chassis.channels import tolerate_silence
+from corolla.chassis import channels
 from corolla.cli.app import main
+from corolla.wire import stream
 
-_PATIENCE_MS: Final = 60_000
+_PATIENCE_S: Final = 60
 
 
 def outlast_pauses() -> None:
     """Holds for all connections that this process opens or takes from now on, at this end of them."""
-    tolerate_silence(_PATIENCE_MS)
+    channels.tolerate_silence(1000 * _PATIENCE_S)
+    stream.tolerate_silence(_PATIENCE_S)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,16 @@ from typing import Any, Final
 import kubernetes_validate
 import pytest
 from prometheus_client import CollectorRegistry
+from pydantic_settings import BaseSettings
 from redis.asyncio import Redis
 
+from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.errors import StoreUnavailable
+from corolla.chassis.settings import PREFIX
+from corolla.client.settings import ClientSettings
 from corolla.local.redis_server import find_redis_server
 from corolla.router.metrics import RouterMetrics
+from corolla.router.settings import RouterSettings
 from corolla.router.store import Store
 from tests.charts.rendering import (
     CHART,
@@ -228,8 +233,89 @@ def test_the_router_watches_the_block_servers_of_its_release_and_knows_its_own_p
 
 
 COMPONENTS: Final = ("block-server", "client", "redis", "router", "test")
-PORTS: Final = {"block-server": {50052}, "client": {50051}, "redis": {6379}, "router": {50050}, "test": set[int]()}
+SERVICES: Final[dict[str, type[BaseSettings]]] = {
+    "block-server": BlockServerSettings,
+    "client": ClientSettings,
+    "router": RouterSettings,
+}
+PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe")
 METRICS: Final = 9464
+PORTS: Final[dict[str, dict[str, int]]] = {
+    "block-server": {"data": 50052, "grpc": 50053, "metrics": METRICS},
+    "client": {"grpc": 50051, "metrics": METRICS},
+    "redis": {"redis": 6379},
+    "router": {"grpc": 50050, "metrics": METRICS},
+    "test": {},
+}
+
+
+def container_of(objects: list[Object], component: str) -> Object:
+    (name, *_) = [
+        name for name, labels in pod_labels(objects).items() if labels["app.kubernetes.io/component"] == component
+    ]
+    (container,) = pod_specs(objects)[name]["containers"]
+    return dict(container)
+
+
+def ports_of(objects: list[Object], component: str) -> dict[str, int]:
+    """The ports of a component's container, by name."""
+    return {each["name"]: each["containerPort"] for each in container_of(objects, component).get("ports", [])}
+
+
+def asked(probe: Object) -> int:
+    """The port that a probe of a service connects to."""
+    if "exec" in probe:
+        (*command, port) = probe["exec"]["command"]
+        assert command == ["python", "-m", "corolla.chassis.probe"]
+        return int(port)
+    return int((probe.get("grpc") or probe["tcpSocket"])["port"])
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_containers_name_every_port_that_they_listen_on(component: str) -> None:
+    assert ports_of(render(), component) == PORTS[component]
+
+
+@pytest.mark.parametrize("values", [{}, {"router": {"port": 1234}, "metrics": {"port": 4321}}], ids=["plain", "moved"])
+def test_services_listen_on_the_ports_of_their_containers(values: Object) -> None:
+    objects = render(values)
+    for component, model in SERVICES.items():
+        (variables, *_) = [
+            each["data"]
+            for each in of_kind(objects, "ConfigMap")
+            if each["metadata"]["labels"]["app.kubernetes.io/component"] == component
+        ]
+        given = {
+            name.removeprefix(PREFIX).lower(): value for name, value in variables.items() if name.startswith(PREFIX)
+        }
+        settings = model(**given)
+        listens = {"grpc": "port", "metrics": "metrics_port"}
+        if component == "block-server":
+            listens |= {"data": "port", "grpc": "control_port"}
+        assert ports_of(objects, component) == {name: getattr(settings, listens[name]) for name in listens}
+
+
+@pytest.mark.parametrize("values", [{}, {"router": {"port": 1234}}], ids=["plain", "moved"])
+@pytest.mark.parametrize("kubernetes", [OLDEST, CURRENT])
+def test_probes_ask_at_the_port_of_grpc(values: Object, kubernetes: str) -> None:
+    objects = render(values, kubernetes=kubernetes)
+    for component in SERVICES:
+        container = container_of(objects, component)
+        port = ports_of(objects, component)["grpc"]
+        assert {probe: asked(container[probe]) for probe in PROBES} == dict.fromkeys(PROBES, port), component
+
+
+def test_services_lead_to_ports_of_the_pods_that_they_choose() -> None:
+    objects = render()
+    labels = pod_labels(objects)
+    for service in of_kind(objects, "Service"):
+        selector = service["spec"]["selector"].items()
+        (component,) = {each["app.kubernetes.io/component"] for each in labels.values() if selector <= each.items()}
+        ports = ports_of(objects, component)
+        leads = {each["port"]: ports[each["targetPort"]] for each in service["spec"]["ports"]}
+        assert leads == {port: port for port in leads}, service["metadata"]["name"]
+    (servers,) = [each for each in of_kind(objects, "Service") if "block-server" in each["metadata"]["name"]]
+    assert {each["port"] for each in servers["spec"]["ports"]} == {50052, METRICS}
 
 
 def policies_of(objects: list[Object], component: str) -> list[Object]:
@@ -243,11 +329,11 @@ def policies_of(objects: list[Object], component: str) -> list[Object]:
 
 def admitted(objects: list[Object], component: str, direction: str) -> set[tuple[str, int]]:
     """(component, port) of whom the policies let it connect to (egress), or be reached by (ingress); "any" included."""
-    names = {"grpc": next(iter(PORTS[component]), 0), "redis": 6379, "metrics": METRICS}
+    names = ports_of(objects, component)
     found = set()
     for policy in policies_of(objects, component):
         for rule in policy.get(direction, []):
-            ports = [names.get(each["port"], each["port"]) for each in rule["ports"]]
+            ports = [each["port"] if isinstance(each["port"], int) else names[each["port"]] for each in rule["ports"]]
             peers = rule.get("to" if direction == "egress" else "from")
             who = ["any"] if peers is None else [_component(peer) for peer in peers]
             found |= {(name, port) for name in who for port in ports}
@@ -292,7 +378,9 @@ def test_connections_are_admitted_at_both_ends_and_no_others() -> None:
         outside = {port for called, port in admitted(objects, component, "egress") if called == "any"}
         assert outside == {53}, component
         reached = {port for caller, port in admitted(objects, component, "ingress") if caller == "any"}
-        assert reached <= {METRICS} | (PORTS["client"] if component == "client" else set()), component
+        assert reached <= {METRICS} | ({50051} if component == "client" else set()), component
+    # Health is asked for from the node, which policies do not hold back.
+    assert {port for _, port in admitted(objects, "block-server", "ingress")} == {50052, METRICS}
 
 
 def test_only_pods_that_load_the_model_reach_the_hub_and_only_the_router_the_api_server() -> None:

@@ -126,6 +126,7 @@ MISTYPED: Final[dict[str, Object]] = {
     "in a pool": {"blockServer": {"pools": {"main": {"replica": 1}}}},
     "in a block server's settings": {"blockServer": {"defaults": {"settings": {"kvCacheMiB": 1}}}},
     "in a pool's settings": {"blockServer": {"pools": {"main": {"settings": {"port": 1}}}}},
+    "a port of the chart": {"blockServer": {"pools": {"main": {"settings": {"controlPort": 1}}}}},
     "in a router's settings": {"router": {"settings": {"leaseMS": 1}}},
     "in a client service's settings": {"client": {"settings": {"lease": 1}}},
     "a setting's bounds": {"router": {"settings": {"leaseMs": 1}}},
@@ -176,8 +177,8 @@ def test_every_setting_of_a_service_is_reachable(component: str) -> None:
     data = named(objects, "ConfigMap", OBJECTS[component])["data"]
     seen = {**data, **{each["name"]: each.get("value") for each in container.get("env", [])}}
     own = {name for name in seen if name.startswith(PREFIX)}
-    # The client service takes its port from the chart, which names the default.
-    defaults = {PREFIX + "PORT"} - own
+    # The chart names the defaults of ports that it does not set.
+    defaults = {PREFIX + "PORT", PREFIX + "CONTROL_PORT"} & {PREFIX + name.upper() for name in described}
     assert own | defaults == {PREFIX + name.upper() for name in described}
     for name, facts in described.items():
         if name not in SET_BY_THE_CHART[component]:

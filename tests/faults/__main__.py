@@ -38,7 +38,7 @@ ROWS: dict[str, tuple[Row, int, str]] = {
     "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
     "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
     "cancel": (cancel, 500, "callers that leave"),
-    "tasks": (tasks, 9, "an essential task fails"),
+    "tasks": (tasks, 8, "an essential task fails"),
     "places": (places, 10, "a server dies at each named place of its work"),
     "drain": (drain, 1, "rolling drain of every server under 16 streams"),
     "client": (client_service, 6, "kill -9 of a client service; its callers go on at another one"),

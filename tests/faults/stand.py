@@ -110,7 +110,7 @@ class Stand:
         await until(is_gone, _RECOVERY_TIMEOUT_S)
 
     async def status(self, server: ManagedProcess) -> blocks_pb2.BlockServerStatus:
-        async with open_channel(server.address) as channel:
+        async with open_channel(server.rpc_address) as channel:
             stub = blocks_pb2_grpc.BlockServiceStub(channel)
             return await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest(), timeout=5, wait_for_ready=True)
 

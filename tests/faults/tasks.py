@@ -42,7 +42,6 @@ TASKS: Final[dict[EssentialTask, tuple[str, int, int]]] = {
     "rebalancing": ("router", 3, 12),
     "placement_feed": ("router", 5, 40),
     "placement_watch": ("client", 3, 8),
-    "server_watch": ("client", 2, 20),
 }
 
 

@@ -163,11 +163,19 @@ class Swarm:
         return AsyncClient(self.address_of(client), api_key=self._api_key)
 
     async def add_server(self, blocks: str, **settings_of_this: Any) -> BlockServer:
-        given = {"port": 0, "model": self._model, **_HERE, **_ONE_THREAD, **_UNTUNED, **self._server_settings}
+        given = {
+            "port": 0,
+            "control_port": 0,
+            "model": self._model,
+            **_HERE,
+            **_ONE_THREAD,
+            **_UNTUNED,
+            **self._server_settings,
+        }
         given |= settings_of_this
         settings = BlockServerSettings(advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given)
         wires = Wires()
-        server = BlockServer(settings, channels=wires.open, listen=wires.listen)
+        server = BlockServer(settings, channels=wires.open, connect=wires.connect, listen=wires.listen)
         self._wires[server] = wires
         await server.start()
         self.servers.append(server)
@@ -177,7 +185,7 @@ class Swarm:
         given = {"port": 0, "model": self._model, **_HERE, **_ONE_THREAD, **self._client_settings, **settings_of_this}
         settings = ClientSettings(router=self.router_address, **given)
         wires = Wires()
-        client = ClientService(settings, channels=wires.open, farewell_s=farewell_s)
+        client = ClientService(settings, channels=wires.open, connect=wires.connect, farewell_s=farewell_s)
         self._wires[client] = wires
         await client.start()
         self.clients.append(client)
@@ -216,7 +224,7 @@ class Swarm:
         """What each block server holds."""
         statuses = []
         for server in self.servers:
-            async with open_channel(server.address) as channel:
+            async with open_channel(f"127.0.0.1:{server.control_port}") as channel:
                 stub = blocks_pb2_grpc.BlockServiceStub(channel)
                 statuses.append(await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest()))
         return statuses

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from corolla.block_server.handover import sender as sending
@@ -16,11 +15,11 @@ from corolla.block_server.hop_session import SessionState
 from corolla.block_server.kv.transfer import token_bytes
 from corolla.block_server.service import BlockServer
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import HopUnavailable, OutOfPages
+from corolla.chassis.errors import HopUnavailable, MalformedMessage, OutOfPages
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import blocks_pb2_grpc, common_pb2
-from corolla.wire.exchange import EXCHANGE
-from corolla.wire.frames import Frame, decode, encode, join
+from corolla.wire.frames import Frame
+from corolla.wire.stream import connect
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -43,7 +42,7 @@ async def a_taker(folder: Path, model: Path) -> AsyncIterator[tuple[BlockServer,
     async with Swarm(folder, model, ["0:2", "2:5"]) as swarm:
         server = swarm.servers[1]
         fingerprint = (await swarm.statuses())[1].fingerprint
-        link = HandoverLink(server.address, open_channel)
+        link = HandoverLink(server.address)
         async with link.connect(fingerprint):
             yield server, link, token_bytes(server.engine.runner.store, range(3))  # type: ignore[attr-defined]
             await swarm.until_empty()
@@ -113,20 +112,18 @@ async def test_offers_are_checked_before_they_cost_a_page(tmp_path: Path, model:
         for changes in ({"session_id": b"short"}, {"transfer_id": b""}, {"epoch": 0}, {"lease_ms": 0},
                         {"blocks": common_pb2.BlockSpan(start=1, end=5)}):  # fmt: skip
             # What no server of ours would send costs the stream.
-            other = HandoverLink(server.address, open_channel)
+            other = HandoverLink(server.address)
             async with other.connect(await fingerprint_of(server)):
                 with pytest.raises(HopUnavailable):
                     await other.request(an_offer(**changes))
 
 
 async def test_a_client_cannot_hand_sessions_over(tmp_path: Path, model: Path) -> None:
-    async with a_taker(tmp_path, model) as (server, _, _), open_channel(server.address) as channel:
-        fingerprint = await fingerprint_of(server)
-        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
-        await call.write(join([encode(pb.Hello(client_id=b"c" * 16, fingerprint=fingerprint))]))
-        await call.read()
-        await call.write(join([encode(an_offer())]))
-        assert (await call.code()).name == "INVALID_ARGUMENT"
+    async with a_taker(tmp_path, model) as (server, _, _):
+        stream = connect(server.address, lambda _: lambda _: None)
+        stream.send(pb.Hello(client_id=b"c" * 16, fingerprint=await fingerprint_of(server)))
+        stream.send(an_offer())
+        assert isinstance((await stream.ended).error, MalformedMessage)
 
 
 @pytest.mark.parametrize("word", [pb.Truncate(idle=True), pb.Close()], ids=["turn over", "close"])
@@ -134,27 +131,31 @@ async def test_who_handed_a_session_over_has_no_say_once_its_client_has_opened_i
     tmp_path: Path, model: Path, word: pb.Truncate | pb.Close
 ) -> None:
     """The client took the open of another hop back meanwhile, so the leaving server saw a turn end that goes on."""
-    async with a_taker(tmp_path, model) as (server, link, bytes_per_token), open_channel(server.address) as channel:
+    async with a_taker(tmp_path, model) as (server, link, bytes_per_token):
         payload = bytes(4 * bytes_per_token)
         await link.request(an_offer())
         await link.request(a_part(payload, 4, is_last=True), payload)
-        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(EXCHANGE)()
-        hello = pb.Hello(client_id=b"c" * 16, fingerprint=await fingerprint_of(server))
+        is_opened = asyncio.Event()
+
+        def receive(frame: Frame) -> None:
+            if isinstance(frame.control, pb.Opened):
+                is_opened.set()
+
+        stream = connect(server.address, lambda _: receive)
+        stream.send(pb.Hello(client_id=b"c" * 16, fingerprint=await fingerprint_of(server)))
         opening = pb.Open(
             request_id=1, session_id=SESSION, epoch=3, tenant="t", resume=True, max_tokens=40, blocks=BLOCKS,
             lease_ms=3_600_000, transient=True,
         )  # fmt: skip
-        await call.write(join([encode(hello), encode(opening)]))
-        controls: list[Any] = []
-        while not any(isinstance(each, pb.Opened) for each in controls):
-            message: Any = await call.read()
-            controls += [frame.control for frame in decode(message)]
+        stream.send(opening)
+        async with asyncio.timeout(30):
+            await is_opened.wait()
         word.session_id, word.epoch = SESSION, 3
         link.send(word)
         answer = await link.request(an_offer())  # in order with it
         assert answer.reason == "STALE_EPOCH"
         assert [held.state for held in server.sessions] == [SessionState.RUNNING]
-        call.cancel()
+        stream.abort()
 
 
 @pytest.mark.parametrize("num_asks", quick([1, 2, 4], 2))
@@ -231,7 +232,7 @@ class _Breaking:
 
 
 async def fingerprint_of(server: BlockServer) -> str:
-    async with open_channel(server.address) as channel:
+    async with open_channel(f"127.0.0.1:{server.control_port}") as channel:
         stub = blocks_pb2_grpc.BlockServiceStub(channel)
         return str((await stub.GetStatus(pb.GetBlockServerStatusRequest())).fingerprint)
 

@@ -13,6 +13,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from corolla.block_server.service import BlockServer
 from corolla.chassis.channels import open_channel
 from corolla.chassis.metrics import INTER_TOKEN_BUCKETS, TIME_TO_FIRST_TOKEN_BUCKETS
 from corolla.router.service import RouterProcess
@@ -81,7 +82,8 @@ def services(swarm: Swarm) -> dict[str, Any]:
 
 
 def address(service: Any) -> str:
-    return f"127.0.0.1:{service.port}"
+    """Of its gRPC."""
+    return f"127.0.0.1:{service.control_port if isinstance(service, BlockServer) else service.port}"
 
 
 async def listed(channel: grpc.aio.Channel) -> set[str]:
@@ -210,7 +212,7 @@ async def use(swarm: Swarm) -> str:
 
 async def test_a_block_server_that_can_compute_nothing_reports_it(tmp_path: Path) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
-    async with Swarm(tmp_path, model, ["0:5"]) as swarm, open_channel(swarm.servers[0].address) as channel:
+    async with Swarm(tmp_path, model, ["0:5"]) as swarm, open_channel(address(swarm.servers[0])) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         watch = aiter(stub.Watch(health_pb2.HealthCheckRequest()))
         assert (await anext(watch)).status == SERVING

@@ -1,16 +1,29 @@
 """The connections of one service of a swarm, which a test can cut, listen to, and change what travels on them."""
 
 import asyncio
+import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from corolla.chassis.channels import open_channel
-from corolla.chassis.rpc_server import RpcServer
+from corolla.chassis.errors import CorollaError
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Frame, decode, encode, join
+from corolla.wire.frames import Buffer, Frame
+from corolla.wire.stream import (
+    Accept,
+    FrameStream,
+    Receiver,
+    Stream,
+    StreamCause,
+    StreamEnd,
+    StreamLimits,
+    StreamListener,
+)
+from corolla.wire.stream import connect as connect_stream
 
 Hook = Callable[[str, Frame], Frame]
 """Gets the other end's address and a frame; gives the frame that travels instead. Raises `Cut`: the stream breaks."""
@@ -25,34 +38,43 @@ class Cut(Exception):
 
 
 class Wires:
-    """Gives a service its channels (`open`) and its gRPC server (`listen`).
+    """Gives a service its channels (`open`), its streams (`connect`) and the port that takes others' (`listen`).
 
     Attributes:
-        on_sent: hook for each frame before it goes out.
-        on_received: hook for each frame that has come in, before the service gets it.
+        on_sent: hook for each frame before it goes out on a stream that the service began.
+        on_received: hook for each frame that has come in on one, before the service gets it.
+        on_taken: hook for each frame that has come in on a stream that another one began.
         openings: how often a session was to be opened at each address.
     """
 
     def __init__(self) -> None:
         self.on_sent: Hook = lambda address, frame: frame
         self.on_received: Hook = lambda address, frame: frame
+        self.on_taken: Hook = lambda address, frame: frame
         self.openings: Counter[str] = Counter()
-        self.streams: list[_Stream] = []
-        self._listening: list[RpcServer] = []
+        self._streams: list[_Stream] = []
+        self._listening: list[StreamListener] = []
         self._is_mute = False
 
     def open(self, address: str) -> grpc.aio.Channel:
-        return cast(grpc.aio.Channel, _Channel(open_channel(address), address, self))
+        return cast(grpc.aio.Channel, _Channel(open_channel(address), self))
 
-    def listen(self, host: str, port: int, *, with_reflection: bool) -> RpcServer:
-        server = RpcServer(host, port, with_reflection=with_reflection)
-        self._listening.append(server)
-        return server
+    def connect(self, address: str, accept: Accept, limits: StreamLimits | None = None) -> Stream:
+        stream = _Stream(address, accept, limits, self)
+        self._streams.append(stream)
+        if self._is_mute:
+            stream.abort()
+        return stream
+
+    def listen(self, host: str, port: int) -> StreamListener:
+        listener = _Listener(host, port, self)
+        self._listening.append(listener)
+        return listener
 
     async def hang_up(self) -> None:
         """All streams that others have to the service break, and nobody gets another one."""
-        for server in self._listening:
-            await server.stop(0)
+        for listener in self._listening:
+            await listener.close()
 
     def mute(self) -> None:
         """No call of the service's own gets through any more. Its streams stay."""
@@ -60,34 +82,39 @@ class Wires:
 
     def cut(self, address: str) -> None:
         """The service's streams to this address break. It may open others."""
-        for stream in self.streams:
+        for stream in self._streams:
             if stream.address == address:
                 stream.cut(Cut())
 
     def check(self) -> None:
         """Raises where no call gets through."""
         if self._is_mute:
-            raise _broken()
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "cut by the test"
+            )
 
-    def send(self, address: str, message: bytes) -> bytes:
-        """The message as it travels."""
-        frames = list(decode(message))
-        self.openings[address] += sum(isinstance(frame.control, pb.Open) for frame in frames)
-        return join([encode(*self.on_sent(address, frame)) for frame in frames])
 
-    def receive(self, address: str, message: bytes) -> bytes:
-        """The message as the service gets it."""
-        return join([encode(*self.on_received(address, frame)) for frame in decode(message)])
+class _Listener(StreamListener):
+    def __init__(self, host: str, port: int, wires: Wires) -> None:
+        super().__init__(host, port)
+        self._wires = wires
+
+    async def start(
+        self, accept: Accept, limits: StreamLimits | None = None, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        def accept_hooked(stream: Stream) -> Receiver:
+            receive = accept(stream)
+            return lambda frame: receive(self._wires.on_taken("", frame))
+
+        await super().start(accept_hooked, limits, tls=tls)
 
 
 class _Channel:
     """A channel as far as services use it."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, wires: Wires) -> None:
+    def __init__(self, channel: grpc.aio.Channel, wires: Wires) -> None:
         self._channel = channel
-        self._address = address
         self._wires = wires
-        self._streams: list[_Stream] = []
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
         call = self._channel.unary_unary(*method, **options)
@@ -101,81 +128,64 @@ class _Channel:
     def unary_stream(self, *method: Any, **options: Any) -> Any:
         return self._channel.unary_stream(*method, **options)
 
-    def stream_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
-        call = self._channel.stream_stream(*method, **options)
-
-        def begin() -> _Stream:
-            self._wires.check()
-            stream = _Stream(call(), self._address, self._wires)
-            self._streams.append(stream)
-            self._wires.streams.append(stream)
-            return stream
-
-        return begin
+    def stream_stream(self, *method: Any, **options: Any) -> Any:
+        return self._channel.stream_stream(*method, **options)
 
     async def close(self, grace: float | None = None) -> None:
-        # The other end of a stream whose end it is not to notice would see the channel's.
-        if all(stream.may_end for stream in self._streams):
-            await self._channel.close(grace)
+        await self._channel.close(grace)
 
 
 class _Stream:
-    """The caller's end of a stream of frames.
+    """The end of a stream that the service began.
 
-    Attributes:
-        may_end: whether the other end may notice that it is over.
+    Where the other end is not to notice that it is cut, the connection stays, and nothing goes over it any more.
     """
 
-    def __init__(self, call: Any, address: str, wires: Wires) -> None:
+    def __init__(self, address: str, accept: Accept, limits: StreamLimits | None, wires: Wires) -> None:
         self.address = address
-        self.may_end = True
-        self._call = call
+        self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         self._wires = wires
-        self._is_cut = asyncio.get_running_loop().create_future()
+        self._receiver: Receiver | None = None
+        self._stream: FrameStream = connect_stream(address, lambda _: self._begin(accept), limits)
+        self._stream.ended.add_done_callback(lambda ended: self._on_ended(ended.result()))
+
+    def send(self, control: Message, payload: Buffer = b"") -> None:
+        if self.ended.done():
+            return
+        self._wires.openings[self.address] += isinstance(control, pb.Open)
+        try:
+            self._stream.send(*self._wires.on_sent(self.address, Frame(control, payload)))
+        except Cut as how:
+            self.cut(how)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def fail(self, error: CorollaError) -> None:
+        self._stream.fail(error)
+
+    def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
+        self._stream.abort(cause)
 
     def cut(self, how: Cut) -> None:
-        self.may_end = how.is_noticed
         if how.is_noticed:
-            self._call.cancel()
-        if not self._is_cut.done():
-            self._is_cut.set_result(None)
+            self._stream.abort()
+        self._on_ended(StreamEnd(StreamCause.LOST))
 
-    async def write(self, message: bytes) -> None:
-        if not self._is_cut.done():
-            try:
-                message = self._wires.send(self.address, message)
-            except Cut as how:
-                self.cut(how)
-        if self._is_cut.done():
-            raise _broken()
-        await self._call.write(message)
+    def _begin(self, accept: Accept) -> Receiver:
+        self._receiver = accept(self)
+        return self._receive
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        messages = aiter(self._call)
-        while True:
-            reading: asyncio.Future[bytes | None] = asyncio.ensure_future(anext(messages, None))
-            # The reader may be cancelled just when its call fails.
-            reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-            try:
-                await asyncio.wait([reading, self._is_cut], return_when=asyncio.FIRST_COMPLETED)
-                if self._is_cut.done():
-                    raise _broken()
-                message = await reading
-            finally:
-                # To cancel whoever reads would cancel the call.
-                if not reading.done() and self.may_end:
-                    reading.cancel()
-            if message is None:
-                return
-            try:
-                message = self._wires.receive(self.address, message)
-            except Cut as how:
-                self.cut(how)
-                raise _broken() from None
-            yield message
+    def _receive(self, frame: Frame) -> None:
+        if self.ended.done() or self._receiver is None:
+            return
+        try:
+            frame = self._wires.on_received(self.address, frame)
+        except Cut as how:
+            self.cut(how)
+            return
+        self._receiver(frame)
 
-
-def _broken() -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(
-        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "cut by the test"
-    )
+    def _on_ended(self, end: StreamEnd) -> None:
+        if not self.ended.done():
+            self.ended.set_result(end)

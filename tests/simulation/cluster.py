@@ -58,7 +58,6 @@ ROUTER: Final = "router:1"
 LEASE_S: Final = 6.0
 """Of sessions on hops; of conversations as well."""
 
-_BLOCKS: Final = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 _ROUTER: Final = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
 
 
@@ -72,7 +71,7 @@ class Server:
         self.address = f"server{number}:1"
         self.server_id = secrets.token_hex(16)
         scenario, channels = cluster.scenario, cluster.network.channels(self.process)
-        clock = cluster.loop.time
+        streams, clock = cluster.network.streams(self.process), cluster.loop.time
         self.runner = ToyRunner(
             scenario.model, span, num_pages=scenario.num_pages, page_tokens=scenario.page_tokens,
             max_step_tokens=scenario.max_step_tokens,
@@ -84,7 +83,7 @@ class Server:
         self.outputs = BoundaryActivations(scenario.boundary_activation_bytes)
         self.sessions.on_forget = self.outputs.forget
         self.peers = PeerTable()
-        self.relay = Relay(FINGERPRINT, self.peers, channels, clock)
+        self.relay = Relay(FINGERPRINT, self.peers, streams, clock)
         self.engine = self.process.call(
             lambda: Engine(
                 self.runner,
@@ -114,11 +113,10 @@ class Server:
         )
         sender = HandoverSender(span, self.sessions, self.engine, max_part_tokens=most)
         self._drain = Drain(
-            description, self.sessions, self.engine, self.peers, self._registration, sender, metrics, channels
+            description, self.sessions, self.engine, self.peers, self._registration, sender, metrics, streams
         )
         self._heartbeats: asyncio.Task[None] | None = None
-        handler = service_handler(_BLOCKS, servicer, cluster.rpc_metrics, raw_methods=["Exchange"])
-        cluster.network.listen(self.address, self.process, [handler])
+        cluster.network.take_streams(self.address, self.process, servicer.accept)
         self.process.keep_up(self._run())
 
     async def _run(self) -> None:
@@ -193,7 +191,7 @@ class Client:
         placement = PlacementWatch(control)
         self.process.keep_up(placement.run())
         compute = ComputeThread(metrics.compute_seconds)
-        self.plane = DataPlane(FINGERPRINT, TaskGroup(), channels=channels)
+        self.plane = DataPlane(FINGERPRINT, TaskGroup(), connect=cluster.network.streams(self.process))
         routes = Routes(control, placement, FINGERPRINT, scenario.model.num_blocks)
         limits = ChainLimits(
             prefill_chunk_tokens=scenario.prefill_chunk_tokens,

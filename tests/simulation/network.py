@@ -1,4 +1,4 @@
-"""gRPC without sockets: what clients and handlers of `grpc.aio` see of a network that is slow, cut or broken.
+"""gRPC and the streams of the data plane without sockets, on a network that is slow, cut or broken.
 
 Connections are those of TCP: bytes come in order or not at all. A connection whose other end is silent for longer than
 the keepalive allows is given up by both ends; what was under way is lost. A frozen process still receives into its
@@ -7,18 +7,27 @@ buffers, and reads them when it wakes up, before it learns that its connections 
 
 import asyncio
 import itertools
+import math
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from functools import partial
 from typing import Any, Final, cast
 
 import grpc
+from google.protobuf.message import Message
 from grpc import aio
 
 from corolla.chassis.channels import Channels
+from corolla.chassis.errors import CorollaError, InternalError
+from corolla.wire.frames import Buffer, decode, encode, join
+from corolla.wire.stream import Accept, Connect, Receiver, Stream, StreamCause, StreamEnd, StreamLimits
 from tests.simulation.loop import Process, VirtualLoop
 
 KEEPALIVE_S: Final = 3.0
+"""Of gRPC: how long a silent end is borne."""
+STREAM_SILENCE_S: Final = 2.0
+"""Of the streams of the data plane."""
 CONNECT_TIMEOUT_S: Final = 2.0
 _CONNECT_RETRY_S: Final = 0.1
 _WAKING_S: Final = 0.02
@@ -50,8 +59,23 @@ class Network:
 
     def listen(self, address: str, process: Process, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """The process answers calls to an address; several may do so."""
+        self._add(address, _Endpoint(process, tuple(handlers)))
+
+    def take_streams(self, address: str, process: Process, accept: Accept) -> None:
+        """The process takes streams at an address."""
+        self._add(address, _Endpoint(process, (), accept))
+
+    def _add(self, address: str, endpoint: "_Endpoint") -> None:
         live = [each for each in self._endpoints.get(address, []) if not each.process.is_dead]
-        self._endpoints[address] = [*live, _Endpoint(process, tuple(handlers))]
+        self._endpoints[address] = [*live, endpoint]
+
+    def streams(self, process: Process) -> Connect:
+        """Begins streams of a process."""
+
+        def connect(address: str, accept: Accept, limits: StreamLimits | None = None) -> Stream:
+            return _Streaming(self.connect(process, address, STREAM_SILENCE_S), accept).client
+
+        return connect
 
     def channels(self, process: Process) -> Channels:
         """Opens channels of a process."""
@@ -68,13 +92,14 @@ class Network:
         """Delays one direction for a while. Messages arrive later, unless the connection is given up before."""
         link = self.link(sender, receiver)
         link.cut_until_s = max(link.cut_until_s, self.loop.time() + seconds)
-        if seconds > KEEPALIVE_S:
-            self.loop.at(self.loop.time() + KEEPALIVE_S, lambda: self.reset(sender, receiver))
+        for silence_s in (STREAM_SILENCE_S, KEEPALIVE_S):
+            if seconds > silence_s:
+                self.loop.at(self.loop.time() + silence_s, partial(self.reset, sender, receiver, silence_s))
 
-    def reset(self, one: str, other: str) -> None:
-        """Breaks all connections between two processes; messages under way are lost."""
+    def reset(self, one: str, other: str, silence_s: float = math.inf) -> None:
+        """Breaks the connections of two processes that bear no more silence than this; what is under way is lost."""
         for connection in list(self._connections):
-            if {connection.client.name, connection.server.name} == {one, other}:
+            if {connection.client.name, connection.server.name} == {one, other} and connection.silence_s <= silence_s:
                 connection.give_up()
 
     def freeze(self, process: Process) -> None:
@@ -82,11 +107,12 @@ class Network:
         process.freeze()
         number = process.num_freezes
 
-        def lose_patience() -> None:
+        def lose_patience(silence_s: float) -> None:
             if process.is_frozen and process.num_freezes == number:
-                self._give_up(process)
+                self._give_up(process, silence_s)
 
-        self.loop.at(self.loop.time() + KEEPALIVE_S, lose_patience)
+        for silence_s in (STREAM_SILENCE_S, KEEPALIVE_S):
+            self.loop.at(self.loop.time() + silence_s, partial(lose_patience, silence_s))
 
     def kill(self, process: Process) -> None:
         """The process ends, and its machine says so to all others."""
@@ -95,8 +121,8 @@ class Network:
             if process in (connection.client, connection.server):
                 connection.hang_up(process)
 
-    def connect(self, client: Process, address: str) -> "_Connection":
-        connection = _Connection(self, client, address, next(self._numbers))
+    def connect(self, client: Process, address: str, silence_s: float = KEEPALIVE_S) -> "_Connection":
+        connection = _Connection(self, client, address, next(self._numbers), silence_s)
         self._connections.append(connection)
         return connection
 
@@ -108,9 +134,9 @@ class Network:
         if connection in self._connections:
             self._connections.remove(connection)
 
-    def _give_up(self, process: Process) -> None:
+    def _give_up(self, process: Process, silence_s: float) -> None:
         for connection in list(self._connections):
-            if process in (connection.client, connection.server):
+            if process in (connection.client, connection.server) and connection.silence_s <= silence_s:
                 connection.give_up()
 
 
@@ -134,8 +160,11 @@ class _Link:
 
 
 class _Endpoint:
-    def __init__(self, process: Process, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
+    def __init__(
+        self, process: Process, handlers: tuple[grpc.GenericRpcHandler, ...], accept: Accept | None = None
+    ) -> None:
         self.process = process
+        self.accept = accept
         self._handlers = handlers
 
     def handler(self, method: str) -> Any:
@@ -152,15 +181,16 @@ class _Details:
 
 
 class _Connection:
-    """One channel's connection to one server, shared by its calls."""
+    """One channel's connection to one server, shared by its calls; or that of one stream."""
 
-    def __init__(self, network: Network, client: Process, address: str, number: int) -> None:
+    def __init__(self, network: Network, client: Process, address: str, number: int, silence_s: float) -> None:
         self.network = network
+        self.silence_s = silence_s
         self.client = client
         self.server = client  # until it is known
         self.is_gone = False
         self.is_ready = False
-        self.calls: list[_Call] = []
+        self.calls: list[_Call | _Streaming] = []
         self._endpoint: _Endpoint | None = None
         self._address = address
         self._number = number
@@ -198,6 +228,10 @@ class _Connection:
 
     def handler(self, method: str) -> Any:
         return self._endpoint.handler(method) if self._endpoint is not None else None
+
+    @property
+    def accept(self) -> Accept | None:
+        return self._endpoint.accept if self._endpoint is not None else None
 
     def send(self, to_server: bool, deliver: Callable[[], None], *, copy: Callable[[], None] | None = None) -> None:
         """Delivers after all that was sent before; `copy` once more, perhaps."""
@@ -237,6 +271,123 @@ class _Connection:
         self.send(other_is_server, learn)
 
 
+class _Streaming:
+    """A stream of the data plane: both ends."""
+
+    def __init__(self, connection: _Connection, accept: Accept) -> None:
+        self._connection = connection
+        self.client = _StreamEnd(self, connection.client, accept)
+        self._server: _StreamEnd | None = None
+        connection.calls.append(self)
+        connection.when_ready(lambda: connection.send(True, self._arrive))
+
+    def transmit(self, sender: "_StreamEnd", message: bytes, *, may_repeat: bool) -> None:
+        """Brings bytes to the other end."""
+        connection, to_server = self._connection, sender is self.client
+
+        def deliver(is_copy: bool) -> None:
+            other = self._other(sender)
+            if other is not None:
+                arrived = connection.network.tamper(other.process, message, is_copy)
+                if arrived or not is_copy:
+                    other.process.when_running(lambda: other.receive(arrived))
+
+        def send() -> None:
+            connection.send(to_server, lambda: deliver(False), copy=(lambda: deliver(True)) if may_repeat else None)
+
+        connection.when_ready(send)
+
+    def say_end(self, sender: "_StreamEnd", end: StreamEnd) -> None:
+        """The other end learns, after all that came before, that this one stopped."""
+
+        def arrive() -> None:
+            other = self._other(sender)
+            if other is not None:
+                other.process.when_running(lambda: other.finish(end))
+
+        self._connection.when_ready(lambda: self._connection.send(sender is self.client, arrive))
+
+    def settle(self) -> None:
+        """When both ends are done, neither is notified of a broken connection."""
+        is_over = self.client.ended.done() and (self._server is None or self._server.ended.done())
+        if is_over and self in self._connection.calls:
+            self._connection.calls.remove(self)
+
+    def lost_by_client(self) -> None:
+        self.client.process.when_running(lambda: self.client.finish(StreamEnd(StreamCause.LOST)))
+
+    def lost_by_server(self) -> None:
+        server = self._server
+        if server is not None:
+            server.process.when_running(lambda: server.finish(StreamEnd(StreamCause.LOST)))
+
+    def _arrive(self) -> None:
+        accept, process = self._connection.accept, self._connection.server
+        if accept is None:
+            self._connection.give_up()
+            return
+        self._server = _StreamEnd(self, process, accept)
+
+    def _other(self, end: "_StreamEnd") -> "_StreamEnd | None":
+        return self._server if end is self.client else self.client
+
+
+class _StreamEnd:
+    """One end of a stream, as the services use it."""
+
+    def __init__(self, streaming: _Streaming, process: Process, accept: Accept) -> None:
+        self.process = process
+        self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
+        self._streaming = streaming
+        self._accept: Accept | None = accept
+        self._receive: Receiver | None = None
+        self._num_sent = 0
+
+    def send(self, control: Message, payload: Buffer = b"") -> None:
+        if not self.ended.done():
+            self._num_sent += 1
+            # Greetings do not come twice.
+            self._streaming.transmit(self, join([encode(control, payload)]), may_repeat=self._num_sent > 1)
+
+    def close(self) -> None:
+        self._stop(StreamEnd(StreamCause.CLOSED))
+
+    def fail(self, error: CorollaError) -> None:
+        self._stop(StreamEnd(StreamCause.FAILED, error))
+
+    def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
+        if not self.ended.done():
+            self.finish(StreamEnd(cause))
+            self._streaming.say_end(self, StreamEnd(StreamCause.LOST))
+
+    def receive(self, message: bytes) -> None:
+        """Bytes have come in."""
+        if not self.ended.done():
+            self.process.call(lambda: self._take(message))
+
+    def finish(self, end: StreamEnd) -> None:
+        if not self.ended.done():
+            self.ended.set_result(end)
+            self._streaming.settle()
+
+    def _take(self, message: bytes) -> None:
+        if self._accept is not None:
+            self._receive, self._accept = self._accept(self), None
+        try:
+            for frame in decode(message):
+                if self._receive is not None and not self.ended.done():
+                    self._receive(frame)
+        except CorollaError as error:
+            self.fail(error)
+        except Exception:
+            self.fail(InternalError("an internal error ended the stream"))
+
+    def _stop(self, end: StreamEnd) -> None:
+        if not self.ended.done():
+            self.finish(end)
+            self._streaming.say_end(self, end)
+
+
 class _Call:
     """One call, of both ends."""
 
@@ -249,10 +400,8 @@ class _Call:
         self._received: deque[Any] = deque()
         self._news: asyncio.Future[None] | None = None
         self._end: aio.AioRpcError | bool | None = False
-        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._status: tuple[grpc.StatusCode, str, Any] = (grpc.StatusCode.OK, "", ())
-        self._num_sent = self._num_answered = 0
         self._is_handled = False
         connection.calls.append(self)
 
@@ -265,12 +414,6 @@ class _Call:
             self._finish(_rpc_error(grpc.StatusCode.UNAVAILABLE, "lost"))
             return
         self._connection.when_ready(lambda: self._connection.send(True, lambda: self._serve(request)))
-
-    async def write(self, message: bytes) -> None:
-        if self._end is not False:
-            raise asyncio.InvalidStateError("RPC already finished.")
-        self._num_sent += 1
-        self._connection.when_ready(lambda: self._send_message(True, message, self._num_sent > 1))
 
     def __aiter__(self) -> "_Call":
         return self
@@ -351,10 +494,8 @@ class _Call:
         try:
             if self._kind == "unary_unary":
                 await context.write(await handler.unary_unary(request, context))
-            elif self._kind == "unary_stream":
-                await handler.unary_stream(request, context)
             else:
-                await handler.stream_stream(self._incoming(), context)
+                await handler.unary_stream(request, context)
         except aio.AbortError:
             pass
         except Exception:
@@ -369,15 +510,10 @@ class _Call:
         if self._end is not False and (self._is_handled or self._task is None) and self in self._connection.calls:
             self._connection.calls.remove(self)
 
-    async def _incoming(self) -> AsyncIterator[bytes]:
-        while (message := await self._requests.get()) is not None:
-            yield message
-
     def answer(self, message: bytes) -> None:
         if self._connection.is_gone:
             raise aio.UsageError("RPC already finished.")
-        self._num_answered += 1
-        self._send_message(False, message, self._kind == "stream_stream" and self._num_answered > 1)
+        self._connection.send(False, lambda: self._receive(message))
 
     def abort(self, code: grpc.StatusCode, details: str, metadata: Any) -> None:
         self._status = (code, details, metadata)
@@ -386,22 +522,6 @@ class _Call:
         code, details, metadata = status
         end = None if code is grpc.StatusCode.OK else _rpc_error(code, details, metadata)
         self._connection.send(False, lambda: self._connection.client.when_running(lambda: self._finish(end)))
-
-    def _send_message(self, to_server: bool, message: bytes, may_repeat: bool) -> None:
-        connection = self._connection
-        receiver = connection.server if to_server else connection.client
-        is_stream = self._kind == "stream_stream"
-
-        def deliver(is_copy: bool) -> None:
-            arrived = connection.network.tamper(receiver, message, is_copy) if is_stream else message
-            if is_copy and not arrived:
-                return
-            if to_server:
-                self._requests.put_nowait(arrived)
-            else:
-                self._receive(arrived)
-
-        connection.send(to_server, lambda: deliver(False), copy=(lambda: deliver(True)) if may_repeat else None)
 
     def _cancel_handler_soon(self) -> None:
         self._loop.at(self._loop.time() + _WAKING_S, self._cancel_handler)
@@ -438,8 +558,8 @@ class _Channel:
         self._address = address
         self._connection: _Connection | None = None
 
-    def stream_stream(self, method: str, **_options: Any) -> Callable[[], _Call]:
-        return lambda: self._begin(method, "stream_stream", None, None, None)
+    def stream_stream(self, method: str, **_options: Any) -> Callable[[], None]:
+        raise NotImplementedError(method)
 
     def unary_unary(
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_options: Any
@@ -463,7 +583,8 @@ class _Channel:
     async def close(self, _grace_s: float | None = None) -> None:
         if self._connection is not None:
             for call in list(self._connection.calls):
-                call.cancel()
+                if isinstance(call, _Call):
+                    call.cancel()
 
     def _begin(self, method: str, kind: str, request: bytes | None, parse: Any, timeout_s: float | None) -> _Call:
         if self._connection is None or self._connection.is_gone:

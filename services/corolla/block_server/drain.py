@@ -17,11 +17,11 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.sessions import SessionTable
-from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import CorollaError, HopSessionLost, SessionBusy, SessionNotFound
 from corolla.chassis.handlers import where
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
+from corolla.wire.stream import Connect, connect
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Drain:
     is served until the time is over; then its client replays it elsewhere.
 
     Args:
-        channels: to the servers that take over.
+        connect: begins streams to the servers that take over.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Drain:
         registration: Registration,
         sender: HandoverSender,
         metrics: BlockServerMetrics,
-        channels: Channels = open_channel,
+        connect: Connect = connect,
     ) -> None:
         self._server = server
         self._sessions = sessions
@@ -61,7 +61,7 @@ class Drain:
         self._registration = registration
         self._sender = sender
         self._metrics = metrics
-        self._channels = channels
+        self._connect = connect
         # For each session that was handed over: its version here, and the server that has it.
         self._moved: dict[bytes, tuple[int, common_pb2.Hop]] = {}
 
@@ -115,7 +115,7 @@ class Drain:
 
             async def link_to(address: str) -> HandoverLink:
                 if address not in links:
-                    links[address] = HandoverLink(address, self._channels)
+                    links[address] = HandoverLink(address, self._connect)
                     await stack.enter_async_context(links[address].connect(self._server.fingerprint))
                 return links[address]
 

@@ -47,7 +47,7 @@ class BlockServerProcess:
         await self._stop_server()
 
     async def _follow_orders(self, server: BlockServer) -> None:
-        ports = {"port": server.port, "metrics_port": server.metrics_port}
+        ports = {"port": server.port, "control_port": server.control_port, "metrics_port": server.metrics_port}
         settings = self._settings.model_copy(update=ports)
         while True:
             span = await server.ordered_span()

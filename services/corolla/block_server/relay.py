@@ -4,6 +4,7 @@ A next hop does not acknowledge steps, so this hop cannot tell which ones were l
 notifies the clients of all recent ones, and they ignore those that were answered.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from corolla.block_server.peers import PeerTable, step_fault
-from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import HopUnavailable, QueueFull
-from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.exchange import Exchanges
 from corolla.wire.frames import Buffer, Frame
-from corolla.wire.stream import Stream
+from corolla.wire.stream import Connect, Stream, connect
+
+log = logging.getLogger(__name__)
 
 _NUM_REMEMBERED: Final = 1024
 _REMEMBERED_S: Final = 60.0
@@ -35,7 +35,7 @@ class Relay:
     """One stream per next hop, opened at first use and again after it broke.
 
     Args:
-        channels: to next hops.
+        connect: begins streams to next hops.
         clock: in seconds.
     """
 
@@ -43,14 +43,13 @@ class Relay:
         self,
         fingerprint: str,
         peers: PeerTable,
-        channels: Channels = open_channel,
+        connect: Connect = connect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fingerprint = fingerprint
         self._peers = peers
         self._clock = clock
-        self._tasks = TaskGroup()
-        self._exchanges = Exchanges(channels, self._tasks, "relay")
+        self._connect = connect
         self._links: dict[str, _Link] = {}
 
     def send(self, address: str, step: pb.Step, payload: Buffer) -> None:
@@ -65,11 +64,12 @@ class Relay:
             return
         link.sent.append((self._clock(), step))
 
-    async def close(self) -> None:
-        await self._tasks.close()
+    def close(self) -> None:
+        for link in self._links.values():
+            link.stream.close()
 
     def _begin(self, address: str) -> _Link:
-        link = _Link(self._exchanges.begin(address, lambda _: self._receive))
+        link = _Link(self._connect(address, lambda _: self._receive))
         link.stream.send(pb.Hello(fingerprint=self._fingerprint))
         link.stream.ended.add_done_callback(lambda _: self._on_ended(address, link))
         return link
@@ -82,6 +82,8 @@ class Relay:
                 peer.send(frame.control)
 
     def _on_ended(self, address: str, link: _Link) -> None:
+        end = link.stream.ended.result()
+        log.warning("stream to the next hop ended", extra={"address": address, "cause": end.cause.value})
         if self._links.get(address) is link:
             del self._links[address]
         oldest_s = self._clock() - _REMEMBERED_S

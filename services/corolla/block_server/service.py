@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.decode_graphs import CudaCapture
@@ -27,12 +29,12 @@ from corolla.block_server.servicer_admin import AdminEndpoint
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
 from corolla.block_server.speed import measure_decode_step, measure_speed
-from corolla.chassis.channels import MAX_FRAME_BYTES, Channels, open_channel
+from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import service_handler, where
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
-from corolla.chassis.rpc_server import Listen, RpcServer
+from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.weight_formats import weight_format
 from corolla.models.checkpoint import Checkpoint
@@ -40,6 +42,7 @@ from corolla.models.hub import Hub
 from corolla.models.span_model import SpanModel, fetch_span, load_span
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.span import Span
+from corolla.wire.stream import Connect, StreamListener, connect
 from corolla.wire.tensors import DTYPES, tensor_type
 
 log = logging.getLogger(__name__)
@@ -52,8 +55,9 @@ class BlockServer:
 
     Args:
         span: to hold where the settings leave that to the router; None: the router chooses.
-        channels: to the router, to next hops and to servers that take sessions over.
-        listen: binds the port that others call.
+        channels: to the router.
+        connect: begins streams, to next hops and to servers that take sessions over.
+        listen: takes the port of the data plane.
 
     Attributes:
         registry: its metrics, which can be read also when it has stopped.
@@ -68,21 +72,24 @@ class BlockServer:
         span: Span | None = None,
         *,
         channels: Channels = open_channel,
-        listen: Listen = RpcServer,
+        connect: Connect = connect,
+        listen: Callable[[str, int], StreamListener] = StreamListener,
     ) -> None:
         self.settings = settings
         self._wanted = settings.span or span
         self._channels = channels
+        self._connect = connect
         self.server_id = secrets.token_hex(16)
         self.registry = new_registry()
         self._metrics = BlockServerMetrics(self.registry)
         self._metrics_endpoint = MetricsEndpoint(self.registry, settings.metrics_host, settings.metrics_port)
-        try:
+        with ExitStack() as taken:
+            taken.callback(self._metrics_endpoint.close)
+            self._listener = listen(settings.host, settings.port)
+            taken.callback(self._listener.release)
             # The last port to be taken: only a server that was built frees it.
-            self._rpc = listen(settings.host, settings.port, with_reflection=settings.reflection)
-        except StartupError:
-            self._metrics_endpoint.close()
-            raise
+            self._rpc = RpcServer(settings.host, settings.control_port, with_reflection=settings.reflection)
+            taken.pop_all()
         self._tasks = TaskGroup(self._fail, TaskMetrics(self.registry))
         self._peers = PeerTable()
         self._scheduler: Scheduler[StepWork] = Scheduler(
@@ -104,6 +111,12 @@ class BlockServer:
 
     @property
     def port(self) -> int:
+        """Of the data plane."""
+        return self._listener.port
+
+    @property
+    def control_port(self) -> int:
+        """Of gRPC."""
         return self._rpc.port
 
     @property
@@ -183,7 +196,7 @@ class BlockServer:
         self._sessions = SessionTable(pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
         outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
         self._sessions.on_forget = outputs.forget
-        self._relay = Relay(fingerprint, self._peers, self._channels)
+        self._relay = Relay(fingerprint, self._peers, self._connect)
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
             fail=self._fail,
@@ -202,24 +215,16 @@ class BlockServer:
         )
         sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
         self._drain = Drain(
-            description, self._sessions, engine, self._peers, self._registration, sender, self._metrics, self._channels
+            description, self._sessions, engine, self._peers, self._registration, sender, self._metrics, self._connect
         )
-        self._rpc.add(
-            _SERVICE,
-            service_handler(
-                _SERVICE,
-                servicer,
-                self._rpc_metrics,
-                max_request_bytes=MAX_FRAME_BYTES,
-                raw_methods=["Exchange"],
-            ),
-        )
+        self._rpc.add(_SERVICE, service_handler(_SERVICE, servicer, self._rpc_metrics))
         self._tasks.start_essential(engine.run, "engine")
         self._housekeeping = Housekeeping(
             engine, self._scheduler, self._sessions, outputs, self._peers, self._metrics,
             page_bytes=lambda: runner.store.page_bytes,
         )  # fmt: skip
         self._tasks.start_essential(self._housekeeping.run, "housekeeping")
+        await self._listener.start(servicer.accept)
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.request_heartbeat()
@@ -268,10 +273,11 @@ class BlockServer:
         if self._registration is not None:
             await self._registration.deregister(num_moved, num_left)
         # Streams do not end by themselves, and the time for draining is over.
+        await self._listener.close()
         await self._rpc.stop(0)
         await self._tasks.close()
         if self._relay is not None:
-            await self._relay.close()
+            self._relay.close()
         if self._engine is not None:
             self._engine.close()
         if self._registration is not None:

@@ -1,9 +1,9 @@
-"""BlockService: frames in, checked, handed to the engine; frames out."""
+"""The streams that others have to this server, and BlockService: frames in, checked, handed to the engine."""
 
 import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -29,7 +29,6 @@ from corolla.chassis.errors import (
 from corolla.chassis.handlers import Context
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.exchange import serve
 from corolla.wire.frames import Frame
 from corolla.wire.stream import Receiver, Stream
 from corolla.wire.tensors import check_payload
@@ -38,7 +37,7 @@ HELLO_TIMEOUT_S: Final = 10.0
 
 
 class BlockServicer:
-    """Serves `BlockService`. Every frame is checked before it costs memory or time."""
+    """Takes streams (`accept`) and serves `BlockService`. Every frame is checked before it costs memory or time."""
 
     def __init__(
         self,
@@ -71,12 +70,8 @@ class BlockServicer:
             pb.HandoverTokens: self._handover_tokens,
         }
 
-    async def Exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        """One stream: Hello first, then frames in any number and order."""
-        await serve(requests, context, self.accept)
-
     def accept(self, stream: Stream) -> Receiver:
-        """Takes a new stream's frames."""
+        """Takes a new stream: Hello first, then frames in any number and order."""
         peer: Peer | None = None
         no_hello = DeadlineExceeded("a stream begins with Hello, and that did not come")
         timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, stream.fail, no_hello)

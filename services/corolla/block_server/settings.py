@@ -17,6 +17,9 @@ class BlockServerSettings(ServiceSettings):
     """One block server."""
 
     port: int = Field(50052, ge=0, le=65535, description="Port of the data plane; 0 takes a free one.")
+    control_port: int = Field(
+        50053, ge=0, le=65535, description="Port of gRPC, for health and status; 0 takes a free one."
+    )
     advertised_host: str = Field(
         "", description="Name or address by which others reach this server; empty: the machine's own name."
     )

@@ -1,60 +1,52 @@
-"""The data plane as a client service sees it: one stream to each block server, and who among them is silent."""
+"""The data plane as a client service sees it: one stream to each block server."""
 
 import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-import grpc
 import torch
 
 from corolla.chain.handovers import Handovers
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.pending import PendingReplies, RowFuture, discard, fail
-from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import CorollaError, FingerprintMismatch, HopLeaving, HopUnavailable, NotComputed, QueueFull
 from corolla.chassis.status import from_reason
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
-from corolla.v1 import blocks_pb2_grpc, common_pb2
-from corolla.wire.exchange import Exchanges, ExchangeStream
+from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer, Frame
-from corolla.wire.stream import StreamCause
+from corolla.wire.stream import Connect, Stream, StreamCause, StreamLimits, connect
 from corolla.wire.tensors import tensor_type, to_payload
 
 log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S: Final = 3.0
-_WATCH_INTERVAL_S: Final = 0.25
 
 
 @dataclass(slots=True)
 class _Server:
     """What this client service knows of a block server that it has a stream to."""
 
-    stream: ExchangeStream
+    stream: Stream
     welcome: asyncio.Future[pb.Welcome]
-    # When a frame came in from it.
-    heard_s: float = 0.0
-    probe: asyncio.Task[None] | None = None
 
 
 class DataPlane:
     """All streams of this client service.
 
-    A step that takes long says nothing about why. So a server that was silent for `probe_after_s` while something is
-    pending is asked whether it lives; one that does not say so within `probe_timeout_s` loses its stream, and whoever
-    waits for it learns that at once.
+    A step that takes long says nothing about why. So a silent server is asked whether it lives; one that does not say
+    so loses its stream, and whoever waits for it learns that at once. Its event loop answers, however busy it computes.
 
     Args:
         fingerprint: the weights and protocol that every server must have.
         tasks: of this plane alone.
+        limits: when a server is asked whether it lives, and when it is given up.
         open_timeout_s: how long a server that lives may take to open a session. Its event loop may be well while the
             thread that computes is stuck.
     """
@@ -63,24 +55,18 @@ class DataPlane:
         self,
         fingerprint: str,
         tasks: TaskGroup,
-        probe_after_s: float = 1.0,
-        probe_timeout_s: float = 1.0,
+        limits: StreamLimits | None = None,
         open_timeout_s: float = 15.0,
-        channels: Channels = open_channel,
+        connect: Connect = connect,
     ) -> None:
         self.client_id = secrets.token_bytes(16)
         self._fingerprint = fingerprint
-        self._exchanges = Exchanges(channels, tasks, "stream")
+        self._connect = connect
+        self._limits = limits
         self._tasks = tasks
         self._servers: dict[str, _Server] = {}
         self._numbers = itertools.count(1)
-        self._probe_after_s = probe_after_s
-        self._probe_timeout_s = probe_timeout_s
         self._open_timeout_s = open_timeout_s
-        self._watching: asyncio.Task[None] | None = None
-        # Seconds that this process' event loop was late, altogether, and when the watch looks again.
-        self._held_up_s = 0.0
-        self._next_look_s = math.inf
         self._pending = PendingReplies()
         self.handovers = Handovers()
 
@@ -111,13 +97,11 @@ class DataPlane:
 
     def _begin(self, address: str) -> _Server:
         welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
-        stream = self._exchanges.begin(address, lambda _: partial(self._receive, address))
+        stream = self._connect(address, lambda _: partial(self._receive, address), self._limits)
         stream.send(pb.Hello(client_id=self.client_id, fingerprint=self._fingerprint))
         server = self._servers[address] = _Server(stream, welcome)
         stream.ended.add_done_callback(lambda _: self._on_ended(address, server))
         self.handovers.mark_connected(address)
-        if self._watching is None:
-            self._watching = self._tasks.start_essential(self._watch, "server_watch")
         return server
 
     async def _connect_ahead(self, address: str) -> None:
@@ -205,9 +189,11 @@ class DataPlane:
             self.notify(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
     async def close(self) -> None:
-        for server in self._servers.values():
-            server.stream.close()
+        streams = [server.stream for server in self._servers.values()]
+        for stream in streams:
+            stream.close()
         await self._tasks.close()
+        await asyncio.gather(*(stream.ended for stream in streams))
 
     def _send(self, address: str, control: pb.Open | pb.Step | pb.Resend, payload: Buffer = b"") -> None:
         server = self._servers.get(address)
@@ -224,9 +210,10 @@ class DataPlane:
         error: CorollaError = HopUnavailable("a hop of the chain was lost", address)
         if end.cause is StreamCause.SILENT:
             error = HopUnavailable("a hop of the chain does not answer", address)
-            log.warning("a block server does not answer", extra={"address": address})
         elif isinstance(end.error, FingerprintMismatch):
             error = end.error
+        reason = end.error.reason if end.error is not None else end.cause.value
+        log.warning("stream to a block server ended", extra={"address": address, "reason": reason})
         if self._servers.get(address) is server:
             del self._servers[address]
         if not server.welcome.done():
@@ -235,44 +222,8 @@ class DataPlane:
         self.handovers.mark_disconnected(address)
         self._pending.on_stream_lost(address, error)
 
-    async def _watch(self) -> None:
-        """Asks silent servers whether they live, for ever."""
-        clock = asyncio.get_running_loop().time
-        while True:
-            self._next_look_s = clock() + _WATCH_INTERVAL_S
-            await asyncio.sleep(_WATCH_INTERVAL_S)
-            now_s = clock()
-            self._held_up_s += now_s - self._next_look_s
-            overdue_s = now_s - self._probe_after_s
-            for address in self._pending.overdue(overdue_s):
-                server = self._servers.get(address)
-                if server is not None and server.heard_s < overdue_s and (server.probe is None or server.probe.done()):
-                    server.probe = self._tasks.start(self._probe(address, server), f"probe of {address}")
-
-    async def _probe(self, address: str, server: _Server) -> None:
-        """Cuts a server off that does not say that it lives. Its event loop answers, however busy it computes.
-
-        Where this process itself was held up meanwhile (paused, or starved of processors), a late answer says nothing
-        about the server: the watch asks again.
-        """
-        clock = asyncio.get_running_loop().time
-        held_up_before_s = self._held_up_s
-        stub = blocks_pb2_grpc.BlockServiceStub(server.stream.channel)
-        try:
-            await stub.GetStatus(pb.GetBlockServerStatusRequest(), timeout=self._probe_timeout_s)
-            server.heard_s = clock()
-        except (grpc.RpcError, grpc.aio.BaseError) as failure:
-            held_up_s = self._held_up_s + max(0.0, clock() - self._next_look_s) - held_up_before_s
-            is_late = isinstance(failure, grpc.RpcError) and failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            if is_late and held_up_s > self._probe_timeout_s / 2:
-                log.warning("held up, so a late block server is asked once more", extra={"address": address})
-                return
-            server.stream.abort(StreamCause.SILENT)
-
     def _receive(self, address: str, frame: Frame) -> None:
         server, control = self._servers.get(address), frame.control
-        if server is not None:
-            server.heard_s = asyncio.get_running_loop().time()
         match control:
             case pb.Result():
                 self._pending.on_result(control, frame.payload)

@@ -33,25 +33,16 @@ heartbeat and a farewell."""
 EssentialTask = Literal[
     "moves", "heartbeats", "engine", "housekeeping",  # block server
     "placement_statistics", "rebalancing", "placement_feed",  # router
-    "placement_watch", "server_watch",  # client service
+    "placement_watch",  # client service
 ]  # fmt: skip
 RestartableTask = Literal["kubernetes", "pod_tags", "turn_lock"]
-StreamTask = Literal[
-    "peer_reader", "peer_writer",  # a block server's end of any stream
-    "relay_reader", "relay_writer",  # to the next hop
-    "stream_reader", "stream_writer",  # from a client service to a block server
-]  # fmt: skip
-Task = Literal[EssentialTask, RestartableTask, StreamTask]
+Task = Literal[EssentialTask, RestartableTask]
 
 Result = TypeVar("Result")
 
 
 class InjectedFailure(BaseException):
     """What a background task fails of that was given to: a bug that no `except Exception` on its way catches."""
-
-
-class InjectedError(Exception):
-    """What a stream's task fails of that was given to: gRPC answers only ordinary exceptions of a handler."""
 
 
 def _go_on(place: Place) -> None:
@@ -102,10 +93,8 @@ def arm(environment: Mapping[str, str]) -> None:
         if is_now(place):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    injected = InjectedError if wanted in get_args(StreamTask) else InjectedFailure
-
     async def fail(task: str, work: Coroutine[Any, Any, Any]) -> Any:
-        return await _Failing(work, injected, lambda: is_now(task))
+        return await _Failing(work, lambda: is_now(task))
 
     if is_task:
         _within = fail
@@ -116,18 +105,15 @@ def arm(environment: Mapping[str, str]) -> None:
 class _Failing:
     """Awaits a coroutine; each time that it goes on, `is_now` says whether it gets the failure instead."""
 
-    def __init__(
-        self, work: Coroutine[Any, Any, Any], injected: type[BaseException], is_now: Callable[[], bool]
-    ) -> None:
+    def __init__(self, work: Coroutine[Any, Any, Any], is_now: Callable[[], bool]) -> None:
         self._work = work
-        self._injected = injected
         self._is_now = is_now
 
     def __await__(self) -> Generator[Any, Any, Any]:
         go_on = partial(self._work.send, None)
         while True:
             try:
-                awaited = self._work.throw(self._injected()) if self._is_now() else go_on()
+                awaited = self._work.throw(InjectedFailure()) if self._is_now() else go_on()
             except StopIteration as end:
                 return end.value
             try:

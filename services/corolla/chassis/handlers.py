@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -32,7 +32,6 @@ def service_handler(
     metrics: RpcMetrics,
     *,
     max_request_bytes: int = 4 << 20,
-    raw_methods: Iterable[str] = (),
     reader_timeout_s: float | None = None,
 ) -> grpc.GenericRpcHandler:
     """Handlers for every method of `service` that `servicer` has.
@@ -41,7 +40,6 @@ def service_handler(
         service: from the generated module, for example `router_pb2.DESCRIPTOR.services_by_name["RouterService"]`.
         servicer: unary methods are coroutines, streaming ones asynchronous generators; `(request, context)`.
         max_request_bytes: larger requests are refused with MESSAGE_TOO_LARGE.
-        raw_methods: streaming methods that read and write bytes instead of messages.
         reader_timeout_s: how long the caller of a streaming method may take nothing of what it is sent, before its call
             ends with CALLER_STALLED; None: for ever.
     """
@@ -51,9 +49,6 @@ def service_handler(
         if behaviour is None:
             continue
         guard = _Guard(f"{service.name}/{method.name}", metrics)
-        if method.name in raw_methods:
-            handlers[method.name] = grpc.stream_stream_rpc_method_handler(guard.raw_stream(behaviour))
-            continue
         parse = _parser(message_factory.GetMessageClass(method.input_type), max_request_bytes)
         if method.server_streaming:
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(
@@ -169,18 +164,6 @@ class _Guard:
     def _stalled(self) -> None:
         log.warning("a caller does not take its answer", extra={"method": self._method})
         self._metrics.error(errors.CallerStalled.reason)
-
-    def raw_stream(self, behaviour: Any) -> Any:
-        async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
-            started = time.perf_counter()
-            try:
-                await behaviour(requests, context)
-            except BaseException as failure:
-                await self._abort(failure, context, started)
-                raise
-            self._metrics.done(self._method, "OK", time.perf_counter() - started)
-
-        return handle
 
     async def _abort(self, failure: BaseException, context: Context, started: float) -> None:
         if isinstance(failure, asyncio.CancelledError):

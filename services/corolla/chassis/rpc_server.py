@@ -1,7 +1,5 @@
 """A service's gRPC server with health and reflection."""
 
-from typing import Protocol
-
 import grpc
 from google.protobuf import descriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -11,13 +9,6 @@ from corolla.chassis.channels import bind, new_server
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class Listen(Protocol):
-    """What makes an RpcServer, as its constructor does."""
-
-    def __call__(self, host: str, port: int, *, with_reflection: bool) -> "RpcServer":
-        """Raises StartupError when the port is taken."""
 
 
 class RpcServer:

@@ -119,27 +119,5 @@ class TaskGroup:
             await asyncio.sleep(delay_s)
 
 
-async def until_first_ends(**tasks: Work) -> None:
-    """Runs tasks that are nothing without each other, such as reader and writer of a stream, until one of them ends.
-
-    The others are cancelled and have ended when this returns. Raises what the one that ended has raised, unless it was
-    cancelled.
-
-    Args:
-        tasks: by name; a `StreamTask` can be made to fail.
-    """
-    loop = asyncio.get_running_loop()
-    running = [loop.create_task(failpoints.within(name, work), name=name) for name, work in tasks.items()]
-    try:
-        ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-    for task in running:
-        if task in ended and not task.cancelled():
-            task.result()
-
-
 def _how(failure: BaseException | None) -> str:
     return "returned" if failure is None else where(failure)

@@ -71,6 +71,9 @@ def block_server(
     device: Device = None,
     threads: Threads = None,
     kv_cache_mib: Annotated[int | None, typer.Option(help="Memory for the KV cache.", show_default=False)] = None,
+    control_port: Annotated[
+        int | None, typer.Option(help="Port of gRPC, for health and status.", show_default=False)
+    ] = None,
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,
     settings: Settings = False,
@@ -85,7 +88,7 @@ def block_server(
     return run(
         model=model, blocks=blocks, capacity_blocks=capacity_blocks, router=router, port=port, host=host,
         advertised_host=advertised_host, dtype=dtype, quantization=quantization, device=device, threads=threads,
-        kv_cache_mib=kv_cache_mib, metrics_port=metrics_port, log_level=log_level,
+        kv_cache_mib=kv_cache_mib, control_port=control_port, metrics_port=metrics_port, log_level=log_level,
     )  # fmt: skip
 
 

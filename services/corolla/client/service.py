@@ -35,6 +35,7 @@ from corolla.models.edges import load_edges
 from corolla.models.hub import Hub
 from corolla.models.threads import set_num_threads
 from corolla.v1 import generation_pb2
+from corolla.wire.stream import Connect, StreamLimits, connect
 from corolla.wire.tensors import DTYPES
 
 log = logging.getLogger(__name__)
@@ -44,17 +45,24 @@ class ClientService:
     """One client service in this process.
 
     Args:
-        channels: to the router and to block servers.
+        channels: to the router.
+        connect: begins streams to block servers.
         farewell_s: how long before its deadline a caller is notified that there will be no answer.
     """
 
     def __init__(
-        self, settings: ClientSettings, *, channels: Channels = open_channel, farewell_s: float = FAREWELL_S
+        self,
+        settings: ClientSettings,
+        *,
+        channels: Channels = open_channel,
+        connect: Connect = connect,
+        farewell_s: float = FAREWELL_S,
     ) -> None:
         self.settings = settings
         if settings.max_held_request_bytes < settings.max_request_bytes:
             raise SettingsError("COROLLA_MAX_HELD_REQUEST_BYTES must allow one request of COROLLA_MAX_REQUEST_BYTES")
         self._channels = channels
+        self._connect = connect
         self._farewell_s = farewell_s
         self._hub = Hub(settings.offline, settings.hub_patience_s)
         self._tenants = Tenants(settings.api_keys_file)
@@ -100,10 +108,11 @@ class ClientService:
         plane = self._plane = DataPlane(
             fingerprint,
             self._tasks.subgroup(),
-            settings.probe_after_s,
-            settings.probe_timeout_s,
+            StreamLimits(
+                ping_after_s=settings.probe_after_s, silence_s=settings.probe_after_s + settings.probe_timeout_s
+            ),
             settings.open_timeout_s,
-            self._channels,
+            self._connect,
         )
         routes = self._routes = Routes(
             control,

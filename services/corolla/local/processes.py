@@ -7,6 +7,7 @@ from pathlib import Path
 
 from corolla.local.log_files import LogFile
 from corolla.local.options import StackOptions
+from corolla.local.ports import Ports
 
 LOOPBACK = "127.0.0.1"
 SERVICE_MODULE = "corolla.cli.app"
@@ -20,6 +21,7 @@ class ManagedProcess:
         name: "redis", "router", "client" or "server-1" and so on.
         module: whose `main(arguments)` it runs.
         address: host:port where it serves.
+        control_address: of a block server: host:port of its gRPC; of the others that is `address`.
         blocks: of a block server: what it was ordered to hold.
         metrics_port: where it serves its metrics, on the loopback address; 0 for Redis, which has none.
     """
@@ -31,12 +33,18 @@ class ManagedProcess:
     log: LogFile
     blocks: str = ""
     metrics_port: int = 0
+    control_address: str = ""
 
     @property
     def title(self) -> str:
         """What `ps` shows: role, span and port, as `corolla block-server 0:15 :50052`."""
         role = "block-server" if self.is_block_server else self.name
         return " ".join(["corolla", role, *filter(None, [self.blocks]), f":{self.address.rpartition(':')[2]}"])
+
+    @property
+    def rpc_address(self) -> str:
+        """Where its health is asked for."""
+        return self.control_address or self.address
 
     @property
     def is_block_server(self) -> bool:
@@ -58,18 +66,23 @@ def router_process(folder: Path, port: int, metrics_port: int) -> ManagedProcess
 
 
 def block_server_process(
-    options: StackOptions, number: int, blocks: str, capacity_blocks: int, port: int, metrics_port: int, router: str
+    options: StackOptions, number: int, blocks: str, capacity_blocks: int, ports: Ports, router: str
 ) -> ManagedProcess:
+    port, control_port, metrics_port = ports.free(), ports.free(), ports.free()
     name = f"server-{number}"
     arguments = ["block-server", "--model", options.model, "--router", router, "--blocks", blocks]
-    arguments += ["--port", str(port), "--host", LOOPBACK, "--advertised-host", LOOPBACK]
+    arguments += ["--port", str(port), "--control-port", str(control_port)]
+    arguments += ["--host", LOOPBACK, "--advertised-host", LOOPBACK]
     arguments += ["--metrics-port", str(metrics_port)]
     arguments += ["--dtype", options.dtype, "--quantization", options.quantization]
     arguments += ["--threads", str(options.num_threads)]
     if blocks == "auto":
         arguments += ["--capacity-blocks", str(capacity_blocks)]
     log = LogFile(options.log_folder / f"{name}.log")
-    return ManagedProcess(name, SERVICE_MODULE, tuple(arguments), f"{LOOPBACK}:{port}", log, blocks, metrics_port)
+    return ManagedProcess(
+        name, SERVICE_MODULE, tuple(arguments), f"{LOOPBACK}:{port}", log, blocks, metrics_port,
+        f"{LOOPBACK}:{control_port}",
+    )  # fmt: skip
 
 
 def client_process(options: StackOptions, port: int, metrics_port: int, router: str) -> ManagedProcess:

@@ -232,9 +232,7 @@ class Stack:
         spans = server_blocks(options, num_blocks)
         capacity_blocks = -(-num_blocks // len(spans))
         servers = [
-            processes.block_server_process(
-                options, number, blocks, capacity_blocks, self._ports.free(), self._ports.free(), self.router_address
-            )
+            processes.block_server_process(options, number, blocks, capacity_blocks, self._ports, self.router_address)
             for number, blocks in enumerate(spans, start=1)
         ]
         self._plan([*servers, self._client])
@@ -259,7 +257,7 @@ class Stack:
             if (earlier := self._probes.pop(process.name, None)) is not None:
                 earlier.close()
             if process.name != "redis":
-                self._probes[process.name] = readiness.Probe(process.address)
+                self._probes[process.name] = readiness.Probe(process.rpc_address)
 
     def _covered(self) -> bool:
         placement = self.placement()

@@ -3,8 +3,8 @@
 isort:skip_file
 The data plane between client services and block servers, and from one block server to the next.
 
-A message on `Exchange` is not a serialised protobuf: it is one or more frames back to back, so that tensors are
-neither copied nor re-encoded. A frame is
+It runs over TCP connections of its own, not over gRPC: frames back to back, so that tensors are neither copied nor
+re-encoded. A frame is
 
   offset  size  little-endian
   0       2     magic 0xC0 0x01
@@ -150,21 +150,6 @@ TENSOR_TYPE_FLOAT32: TensorType.ValueType  # 1
 TENSOR_TYPE_BFLOAT16: TensorType.ValueType  # 2
 TENSOR_TYPE_FLOAT16: TensorType.ValueType  # 3
 Global___TensorType: _TypeAlias = TensorType  # noqa: Y015
-
-@_typing.final
-class Frames(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Frames: _TypeAlias = Frames  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):

@@ -34,11 +34,6 @@ class BlockServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Exchange = channel.stream_stream(
-                '/corolla.v1.BlockService/Exchange',
-                request_serializer=corolla_dot_v1_dot_blocks__pb2.Frames.SerializeToString,
-                response_deserializer=corolla_dot_v1_dot_blocks__pb2.Frames.FromString,
-                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/corolla.v1.BlockService/GetStatus',
                 request_serializer=corolla_dot_v1_dot_blocks__pb2.GetBlockServerStatusRequest.SerializeToString,
@@ -48,12 +43,6 @@ class BlockServiceStub:
 
 class BlockServiceServicer:
     """Missing associated documentation comment in .proto file."""
-
-    def Exchange(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
         """What the server holds now. For operators and tests; needs no stream.
@@ -65,11 +54,6 @@ class BlockServiceServicer:
 
 def add_BlockServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Exchange': grpc.stream_stream_rpc_method_handler(
-                    servicer.Exchange,
-                    request_deserializer=corolla_dot_v1_dot_blocks__pb2.Frames.FromString,
-                    response_serializer=corolla_dot_v1_dot_blocks__pb2.Frames.SerializeToString,
-            ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=corolla_dot_v1_dot_blocks__pb2.GetBlockServerStatusRequest.FromString,
@@ -85,33 +69,6 @@ def add_BlockServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class BlockService:
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Exchange(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/corolla.v1.BlockService/Exchange',
-            corolla_dot_v1_dot_blocks__pb2.Frames.SerializeToString,
-            corolla_dot_v1_dot_blocks__pb2.Frames.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def GetStatus(request,

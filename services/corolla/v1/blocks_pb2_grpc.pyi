@@ -3,8 +3,8 @@
 isort:skip_file
 The data plane between client services and block servers, and from one block server to the next.
 
-A message on `Exchange` is not a serialised protobuf: it is one or more frames back to back, so that tensors are
-neither copied nor re-encoded. A frame is
+It runs over TCP connections of its own, not over gRPC: frames back to back, so that tensors are neither copied nor
+re-encoded. A frame is
 
   offset  size  little-endian
   0       2     magic 0xC0 0x01
@@ -50,25 +50,16 @@ class BlockServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BlockServiceAsyncStub: ...
-    Exchange: _grpc.StreamStreamMultiCallable[_blocks_pb2.Frames, _blocks_pb2.Frames]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.GetBlockServerStatusRequest, _blocks_pb2.BlockServerStatus]
     """What the server holds now. For operators and tests; needs no stream."""
 
 @_typing.type_check_only
 class BlockServiceAsyncStub(BlockServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Exchange: _aio.StreamStreamMultiCallable[_blocks_pb2.Frames, _blocks_pb2.Frames]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_blocks_pb2.GetBlockServerStatusRequest, _blocks_pb2.BlockServerStatus]  # type: ignore[assignment]
     """What the server holds now. For operators and tests; needs no stream."""
 
 class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
-    def Exchange(
-        self,
-        request_iterator: _MaybeAsyncIterator[_blocks_pb2.Frames],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_blocks_pb2.Frames], _abc.AsyncIterator[_blocks_pb2.Frames]]: ...
-
     @_abc_1.abstractmethod
     def GetStatus(
         self,

@@ -9,10 +9,11 @@ end stopped it.
 import asyncio
 import contextlib
 import logging
+import socket
 import ssl
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Protocol, cast
 
@@ -22,7 +23,6 @@ from corolla.chassis.errors import (
     CorollaError,
     DeadlineExceeded,
     FingerprintMismatch,
-    HopUnavailable,
     InternalError,
     MalformedMessage,
     QueueFull,
@@ -89,18 +89,35 @@ class StreamLimits:
     """
 
     greeting_s: float = 10.0
-    ping_after_s: float = 1.0
-    silence_s: float = 2.0
+    ping_after_s: float = 2.0
+    silence_s: float = 3.0
     flush_s: float = 0.5
     max_frame_bytes: int = 64 << 20
     max_waiting_bytes: int = 256 << 20
+
+
+_between_servers = StreamLimits()
+
+
+def between_servers() -> StreamLimits:
+    """What holds for a stream unless its owner says otherwise."""
+    return _between_servers
+
+
+def tolerate_silence(silence_s: float) -> None:
+    """Streams of this process bear that the other end is silent for so long, as far as their owners leave it open.
+
+    For machines that stop processes for seconds, where a frozen peer noticed late is the lesser evil.
+    """
+    global _between_servers
+    _between_servers = replace(_between_servers, silence_s=silence_s)
 
 
 Receiver = Callable[[Frame], None]
 """Takes one frame, at once. Where it raises a CorollaError, the other end learns of it and the stream ends."""
 
 Accept = Callable[["Stream"], Receiver]
-"""Called with a stream before its first frame; gives who takes the frames."""
+"""Called with a stream once both ends have greeted each other; gives who takes the frames."""
 
 
 class Stream(Protocol):
@@ -113,7 +130,7 @@ class Stream(Protocol):
     ended: asyncio.Future[StreamEnd]
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
-        """Writes a frame. What is sent on a stream that has ended is dropped: `ended` tells of it.
+        """Writes a frame, as soon as the stream is open. Once it has ended, frames are dropped: `ended` tells of it.
 
         Raises:
             QueueFull: too many bytes wait already; nothing of the frame is sent.
@@ -129,8 +146,15 @@ class Stream(Protocol):
         """Ends at once; the other end learns nothing."""
 
 
+class Connect(Protocol):
+    """What begins streams, as `connect` does."""
+
+    def __call__(self, address: str, accept: Accept, limits: StreamLimits | None = None) -> Stream:
+        """A stream to `host:port`; where nobody answers there, it ends as lost."""
+
+
 class FrameStream(asyncio.Protocol):
-    """A `Stream` over TCP or TLS. Made by `connect` and `listen`.
+    """A `Stream` over TCP or TLS. Made by `connect` and `StreamListener`.
 
     Attributes:
         peer_address: `host:port` of the other end, for logs.
@@ -139,7 +163,6 @@ class FrameStream(asyncio.Protocol):
     def __init__(self, accept: Accept, limits: StreamLimits) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[StreamEnd] = self._loop.create_future()
-        self.opened: asyncio.Future[None] = self._loop.create_future()
         self.peer_address = ""
         self._accept = accept
         self._limits = limits
@@ -148,6 +171,10 @@ class FrameStream(asyncio.Protocol):
         self._greeting = b""
         self._receive: Receiver | None = None
         self._transport: asyncio.Transport | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        # What is sent before the stream is open.
+        self._unsent: list[Buffer] = []
+        self._num_unsent_bytes = 0
         self._end: StreamEnd | None = None
         self._heard_s = 0.0
         self._has_pinged = False
@@ -159,12 +186,23 @@ class FrameStream(asyncio.Protocol):
         return self._state is StreamState.OPEN
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
-        if self._state is not StreamState.OPEN or self._transport is None or self._transport.is_closing():
+        is_open = self._state is StreamState.OPEN
+        if not is_open and self._state is not StreamState.GREETING:
             return
         parts = encode(control, payload)
-        if self._transport.get_write_buffer_size() + sum(map(len, parts)) > self._limits.max_waiting_bytes:
+        num_bytes = sum(map(len, parts))
+        num_waiting_bytes = self._num_unsent_bytes
+        if self._transport is not None:
+            if self._transport.is_closing():
+                return
+            num_waiting_bytes += self._transport.get_write_buffer_size()
+        if num_waiting_bytes + num_bytes > self._limits.max_waiting_bytes:
             raise QueueFull("the other end of a stream does not read what it is sent")
-        self._transport.writelines(parts)
+        if is_open and self._transport is not None:
+            self._transport.writelines(parts)
+        else:
+            self._unsent += parts
+            self._num_unsent_bytes += num_bytes
 
     def close(self) -> None:
         self._stop(StreamEnd(StreamCause.CLOSED))
@@ -177,11 +215,20 @@ class FrameStream(asyncio.Protocol):
             self._end = StreamEnd(cause)
         if self._transport is not None:
             self._transport.abort()
+        else:
+            self._conclude()
+
+    def begin(self, host: str, port: int, tls: ssl.SSLContext | None, timeout_s: float) -> None:
+        """Connects, as the end that calls."""
+        self._connecting = self._loop.create_task(self._connect(host, port, tls, timeout_s))
 
     # --- called by the event loop ------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if self._state is StreamState.ENDED:
+            self._transport.abort()
+            return
         self.peer_address = "{}:{}".format(*(transport.get_extra_info("peername") or ("?", "?"))[:2])
         self._transport.write(_GREETING.pack(_MAGIC, VERSION, 0))
         self._timer = self._loop.call_later(self._limits.greeting_s, self._on_no_greeting)
@@ -201,16 +248,33 @@ class FrameStream(asyncio.Protocol):
             self.fail(InternalError("an internal error ended the stream"))
 
     def connection_lost(self, failure: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._move(StreamState.ENDED)
-        end = self._end or StreamEnd(StreamCause.LOST)
-        self.ended.set_result(end)
-        if not self.opened.done():
-            self.opened.set_exception(end.error or HopUnavailable("a hop of the chain is not reachable", ""))
-            self.opened.exception()  # nobody may be waiting
+        self._conclude()
 
     # --- within ------------------------------------------------------------------------------------------------------
+
+    async def _connect(self, host: str, port: int, tls: ssl.SSLContext | None, timeout_s: float) -> None:
+        deadline_s = self._loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._loop.create_connection(lambda: self, host, port, ssl=tls)
+        except (OSError, TimeoutError):
+            self._conclude()
+            return
+        if self._state is StreamState.GREETING and self._timer is not None:
+            self._timer.cancel()
+            self._timer = self._loop.call_at(deadline_s, self.abort)
+
+    def _conclude(self) -> None:
+        """Nothing comes or goes any more."""
+        if self._state is StreamState.ENDED:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._unsent.clear()
+        self._move(StreamState.ENDED)
+        self.ended.set_result(self._end or StreamEnd(StreamCause.LOST))
 
     def _greet(self, data: bytes) -> bytes:
         """Reads the greeting; returns what follows it."""
@@ -226,7 +290,9 @@ class FrameStream(asyncio.Protocol):
             )
         self._move(StreamState.OPEN)
         self._receive = self._accept(self)
-        self.opened.set_result(None)
+        if self._transport is not None:
+            self._transport.writelines(self._unsent)
+        self._unsent, self._num_unsent_bytes = [], 0
         self._look_again()
         return self._greeting[_GREETING.size :]
 
@@ -263,12 +329,14 @@ class FrameStream(asyncio.Protocol):
         self._close_transport()
 
     def _close_transport(self) -> None:
+        if self._transport is None:
+            self._conclude()
+            return
         self._move(StreamState.CLOSING)
         if self._timer is not None:
             self._timer.cancel()
-        if self._transport is not None:
-            self._transport.close()
-            self._timer = self._loop.call_later(self._limits.flush_s, self._transport.abort)
+        self._transport.close()
+        self._timer = self._loop.call_later(self._limits.flush_s, self._transport.abort)
 
     def _look_again(self) -> None:
         if self._timer is not None:
@@ -310,40 +378,82 @@ class FrameStream(asyncio.Protocol):
             self._state = state
 
 
-async def connect(
-    address: str, accept: Accept, limits: StreamLimits, *, tls: ssl.SSLContext | None = None, timeout_s: float = 3.0
+def connect(
+    address: str,
+    accept: Accept,
+    limits: StreamLimits | None = None,
+    *,
+    tls: ssl.SSLContext | None = None,
+    timeout_s: float = 3.0,
 ) -> FrameStream:
-    """A stream to `host:port`, where both ends have greeted each other.
+    """A stream to `host:port`. What is sent before it is open waits for that.
 
-    Raises:
-        HopUnavailable: nobody is there, or does not answer in time.
-        FingerprintMismatch: who is there speaks another version.
+    Args:
+        timeout_s: until both ends have greeted each other; then the stream ends as lost.
     """
     host, _, port = address.rpartition(":")
-    loop = asyncio.get_running_loop()
-    stream: FrameStream | None = None
-    try:
-        async with asyncio.timeout(timeout_s):
-            _, stream = await loop.create_connection(
-                lambda: FrameStream(accept, limits), host.strip("[]"), int(port), ssl=tls
-            )
-            await asyncio.shield(stream.opened)
-    except (OSError, TimeoutError) as failure:
-        raise HopUnavailable("a hop of the chain is not reachable", address) from failure
-    except HopUnavailable:
-        raise HopUnavailable("a hop of the chain is not reachable", address) from None
-    finally:
-        if stream is not None and not stream.is_open:
-            stream.abort()
+    stream = FrameStream(accept, limits or between_servers())
+    stream.begin(host.strip("[]"), int(port), tls, timeout_s)
     return stream
 
 
-async def listen(
-    host: str, port: int, accept: Accept, limits: StreamLimits, *, tls: ssl.SSLContext | None = None
-) -> asyncio.Server:
-    """Takes streams at `host:port`; port 0 takes a free one. Raises StartupError where the address is taken."""
-    loop = asyncio.get_running_loop()
-    try:
-        return await loop.create_server(lambda: FrameStream(accept, limits), host, port, ssl=tls, reuse_port=False)
-    except OSError as failure:
-        raise StartupError(f"cannot listen on {host}:{port}: {failure.strerror or failure}") from None
+class StreamListener:
+    """Has a port of this machine, and takes streams there from `start` on.
+
+    Args:
+        port: 0 takes a free one.
+
+    Attributes:
+        port: which it has.
+
+    Raises:
+        StartupError: the address is taken, or none of this machine.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self._socket = socket.socket(family, kind, protocol)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            self._socket.bind(address)
+        except OSError as failure:
+            raise StartupError(f"cannot listen on {host}:{port}: {failure.strerror or failure}") from None
+        self.port: int = self._socket.getsockname()[1]
+        self._server: asyncio.Server | None = None
+        self._streams: set[FrameStream] = set()
+
+    async def start(
+        self, accept: Accept, limits: StreamLimits | None = None, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Takes streams from now on. Until then, who connects is refused."""
+        limits = limits or between_servers()
+
+        def make() -> FrameStream:
+            stream = FrameStream(accept, limits)
+            self._streams.add(stream)
+            stream.ended.add_done_callback(lambda _: self._streams.discard(stream))
+            return stream
+
+        try:
+            self._server = await asyncio.get_running_loop().create_server(make, sock=self._socket, ssl=tls)
+        except OSError as failure:  # another process that had bound the port as well listens by now
+            raise StartupError(f"cannot listen on port {self.port}: {failure.strerror or failure}") from None
+
+    def release(self) -> None:
+        """Lets go of the port; takes no more streams."""
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+
+    async def close(self) -> None:
+        """Lets go of the port, and closes the streams that are there."""
+        self.release()
+        streams = list(self._streams)
+        for stream in streams:
+            stream.close()
+        if streams:
+            await asyncio.wait([stream.ended for stream in streams])

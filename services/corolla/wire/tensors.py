@@ -8,7 +8,6 @@ import torch
 from corolla.chassis.errors import MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
-from corolla.wire.outbox import MAX_MESSAGE_BYTES
 
 # Received bytes are read-only and stay so: nothing writes into a tensor made by `from_payload`.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -22,7 +21,7 @@ _DTYPES: Final = {number: dtype for dtype, number in _TYPES.items()}
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The names by which settings call the dtypes."""
 
-MAX_PROMPT_BYTES: Final = MAX_MESSAGE_BYTES
+MAX_PROMPT_BYTES: Final = 32 << 20
 """Of the trained prompts that one session brings to one hop."""
 
 

@@ -157,7 +157,8 @@ async def test_who_comes_while_redis_is_frozen_gets_what_was_pushed_last(
     finally:
         os.kill(own_redis.pid, signal.SIGCONT)
     server.state = pb.SERVER_STATE_DRAINING
-    await server.beat()
+    async with server.beating(), watching(router, model) as pushed:
+        await until(pushed, lambda placement: bool(placement.uncovered))
     async with watching(router, model) as pushed:
         assert (await until(pushed, lambda placement: True)).uncovered
 

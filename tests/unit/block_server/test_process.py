@@ -14,7 +14,7 @@ from corolla.wire.span import Span
 class OrderedServer:
     """What it is to fetch cannot be had, for one reason after the other."""
 
-    port = metrics_port = 1
+    port = control_port = metrics_port = 1
 
     def __init__(self, settings: BlockServerSettings) -> None:
         self.failures: list[Exception] = [OSError(28, "No space left on device"), HubUnavailable("it is away")]

@@ -2,11 +2,10 @@
 the blocks, which are those of the toy model."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
+from google.protobuf.message import Message
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -24,14 +23,15 @@ from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
-from corolla.chassis.handlers import Context
+from corolla.chassis.errors import CorollaError
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Frame, decode, encode, join
+from corolla.wire.frames import Buffer, Frame, decode, encode, join
 from corolla.wire.span import Span
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.toy_model import PRIME, ToyModel, ToyRunner, unexpected_failure
+from tests.unread_stream import UnreadStream
 
 MODEL = ToyModel((None, None))
 SPAN = Span(0, 2)
@@ -53,27 +53,23 @@ class Held:
     is_idle: bool = False
 
 
-class Caller:
-    """A client's end of its stream, and the stream's context."""
+class Caller(UnreadStream):
+    """A client's end of its stream, and what the hop sees of it."""
 
     def __init__(self) -> None:
-        self._to_send: asyncio.Queue[bytes] = asyncio.Queue()
+        self.ended = asyncio.get_running_loop().create_future()
         self._received: list[Frame] = []
-
-    def send(self, frame: Frame) -> None:
-        self._to_send.put_nowait(join([encode(frame.control, frame.payload)]))
 
     def take(self) -> list[Frame]:
         """The frames since the last call."""
         received, self._received = self._received, []
         return received
 
-    async def messages(self) -> AsyncIterator[bytes]:
-        while True:
-            yield await self._to_send.get()
+    def send(self, control: Message, payload: Buffer = b"") -> None:
+        self._received += decode(join([encode(control, payload)]))
 
-    async def write(self, message: bytes) -> None:
-        self._received += decode(message)
+    def fail(self, error: CorollaError) -> None:
+        raise AssertionError(f"the hop found fault with a stream: {error.reason}")
 
 
 class Protocol(RuleBasedStateMachine):
@@ -108,17 +104,16 @@ class Protocol(RuleBasedStateMachine):
         )
         self.running = [asyncio.ensure_future(engine.run())]
         self.callers = [Caller() for _ in CLIENTS]
-        for caller, client in zip(self.callers, CLIENTS, strict=True):
-            exchange = self.servicer.Exchange(caller.messages(), cast(Context, caller))
-            self.running.append(asyncio.ensure_future(exchange))
-            caller.send(Frame(pb.Hello(client_id=client, fingerprint="toy"), b""))
+        self.receivers = [self.servicer.accept(caller) for caller in self.callers]
+        for receive, client in zip(self.receivers, CLIENTS, strict=True):
+            receive(Frame(pb.Hello(client_id=client, fingerprint="toy"), b""))
         await asyncio.sleep(0.1)
         for caller in self.callers:
             (welcome,) = caller.take()
             assert isinstance(welcome.control, pb.Welcome)
 
     def teardown(self) -> None:
-        assert not any(each.done() for each in self.running), "no stream and no engine ends by itself"
+        assert not any(each.done() for each in self.running), "no engine ends by itself"
         for each in self.running:
             each.cancel()
         self.loop.run_until_complete(asyncio.wait(self.running))
@@ -126,7 +121,7 @@ class Protocol(RuleBasedStateMachine):
 
     def send(self, client: int, frame: Frame) -> list[Frame]:
         """Lets the hop handle a frame. Returns its answers to that client."""
-        self.callers[client].send(frame)
+        self.receivers[client](frame)
         self.loop.run_until_complete(asyncio.sleep(0.1))
         return self.callers[client].take()
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from corolla.chassis import failpoints
 from corolla.chassis.failpoints import InjectedFailure
 from corolla.chassis.metrics import TaskMetrics
-from corolla.chassis.tasks import TaskGroup, until_first_ends
+from corolla.chassis.tasks import TaskGroup
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ async def test_a_task_that_its_group_cancels_or_closes_has_not_failed(group: Tas
 
 async def test_the_parts_of_a_service_end_it_as_well(group: TaskGroup, fatal: asyncio.Event) -> None:
     part = group.subgroup()
-    part.start_essential(fail, "server_watch")
+    part.start_essential(fail, "placement_watch")
     async with asyncio.timeout(30):
         await fatal.wait()
     await part.close()
@@ -182,39 +182,6 @@ async def test_without_a_service_essential_tasks_are_restarted(pauses_s: "asynci
     await group.close()
 
 
-async def test_of_tasks_that_belong_together_the_first_end_is_the_end_of_all() -> None:
-    ended: list[str] = []
-
-    async def wait() -> None:
-        try:
-            await for_ever()
-        finally:
-            ended.append("waiting")
-
-    async with asyncio.timeout(30):
-        await until_first_ends(stream_reader=end(), stream_writer=wait())
-        with pytest.raises(RuntimeError):
-            await until_first_ends(stream_reader=wait(), stream_writer=fail())
-    assert ended == ["waiting", "waiting"]
-
-
-async def test_cancelling_until_first_ends_cancels_all_its_tasks() -> None:
-    ends: list[str] = []
-
-    async def wait() -> None:
-        try:
-            await for_ever()
-        finally:
-            ends.append("waiting")
-
-    task = asyncio.create_task(until_first_ends(stream_reader=wait(), stream_writer=wait()))
-    await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert len(ends) == 2
-
-
 async def test_a_task_fails_where_it_waits_for_the_nth_time(
     group: TaskGroup, fatal: asyncio.Event, arm: Callable[[str], None]
 ) -> None:
@@ -237,7 +204,7 @@ async def test_a_task_fails_where_it_waits_for_the_nth_time(
 
 
 async def test_a_task_with_a_later_failpoint_is_unchanged_until_then(arm: Callable[[str], None]) -> None:
-    arm("fail:stream_reader:99")
+    arm("fail:engine:99")
     answers: list[Any] = []
 
     async def work() -> None:
@@ -248,5 +215,5 @@ async def test_a_task_with_a_later_failpoint_is_unchanged_until_then(arm: Callab
         except TimeoutError:
             answers.append("late")
 
-    await until_first_ends(stream_reader=work(), other=for_ever())
+    await failpoints.within("engine", work())
     assert answers == [["a", "b"], "late"]

@@ -12,7 +12,6 @@ import pytest
 
 from corolla.chassis.errors import (
     FingerprintMismatch,
-    HopUnavailable,
     MalformedMessage,
     QueueFull,
     StartupError,
@@ -22,12 +21,13 @@ from corolla.wire.frames import Frame, encode, join
 from corolla.wire.stream import (
     TRANSITIONS,
     FrameStream,
+    Receiver,
     Stream,
     StreamCause,
     StreamLimits,
+    StreamListener,
     StreamState,
     connect,
-    listen,
 )
 from tests.certificates import client_tls, make_certificate, server_tls
 
@@ -59,12 +59,13 @@ class Acceptor:
 @asynccontextmanager
 async def accepting(limits: StreamLimits = LIMITS, tls: ssl.SSLContext | None = None) -> AsyncIterator[Acceptor]:
     acceptor = Acceptor()
-    server = await listen("127.0.0.1", 0, acceptor.accept, limits, tls=tls)
-    acceptor.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    listener = StreamListener("127.0.0.1", 0)
+    await listener.start(acceptor.accept, limits, tls=tls)
+    acceptor.address = f"127.0.0.1:{listener.port}"
     try:
         yield acceptor
     finally:
-        server.close()
+        await listener.close()
 
 
 class Caller:
@@ -76,7 +77,17 @@ class Caller:
     async def connect(
         self, address: str, limits: StreamLimits = LIMITS, tls: ssl.SSLContext | None = None
     ) -> FrameStream:
-        return await connect(address, lambda stream: self.frames.put_nowait, limits, tls=tls)
+        """Returns when the stream is open, or has ended."""
+        is_open = asyncio.Event()
+
+        def accept(stream: Stream) -> Receiver:
+            is_open.set()
+            return self.frames.put_nowait
+
+        stream = connect(address, accept, limits, tls=tls)
+        stream.ended.add_done_callback(lambda _: is_open.set())
+        await is_open.wait()
+        return stream
 
 
 async def raw(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -139,33 +150,90 @@ async def test_streams_run_over_tls(tmp_path: Path) -> None:
         assert bytes((await caller.frames.get()).payload) == b"secret" * 100_000
         stream.close()
         assert (await stream.ended).cause is StreamCause.CLOSED
-        with pytest.raises(HopUnavailable):
-            await Caller().connect(acceptor.address, QUICK)
+        assert (await (await Caller().connect(acceptor.address, QUICK)).ended).cause is StreamCause.LOST
 
 
 # --- ends that misbehave ----------------------------------------------------------------------------------------------
 
 
-async def test_nobody_there_is_an_unavailable_hop() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(HopUnavailable) as unavailable:
-            await Caller().connect(address)
-        assert unavailable.value.address == address
+async def test_where_nobody_listens_a_stream_is_lost() -> None:
+    """As where the port is taken, and its owner is not ready yet."""
+    listener = StreamListener("127.0.0.1", 0)
+    stream = await Caller().connect(f"127.0.0.1:{listener.port}")
+    assert (await stream.ended).cause is StreamCause.LOST
+    listener.release()
 
 
 async def test_a_taken_port_says_so() -> None:
     async with accepting() as acceptor:
         with pytest.raises(StartupError, match=f"cannot listen on {acceptor.address}"):
-            await listen("127.0.0.1", int(acceptor.address.split(":")[1]), acceptor.accept, LIMITS)
+            StreamListener("127.0.0.1", int(acceptor.address.split(":")[1]))
+    two = [StreamListener("127.0.0.1", 0)]
+    two.append(StreamListener("127.0.0.1", two[0].port))  # which the system allows as long as neither listens
+    await two[0].start(acceptor.accept)
+    with pytest.raises(StartupError, match=f"cannot listen on port {two[0].port}"):
+        await two[1].start(acceptor.accept)
+    for each in two:
+        await each.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "[::]", "localhost", ""])
+async def test_hosts_are_those_of_other_services(host: str) -> None:
+    acceptor, listener = Acceptor(), StreamListener(host, 0)
+    await listener.start(acceptor.accept)
+    caller = Caller()
+    stream = await caller.connect(f"127.0.0.1:{listener.port}")
+    stream.send(step(1))
+    assert (await caller.frames.get()).control == step(1)
+    await listener.close()
+    assert (await stream.ended).cause is StreamCause.CLOSED
+
+
+async def test_what_is_sent_before_a_stream_is_open_arrives_first() -> None:
+    async with accepting() as acceptor:
+        caller = Caller()
+        stream = connect(acceptor.address, lambda _: caller.frames.put_nowait, LIMITS)
+        stream.send(step(1), b"a" * 100_000)
+        stream.send(step(2))
+        for number in (1, 2):
+            assert (await caller.frames.get()).control == step(number)
+        stream.send(step(3))
+        assert (await caller.frames.get()).control == step(3)
+        stream.close()
+        with pytest.raises(QueueFull):
+            connect(acceptor.address, lambda _: print, StreamLimits(max_waiting_bytes=100)).send(step(1), bytes(200))
+
+
+@pytest.mark.parametrize(
+    "stop, cause",
+    [
+        (lambda stream: stream.close(), StreamCause.CLOSED),
+        (lambda stream: stream.abort(), StreamCause.LOST),
+        (lambda stream: stream.fail(MalformedMessage("frame", "bad")), StreamCause.FAILED),
+    ],
+    ids=["close", "abort", "fail"],
+)
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3])
+async def test_a_stream_may_be_stopped_while_it_connects(
+    stop: Callable[[Stream], None], cause: StreamCause, num_turns: int
+) -> None:
+    async with accepting() as acceptor:
+        stream = connect(acceptor.address, lambda _: lambda _: None, LIMITS)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        stop(stream)
+        async with asyncio.timeout(30):
+            assert (await stream.ended).cause is cause
+        while not acceptor.streams.empty():
+            await acceptor.streams.get_nowait().ended
 
 
 async def test_who_accepts_and_says_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        with pytest.raises(HopUnavailable):
-            await connect(address, lambda stream: lambda frame: None, LIMITS, timeout_s=0.2)
+        stream = connect(address, lambda stream: lambda frame: None, LIMITS, timeout_s=0.2)
+        async with asyncio.timeout(30):
+            assert (await stream.ended).cause is StreamCause.LOST
 
 
 async def test_another_version_is_refused_with_a_sentence_at_either_end() -> None:
@@ -176,8 +244,10 @@ async def test_another_version_is_refused_with_a_sentence_at_either_end() -> Non
 
     server = await asyncio.start_server(speak_version_7, "127.0.0.1", 0)
     async with server:
-        with pytest.raises(FingerprintMismatch, match="version 7 of the data plane, and this process version 1"):
-            await Caller().connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        stream = await Caller().connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        error = (await stream.ended).error
+        assert isinstance(error, FingerprintMismatch)
+        assert "version 7 of the data plane, and this process version 1" in error.message
     async with accepting() as acceptor:
         reader, writer = await raw(acceptor.address)
         writer.write(b"CRLL\x07\x00\x00\x00")

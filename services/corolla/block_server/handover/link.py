@@ -5,32 +5,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import HopUnavailable
-from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.exchange import Exchanges
 from corolla.wire.frames import Buffer, Frame
-from corolla.wire.stream import Stream
+from corolla.wire.stream import Connect, Stream, connect
 
 _ANSWER_TIMEOUT_S: Final = 5.0
-_FLUSH_TIMEOUT_S: Final = 0.5
 
 
 class HandoverLink:
     """Offers and parts out, answers in; of each session one thing at a time."""
 
-    def __init__(self, address: str, channels: Channels = open_channel) -> None:
+    def __init__(self, address: str, connect: Connect = connect) -> None:
         self.address = address
-        self._channels = channels
+        self._connect = connect
         self._stream: Stream | None = None
         self._answers: dict[bytes, asyncio.Future[pb.HandoverAnswer]] = {}
 
     @asynccontextmanager
     async def connect(self, fingerprint: str) -> AsyncIterator[None]:
         """The stream lasts as long as the context; once it broke, requests raise HopUnavailable."""
-        tasks = TaskGroup()
-        stream = Exchanges(self._channels, tasks, "handover").begin(self.address, lambda _: self._receive)
+        stream = self._connect(self.address, lambda _: self._receive)
         stream.ended.add_done_callback(lambda _: self._on_ended())
         stream.send(pb.Hello(fingerprint=fingerprint))
         self._stream = stream
@@ -38,8 +33,7 @@ class HandoverLink:
             yield
         finally:
             stream.close()
-            await asyncio.wait({stream.ended}, timeout=_FLUSH_TIMEOUT_S)
-            await tasks.close()
+            await asyncio.wait({stream.ended})
 
     async def request(self, control: pb.Handover | pb.HandoverTokens, payload: Buffer = b"") -> pb.HandoverAnswer:
         """Sends one frame and waits for its answer. Raises HopUnavailable."""
