@@ -99,7 +99,7 @@ async def _run(
                 await listen(other, answer, request_id=name, resume_from=list(answer.token_ids))
                 answers.append(answer)
 
-    watching = asyncio.create_task(_statuses(victim.address, is_watched.touch))
+    watching = asyncio.create_task(_statuses(victim.rpc_address, is_watched.touch))
     ending = asyncio.create_task(_seconds_to_end(stand, armed))
     if kind == "client":
         await stand.until_serving(victim)
