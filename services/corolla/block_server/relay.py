@@ -15,7 +15,7 @@ from corolla.block_server.peers import PeerTable, step_fault
 from corolla.chassis.errors import HopUnavailable, QueueFull
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer, Frame
-from corolla.wire.stream import Connect, Stream, connect
+from corolla.wire.stream import Connect, Stream, StreamCause, connect
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ class Relay:
 
     def _on_ended(self, address: str, link: _Link) -> None:
         end = link.stream.ended.result()
-        log.warning("stream to the next hop ended", extra={"address": address, "cause": end.cause.value})
+        if end.cause is not StreamCause.CLOSED:
+            log.warning("stream to the next hop ended", extra={"address": address, "cause": end.cause.value})
         if self._links.get(address) is link:
             del self._links[address]
         oldest_s = self._clock() - _REMEMBERED_S

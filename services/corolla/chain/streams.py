@@ -212,8 +212,10 @@ class DataPlane:
             error = HopUnavailable("a hop of the chain does not answer", address)
         elif isinstance(end.error, FingerprintMismatch):
             error = end.error
-        reason = end.error.reason if end.error is not None else end.cause.value
-        log.warning("stream to a block server ended", extra={"address": address, "reason": reason})
+        if end.cause is not StreamCause.CLOSED:
+            reason = end.error.reason if end.error is not None else ""
+            facts = {"address": address, "cause": end.cause.value, "reason": reason}
+            log.warning("stream to a block server ended", extra=facts)
         if self._servers.get(address) is server:
             del self._servers[address]
         if not server.welcome.done():

@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextvars import Context
 from typing import Any, Final, TypeVar
 
 Result = TypeVar("Result")
@@ -41,7 +42,8 @@ class LoopThread:
             if self._is_stopped:
                 work.close()
                 raise LoopStopped
-            future: Future[Result] = asyncio.run_coroutine_threadsafe(work, self._loop)
+            # Timers and tasks that outlive the call must not hold what the caller's context variables name.
+            future: Future[Result] = Context().run(asyncio.run_coroutine_threadsafe, work, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -52,7 +54,7 @@ class LoopThread:
         """Runs `work` soon, unless the loop was stopped."""
         with self._lock:
             if not self._is_stopped:
-                self._loop.call_soon_threadsafe(work)
+                self._loop.call_soon_threadsafe(work, context=Context())
 
     def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs `last()` for some seconds at most, cancels what runs otherwise, and ends the thread.

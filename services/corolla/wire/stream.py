@@ -80,7 +80,8 @@ class StreamLimits:
     """What one stream may take, in seconds and bytes.
 
     Attributes:
-        greeting_s: until the other end has sent its greeting.
+        connect_s: until both ends have greeted each other, at the end that calls; then the stream ends as lost.
+        greeting_s: until the other end has sent its greeting, at the end that was called.
         ping_after_s: of silence, then the other end is asked whether it lives.
         silence_s: of silence, then the stream ends; more than `ping_after_s`.
         flush_s: for what is still to be written when the stream is closed.
@@ -88,6 +89,7 @@ class StreamLimits:
         max_waiting_bytes: that wait to be written because the other end does not read.
     """
 
+    connect_s: float = 3.0
     greeting_s: float = 10.0
     ping_after_s: float = 2.0
     silence_s: float = 3.0
@@ -105,12 +107,12 @@ def between_servers() -> StreamLimits:
 
 
 def tolerate_silence(silence_s: float) -> None:
-    """Streams of this process bear that the other end is silent for so long, as far as their owners leave it open.
+    """Streams of this process bear that the other end is silent for so long, where their owners do not say otherwise.
 
     For machines that stop processes for seconds, where a frozen peer noticed late is the lesser evil.
     """
     global _between_servers
-    _between_servers = replace(_between_servers, silence_s=silence_s)
+    _between_servers = replace(_between_servers, silence_s=silence_s, connect_s=silence_s)
 
 
 Receiver = Callable[[Frame], None]
@@ -218,9 +220,9 @@ class FrameStream(asyncio.Protocol):
         else:
             self._conclude()
 
-    def begin(self, host: str, port: int, tls: ssl.SSLContext | None, timeout_s: float) -> None:
+    def begin(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         """Connects, as the end that calls."""
-        self._connecting = self._loop.create_task(self._connect(host, port, tls, timeout_s))
+        self._connecting = self._loop.create_task(self._connect(host, port, tls))
 
     # --- called by the event loop ------------------------------------------------------------------------------------
 
@@ -252,8 +254,8 @@ class FrameStream(asyncio.Protocol):
 
     # --- within ------------------------------------------------------------------------------------------------------
 
-    async def _connect(self, host: str, port: int, tls: ssl.SSLContext | None, timeout_s: float) -> None:
-        deadline_s = self._loop.time() + timeout_s
+    async def _connect(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        deadline_s = self._loop.time() + self._limits.connect_s
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._loop.create_connection(lambda: self, host, port, ssl=tls)
@@ -384,16 +386,11 @@ def connect(
     limits: StreamLimits | None = None,
     *,
     tls: ssl.SSLContext | None = None,
-    timeout_s: float = 3.0,
 ) -> FrameStream:
-    """A stream to `host:port`. What is sent before it is open waits for that.
-
-    Args:
-        timeout_s: until both ends have greeted each other; then the stream ends as lost.
-    """
+    """A stream to `host:port`. What is sent before it is open waits for that."""
     host, _, port = address.rpartition(":")
     stream = FrameStream(accept, limits or between_servers())
-    stream.begin(host.strip("[]"), int(port), tls, timeout_s)
+    stream.begin(host.strip("[]"), int(port), tls)
     return stream
 
 

@@ -30,7 +30,7 @@ async def serve() -> None:
                 swarm = await start(stacks[-1], request)
                 addresses = {
                     "router": swarm.router_address,
-                    "servers": [server.address for server in swarm.servers],
+                    "servers": [f"127.0.0.1:{server.control_port}" for server in swarm.servers],
                     "clients": [swarm.address_of(number) for number in range(len(swarm.clients))],
                 }
             else:

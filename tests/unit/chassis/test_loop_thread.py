@@ -1,7 +1,10 @@
 """The thread between blocking code and an event loop."""
 
 import asyncio
+import gc
 import threading
+import weakref
+from contextvars import Context, ContextVar
 from typing import Any
 
 import grpc
@@ -49,6 +52,33 @@ def test_who_waits_learns_that_the_loop_is_stopped() -> None:
     thread.stop(nothing)
     waiting.join(30)
     assert [type(end).__name__ for end in ends] == ["CancelledError"]
+
+
+def test_a_timer_of_the_loop_holds_nothing_of_its_caller() -> None:
+    class Held:
+        pass
+
+    variable: ContextVar[Held] = ContextVar("variable")
+
+    def start_timer() -> None:
+        asyncio.get_running_loop().call_later(3600, print)
+
+    async def start_timer_in_a_task() -> None:
+        start_timer()
+
+    def call() -> "weakref.ref[Held]":
+        held = Held()
+        variable.set(held)
+        thread.call(start_timer_in_a_task())
+        thread.post(start_timer)
+        thread.call(nothing())
+        return weakref.ref(held)
+
+    thread = LoopThread("looping")
+    held = Context().run(call)
+    gc.collect()
+    assert held() is None
+    thread.stop(nothing)
 
 
 def test_what_comes_last_has_run_when_the_thread_has_stopped() -> None:

@@ -231,7 +231,7 @@ async def test_a_stream_may_be_stopped_while_it_connects(
 async def test_who_accepts_and_says_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        stream = connect(address, lambda stream: lambda frame: None, LIMITS, timeout_s=0.2)
+        stream = connect(address, lambda stream: lambda frame: None, StreamLimits(connect_s=0.2))
         async with asyncio.timeout(30):
             assert (await stream.ended).cause is StreamCause.LOST
 
