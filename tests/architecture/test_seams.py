@@ -79,7 +79,7 @@ def test_what_is_allowed_is_needed() -> None:
         ("monkeypatch.setattr(BlockServicer, '_write', held)", ["_write"]),
         ("monkeypatch.setattr('corolla.router.api._ANSWER_S', 1.0)", ["_ANSWER_S"]),
         ("getattr(swarm.clients[0], '_plane')", ["_plane"]),
-        ("monkeypatch.setattr(Outbox, 'messages', held)", []),
+        ("monkeypatch.setattr(Engine, 'submit', held)", []),
         ("print('_plane')", []),
     ],
 )

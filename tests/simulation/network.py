@@ -1,7 +1,7 @@
 """gRPC and the streams of the data plane without sockets, on a network that is slow, cut or broken.
 
 Connections are those of TCP: bytes come in order or not at all. A connection whose other end is silent for longer than
-the keepalive allows is given up by both ends; what was under way is lost. A frozen process still receives into its
+its kind bears is given up by both ends; what was under way is lost. A frozen process still receives into its
 buffers, and reads them when it wakes up, before it learns that its connections are gone.
 """
 

@@ -211,8 +211,9 @@ class BlockServer:
         most = settings.max_tokens_per_frame
         receiver = HandoverReceiver(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
         servicer = BlockServicer(
-            identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, receiver
-        )
+            identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, receiver,
+            self._rpc_metrics.error,
+        )  # fmt: skip
         sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
         self._drain = Drain(
             description, self._sessions, engine, self._peers, self._registration, sender, self._metrics, self._connect

@@ -1,6 +1,7 @@
 """The streams that others have to this server, and BlockService: frames in, checked, handed to the engine."""
 
 import asyncio
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -30,14 +31,20 @@ from corolla.chassis.handlers import Context
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Frame
-from corolla.wire.stream import Receiver, Stream
+from corolla.wire.stream import Receiver, Stream, StreamEnd
 from corolla.wire.tensors import check_payload
+
+log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 10.0
 
 
 class BlockServicer:
-    """Takes streams (`accept`) and serves `BlockService`. Every frame is checked before it costs memory or time."""
+    """Takes streams (`accept`) and serves `BlockService`. Every frame is checked before it costs memory or time.
+
+    Args:
+        count_error: is called with the reason of each error that ended a stream.
+    """
 
     def __init__(
         self,
@@ -49,8 +56,10 @@ class BlockServicer:
         peers: PeerTable,
         store: KVStore,
         receiver: HandoverReceiver,
+        count_error: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._identity = identity
+        self._count_error = count_error
         self._checks = FrameChecks(identity)
         self._engine = engine
         self._scheduler = scheduler
@@ -86,8 +95,12 @@ class BlockServicer:
             peer = self._welcome(frame.control, stream)
             timer.cancel()
 
-        def on_ended(_: object) -> None:
+        def on_ended(ended: "asyncio.Future[StreamEnd]") -> None:
             timer.cancel()
+            error = ended.result().error
+            if error is not None:
+                self._count_error(error.reason)
+                log.warning("a stream failed", extra={"reason": error.reason})
             if peer is not None:
                 self._peers.remove(peer)
                 if peer.client_id:

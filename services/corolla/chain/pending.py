@@ -29,18 +29,16 @@ RowFuture = asyncio.Future[RowResult]
 class _Step:
     rows: dict[bytes, tuple[pb.StepRow, RowFuture]]
     addresses: frozenset[str]
-    since_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
     answer: asyncio.Future[pb.Opened]
     address: str
-    since_s: float
 
 
 class PendingReplies:
-    """Steps and openings without an answer yet, by their numbers. Times are the event loop's."""
+    """Steps and openings without an answer yet, by their numbers."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
@@ -53,7 +51,7 @@ class PendingReplies:
         """One future for each row, in order; the step is forgotten when all are done."""
         loop = asyncio.get_running_loop()
         by_session = {row.session_id: (row, loop.create_future()) for row in rows}
-        self._steps[number] = _Step(by_session, addresses, loop.time())
+        self._steps[number] = _Step(by_session, addresses)
         futures = [future for _, future in by_session.values()]
         for future in futures:
             future.add_done_callback(lambda _: self._settle(number))
@@ -62,16 +60,11 @@ class PendingReplies:
     def add_open(self, number: int, address: str) -> asyncio.Future[pb.Opened]:
         """To be forgotten by `remove_open`."""
         loop = asyncio.get_running_loop()
-        opening = self._opens[number] = _Open(loop.create_future(), address, loop.time())
+        opening = self._opens[number] = _Open(loop.create_future(), address)
         return opening.answer
 
     def remove_open(self, number: int) -> None:
         del self._opens[number]
-
-    def overdue(self, since_s: float) -> set[str]:
-        """Addresses of servers that take part in something that is awaited since before `since_s`."""
-        addresses = {opening.address for opening in self._opens.values() if opening.since_s < since_s}
-        return addresses.union(*(step.addresses for step in self._steps.values() if step.since_s < since_s))
 
     def on_result(self, result: pb.Result, payload: Buffer) -> None:
         """Hands each row its part."""

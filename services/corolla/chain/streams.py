@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 import torch
 
@@ -21,12 +20,10 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer, Frame
-from corolla.wire.stream import Connect, Stream, StreamCause, StreamLimits, connect
+from corolla.wire.stream import Connect, Stream, StreamCause, StreamLimits, between_servers, connect
 from corolla.wire.tensors import tensor_type, to_payload
 
 log = logging.getLogger(__name__)
-
-_CONNECT_TIMEOUT_S: Final = 3.0
 
 
 @dataclass(slots=True)
@@ -62,7 +59,7 @@ class DataPlane:
         self.client_id = secrets.token_bytes(16)
         self._fingerprint = fingerprint
         self._connect = connect
-        self._limits = limits
+        self._limits = limits or between_servers()
         self._tasks = tasks
         self._servers: dict[str, _Server] = {}
         self._numbers = itertools.count(1)
@@ -83,7 +80,7 @@ class DataPlane:
         """
         server = self._servers.get(address) or self._begin(address)
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(self._limits.connect_s):
                 return await asyncio.shield(server.welcome)
         except TimeoutError:
             raise HopUnavailable("a hop of the chain is not reachable", address) from None
@@ -189,11 +186,12 @@ class DataPlane:
             self.notify(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
     async def close(self) -> None:
+        await self._tasks.close()
         streams = [server.stream for server in self._servers.values()]
         for stream in streams:
             stream.close()
-        await self._tasks.close()
-        await asyncio.gather(*(stream.ended for stream in streams))
+        if streams:
+            await asyncio.wait([stream.ended for stream in streams])
 
     def _send(self, address: str, control: pb.Open | pb.Step | pb.Resend, payload: Buffer = b"") -> None:
         server = self._servers.get(address)

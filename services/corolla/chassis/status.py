@@ -102,15 +102,6 @@ def from_rpc_error(
     return parse_status(status)
 
 
-def cause_of(failure: BaseException | None) -> str:
-    """What gRPC says of a call that ended, for a log line. It may name addresses: nothing for callers."""
-    if failure is None:
-        return "ended by the peer"
-    if not isinstance(failure, grpc.aio.AioRpcError):
-        return type(failure).__name__
-    return f"{failure.code().name}: {failure.details()}"
-
-
 def parse_status(status: status_pb2.Status) -> errors.CorollaError:
     """Reads what `to_status` wrote; details that are unknown here are passed over."""
     info = error_details_pb2.ErrorInfo()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from transformers import GenerationConfig
 
@@ -35,7 +36,7 @@ from corolla.models.edges import load_edges
 from corolla.models.hub import Hub
 from corolla.models.threads import set_num_threads
 from corolla.v1 import generation_pb2
-from corolla.wire.stream import Connect, StreamLimits, connect
+from corolla.wire.stream import Connect, between_servers, connect
 from corolla.wire.tensors import DTYPES
 
 log = logging.getLogger(__name__)
@@ -108,8 +109,10 @@ class ClientService:
         plane = self._plane = DataPlane(
             fingerprint,
             self._tasks.subgroup(),
-            StreamLimits(
-                ping_after_s=settings.probe_after_s, silence_s=settings.probe_after_s + settings.probe_timeout_s
+            replace(
+                between_servers(),
+                ping_after_s=settings.probe_after_s,
+                silence_s=settings.probe_after_s + settings.probe_timeout_s,
             ),
             settings.open_timeout_s,
             self._connect,

@@ -20,11 +20,11 @@ from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopUnavailable, StartupError
 from corolla.chassis.loop_thread import LoopStopped, LoopThread
 from corolla.chassis.tasks import TaskGroup
-from corolla.wire.stream import StreamLimits
+from corolla.wire.stream import between_servers
 
 Result = TypeVar("Result")
 
-_STREAM_LIMITS: Final = StreamLimits(ping_after_s=1.0, silence_s=5.0)
+_SILENCE_S: Final = 5.0
 """Longer than in a client service: the caller's own work in this process keeps answers from being heard."""
 
 # A session lives as long as this process keeps its streams; its lease only has to outlast a thinking user.
@@ -137,7 +137,8 @@ class _Planes:
         self.control = ControlPlane(router, model)
         # The process is its caller's: whatever fails here is restarted, and ends nothing.
         self.tasks = TaskGroup()
-        self.data = DataPlane(fingerprint, self.tasks.subgroup(), _STREAM_LIMITS)
+        limits = replace(between_servers(), ping_after_s=1.0, silence_s=_SILENCE_S)
+        self.data = DataPlane(fingerprint, self.tasks.subgroup(), limits)
         placement = PlacementWatch(self.control)
         self.tasks.start_essential(placement.run, "placement_watch")
         self.routes = Routes(self.control, placement, fingerprint, num_blocks)

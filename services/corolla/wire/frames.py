@@ -51,7 +51,8 @@ def encode(control: Message, payload: Buffer = b"") -> tuple[Buffer, ...]:
     """The parts of one frame, to be joined with those of others by `join`. The payload is not copied here."""
     control_bytes = control.SerializeToString()
     header = _HEADER.pack(_MAGIC, _KINDS[control.DESCRIPTOR.full_name], len(control_bytes), len(payload))
-    return (header, control_bytes, payload)
+    # Event loops may stumble over empty parts.
+    return tuple(part for part in (header, control_bytes, payload) if len(part))
 
 
 def join(frames: Iterable[tuple[Buffer, ...]]) -> bytes:

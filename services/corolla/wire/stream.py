@@ -12,7 +12,7 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Protocol, cast
@@ -28,6 +28,7 @@ from corolla.chassis.errors import (
     QueueFull,
     StartupError,
 )
+from corolla.chassis.handlers import where
 from corolla.chassis.status import from_reason
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer, Frame, FrameParser, encode
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 VERSION: Final = 1
 _GREETING: Final = struct.Struct("<4sHH")
 _MAGIC: Final = b"CRLL"
+_BACKLOG: Final = 128
 _NUM_LOOKS: Final = 8
 """How often a stream looks whether the other end is silent while it may be."""
 
@@ -98,12 +100,22 @@ class StreamLimits:
     max_waiting_bytes: int = 256 << 20
 
 
+_CALLER_PING_S: Final = 5.0
+_CALLER_SILENCE_S: Final = 10.0
+
 _between_servers = StreamLimits()
 
 
 def between_servers() -> StreamLimits:
     """What holds for a stream unless its owner says otherwise."""
     return _between_servers
+
+
+def from_callers() -> StreamLimits:
+    """What holds for streams that others begin. One that dies closes them; one that is held up may go on."""
+    return replace(
+        _between_servers, ping_after_s=_CALLER_PING_S, silence_s=max(_CALLER_SILENCE_S, _between_servers.silence_s)
+    )
 
 
 def tolerate_silence(silence_s: float) -> None:
@@ -178,36 +190,41 @@ class FrameStream(asyncio.Protocol):
         self._unsent: list[Buffer] = []
         self._num_unsent_bytes = 0
         self._end: StreamEnd | None = None
+        # Of those written ever, how many had left this process when the stream last looked, and how many waited then.
+        self._num_written_bytes = 0
+        self._num_drained_bytes = 0
+        self._num_backlog_bytes = 0
         self._heard_s = 0.0
         self._has_pinged = False
         self._next_look_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_open(self) -> bool:
-        return self._state is StreamState.OPEN
-
     def send(self, control: Message, payload: Buffer = b"") -> None:
-        is_open = self._state is StreamState.OPEN
-        if not is_open and self._state is not StreamState.GREETING:
+        if self._end is not None or self._state not in (StreamState.GREETING, StreamState.OPEN):
+            return
+        transport = self._transport
+        if transport is not None and transport.is_closing():
             return
         parts = encode(control, payload)
         num_bytes = sum(map(len, parts))
         num_waiting_bytes = self._num_unsent_bytes
-        if self._transport is not None:
-            if self._transport.is_closing():
-                return
-            num_waiting_bytes += self._transport.get_write_buffer_size()
+        if transport is not None:
+            num_waiting_bytes += transport.get_write_buffer_size()
         if num_waiting_bytes + num_bytes > self._limits.max_waiting_bytes:
             raise QueueFull("the other end of a stream does not read what it is sent")
-        if is_open and self._transport is not None:
-            self._transport.writelines(parts)
+        if transport is not None and self._state is StreamState.OPEN:
+            self._write(transport, parts)
         else:
             self._unsent += parts
             self._num_unsent_bytes += num_bytes
 
     def close(self) -> None:
-        self._stop(StreamEnd(StreamCause.CLOSED))
+        end = StreamEnd(StreamCause.CLOSED)
+        if self._state is StreamState.GREETING and self._unsent and self._end is None:
+            self._end = end
+            self._loop.call_later(self._limits.flush_s, self.abort)
+        else:
+            self._stop(end)
 
     def fail(self, error: CorollaError) -> None:
         self._stop(StreamEnd(StreamCause.FAILED, error))
@@ -215,14 +232,16 @@ class FrameStream(asyncio.Protocol):
     def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
         if self._end is None:
             self._end = StreamEnd(cause)
-        if self._transport is not None:
-            self._transport.abort()
-        else:
+        if self._transport is None:
             self._conclude()
+            return
+        if self._state is not StreamState.ENDED:
+            self._move(StreamState.CLOSING)
+        self._transport.abort()
 
-    def begin(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+    def begin(self, address: str, tls: ssl.SSLContext | None) -> None:
         """Connects, as the end that calls."""
-        self._connecting = self._loop.create_task(self._connect(host, port, tls))
+        self._connecting = self._loop.create_task(self._connect(address, tls))
 
     # --- called by the event loop ------------------------------------------------------------------------------------
 
@@ -245,8 +264,8 @@ class FrameStream(asyncio.Protocol):
                 self._take(frame)
         except CorollaError as error:
             self.fail(error)
-        except Exception:
-            log.exception("a frame could not be handled", extra={"address": self.peer_address})
+        except Exception as failure:
+            log.error("a frame could not be handled", extra={"address": self.peer_address, "where": where(failure)})
             self.fail(InternalError("an internal error ended the stream"))
 
     def connection_lost(self, failure: Exception | None) -> None:
@@ -254,12 +273,13 @@ class FrameStream(asyncio.Protocol):
 
     # --- within ------------------------------------------------------------------------------------------------------
 
-    async def _connect(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+    async def _connect(self, address: str, tls: ssl.SSLContext | None) -> None:
         deadline_s = self._loop.time() + self._limits.connect_s
+        host, _, port = address.rpartition(":")
         try:
             async with asyncio.timeout_at(deadline_s):
-                await self._loop.create_connection(lambda: self, host, port, ssl=tls)
-        except (OSError, TimeoutError):
+                await self._loop.create_connection(lambda: self, host.strip("[]"), int(port), ssl=tls)
+        except Exception:  # nobody is there, or the address is none
             self._conclude()
             return
         if self._state is StreamState.GREETING and self._timer is not None:
@@ -291,12 +311,21 @@ class FrameStream(asyncio.Protocol):
                 f"the other end speaks version {version} of the data plane, and this process version {VERSION}"
             )
         self._move(StreamState.OPEN)
-        self._receive = self._accept(self)
-        if self._transport is not None:
-            self._transport.writelines(self._unsent)
+        rest, self._greeting = self._greeting[_GREETING.size :], b""
+        if self._transport is not None and self._unsent:
+            self._write(self._transport, self._unsent)
         self._unsent, self._num_unsent_bytes = [], 0
+        if self._end is not None:  # it was closed meanwhile
+            end, self._end = self._end, None
+            self._stop(end)
+            return b""
         self._look_again()
-        return self._greeting[_GREETING.size :]
+        self._receive = self._accept(self)
+        return rest
+
+    def _write(self, transport: asyncio.Transport, parts: Sequence[Buffer]) -> None:
+        transport.writelines(parts)
+        self._num_written_bytes += sum(map(len, parts))
 
     def _take(self, frame: Frame) -> None:
         if self._state is not StreamState.OPEN or self._receive is None:
@@ -322,12 +351,13 @@ class FrameStream(asyncio.Protocol):
     def _stop(self, end: StreamEnd) -> None:
         if self._state in (StreamState.CLOSING, StreamState.ENDED):
             return
-        if self._state is StreamState.OPEN and self._transport is not None:
+        if self._state is StreamState.OPEN and self._transport is not None and not self._transport.is_closing():
             control = pb.End()
             if end.error is not None:
                 control = pb.End(reason=end.error.reason, message=end.error.message, metadata=end.error.metadata)
             self._transport.writelines(encode(control))
-        self._end = end
+        if self._end is None:
+            self._end = end
         self._close_transport()
 
     def _close_transport(self) -> None:
@@ -350,9 +380,12 @@ class FrameStream(asyncio.Protocol):
     def _look(self) -> None:
         """Asks a silent end whether it lives, and ends the stream where it does not say so.
 
-        Where this process itself was held up, what the other end said may lie unread: it is asked again.
+        Where this process itself was held up, what the other end said may lie unread: it is asked again. An end that
+        takes what waits for it lives; it hears the question only after all that.
         """
         now_s = self._loop.time()
+        if self._is_draining():
+            self._heard_s = now_s
         if now_s - self._next_look_s > self._limits.silence_s / 4:
             self._heard_s = now_s - self._limits.ping_after_s
             self._has_pinged = False
@@ -365,6 +398,14 @@ class FrameStream(asyncio.Protocol):
             with contextlib.suppress(QueueFull):  # an end that reads nothing does not answer either
                 self.send(pb.Ping())
         self._look_again()
+
+    def _is_draining(self) -> bool:
+        """Whether bytes waited at the last look, and some have left since."""
+        backlog_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        drained_bytes = self._num_written_bytes - backlog_bytes
+        is_draining = self._num_backlog_bytes > 0 and drained_bytes > self._num_drained_bytes
+        self._num_backlog_bytes, self._num_drained_bytes = backlog_bytes, drained_bytes
+        return is_draining
 
     def _on_no_greeting(self) -> None:
         self._end = StreamEnd(
@@ -388,9 +429,8 @@ def connect(
     tls: ssl.SSLContext | None = None,
 ) -> FrameStream:
     """A stream to `host:port`. What is sent before it is open waits for that."""
-    host, _, port = address.rpartition(":")
     stream = FrameStream(accept, limits or between_servers())
-    stream.begin(host.strip("[]"), int(port), tls)
+    stream.begin(address, tls)
     return stream
 
 
@@ -409,9 +449,9 @@ class StreamListener:
 
     def __init__(self, host: str, port: int) -> None:
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
+            found = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            # Where a name has addresses of both kinds, others look for it at that of IPv4.
+            family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
             self._socket = socket.socket(family, kind, protocol)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
@@ -427,7 +467,7 @@ class StreamListener:
         self, accept: Accept, limits: StreamLimits | None = None, *, tls: ssl.SSLContext | None = None
     ) -> None:
         """Takes streams from now on. Until then, who connects is refused."""
-        limits = limits or between_servers()
+        limits = limits or from_callers()
 
         def make() -> FrameStream:
             stream = FrameStream(accept, limits)
@@ -436,7 +476,11 @@ class StreamListener:
             return stream
 
         try:
-            self._server = await asyncio.get_running_loop().create_server(make, sock=self._socket, ssl=tls)
+            # Here, since uvloop says nothing of a socket on which it cannot listen.
+            self._socket.listen(_BACKLOG)
+            self._server = await asyncio.get_running_loop().create_server(
+                make, sock=self._socket, backlog=_BACKLOG, ssl=tls
+            )
         except OSError as failure:  # another process that had bound the port as well listens by now
             raise StartupError(f"cannot listen on port {self.port}: {failure.strerror or failure}") from None
 

@@ -228,6 +228,44 @@ async def test_a_stream_may_be_stopped_while_it_connects(
             await acceptor.streams.get_nowait().ended
 
 
+@pytest.mark.parametrize("address", ["nobody", "127.0.0.1:0x", "127.0.0.1:99999", "a..b:1", "x" * 64 + ":1", "\0:1"])
+async def test_a_stream_to_no_address_is_lost(address: str) -> None:
+    stream = connect(address, lambda _: lambda _: None, LIMITS)
+    async with asyncio.timeout(30):
+        assert (await stream.ended).cause is StreamCause.LOST
+
+
+async def test_what_was_sent_arrives_though_the_stream_is_closed_before_it_is_open() -> None:
+    async with accepting() as acceptor:
+        acceptor.on_frame = lambda frame, stream: None
+        stream = connect(acceptor.address, lambda _: lambda _: None, LIMITS)
+        stream.send(step(1), b"a" * 100_000)
+        stream.close()
+        stream.send(step(2))
+        assert (await stream.ended).cause is StreamCause.CLOSED
+        assert (await (await acceptor.streams.get()).ended).cause is StreamCause.CLOSED
+        assert [frame.control for frame in acceptor.frames] == [step(1)]
+
+
+async def test_an_end_that_is_slow_to_take_what_waits_for_it_is_not_silent() -> None:
+    """It hears the question whether it lives only after all that was written before."""
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        limits = StreamLimits(ping_after_s=0.2, silence_s=0.8)
+        stream = connect(f"127.0.0.1:{slow.getsockname()[1]}", lambda _: lambda _: None, limits)
+        taken, _ = await loop.sock_accept(slow)
+        await loop.sock_sendall(taken, GREETING)
+        stream.send(step(1), bytes(48 << 20))
+        for _ in range(30):
+            await asyncio.sleep(0.1)
+            await loop.sock_recv(taken, 1 << 20)
+        assert not stream.ended.done()
+        async with asyncio.timeout(30):
+            assert (await stream.ended).cause is StreamCause.SILENT
+        taken.close()
+
+
 async def test_who_accepts_and_says_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
@@ -326,7 +364,7 @@ async def test_a_silent_end_is_noticed_and_one_that_answers_is_not() -> None:
         assert (await (await acceptor.streams.get()).ended).cause is StreamCause.SILENT
         assert b"\xc0\x01\x10" in await silent.read(), "it was asked first"
         await asyncio.sleep(QUICK.silence_s)
-        assert stream.is_open
+        assert not stream.ended.done()
         assert not living.ended.done()
         writer.close()
 
@@ -337,7 +375,7 @@ async def test_a_process_that_was_held_up_does_not_blame_the_other_end() -> None
         for _ in range(2):
             time.sleep(2 * QUICK.silence_s)  # noqa: ASYNC251 - both ends are held up on purpose
             await asyncio.sleep(QUICK.silence_s / 4)
-        assert stream.is_open
+        assert not stream.ended.done()
 
 
 async def test_who_does_not_read_is_refused_more_and_cannot_hold_up_a_close() -> None:
