@@ -93,8 +93,8 @@ class StreamLimits:
 
     connect_s: float = 3.0
     greeting_s: float = 10.0
-    ping_after_s: float = 2.0
-    silence_s: float = 3.0
+    ping_after_s: float = 1.0
+    silence_s: float = 2.0
     flush_s: float = 0.5
     max_frame_bytes: int = 64 << 20
     max_waiting_bytes: int = 256 << 20
