@@ -128,9 +128,6 @@ class _Channel:
     def unary_stream(self, *method: Any, **options: Any) -> Any:
         return self._channel.unary_stream(*method, **options)
 
-    def stream_stream(self, *method: Any, **options: Any) -> Any:
-        return self._channel.stream_stream(*method, **options)
-
     async def close(self, grace: float | None = None) -> None:
         await self._channel.close(grace)
 

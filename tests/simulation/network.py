@@ -558,9 +558,6 @@ class _Channel:
         self._address = address
         self._connection: _Connection | None = None
 
-    def stream_stream(self, method: str, **_options: Any) -> Callable[[], None]:
-        raise NotImplementedError(method)
-
     def unary_unary(
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_options: Any
     ) -> Callable[..., Awaitable[Any]]:
@@ -576,9 +573,6 @@ class _Channel:
             return self._begin(method, "unary_stream", request_serializer(request), response_deserializer, timeout)
 
         return call
-
-    def stream_unary(self, method: str, **_options: Any) -> Callable[..., None]:
-        raise NotImplementedError(method)
 
     async def close(self, _grace_s: float | None = None) -> None:
         if self._connection is not None:

@@ -49,7 +49,7 @@ class ControlPlane:
         try:
             return await method(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as failure:
-            error = from_rpc_error(failure, RouterUnavailable)
+            error = from_rpc_error(failure)
             if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 error = RouterUnavailable("the router does not answer")
             raise error from None

@@ -11,7 +11,7 @@ import grpc
 from corolla.chassis.errors import StartupError
 
 MAX_FRAME_BYTES: Final = 64 << 20
-"""Hard limit of a message on any connection; services refuse earlier, with a status of their own."""
+"""Hard limit of a gRPC message; services refuse earlier, with a status of their own."""
 
 _COMMON: Final[list[tuple[str, Any]]] = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),

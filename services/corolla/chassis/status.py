@@ -88,17 +88,15 @@ def from_reason(
     return error
 
 
-def from_rpc_error(
-    failure: grpc.RpcError, transport: type[errors.CorollaError] = errors.RouterUnavailable
-) -> errors.CorollaError:
-    """The error behind a failed call: the peer's own one, or `transport` where the peer was not reached."""
+def from_rpc_error(failure: grpc.RpcError) -> errors.CorollaError:
+    """The error behind a failed call to a router: the router's own one, or that it was not reached."""
     if not isinstance(failure, grpc.aio.AioRpcError):
-        return transport("the peer is not reachable")
+        return errors.RouterUnavailable("the peer is not reachable")
     status = _rich_status(failure)
     if status is None:
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineExceeded("the call took longer than its deadline")
-        return transport("the peer is not reachable")
+        return errors.RouterUnavailable("the peer is not reachable")
     return parse_status(status)
 
 

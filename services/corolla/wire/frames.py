@@ -1,4 +1,4 @@
-"""Frames of the data plane: encoded without copying the tensor, several to a message.
+"""Frames of the data plane: encoded without copying the tensor, and found again in a stream of bytes.
 
 The layout stands in `protos/corolla/v1/blocks.proto`.
 """
@@ -41,32 +41,32 @@ _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in _CONTROL_CLASSE
 
 
 class Frame(NamedTuple):
-    """One decoded frame. The payload is a view into the received message."""
+    """One decoded frame. The payload is a view into the received bytes."""
 
     control: Message
     payload: Buffer
 
 
 def encode(control: Message, payload: Buffer = b"") -> tuple[Buffer, ...]:
-    """The parts of one frame, to be joined with those of others by `join`. The payload is not copied here."""
+    """The parts of one frame, to be written one behind the other; none is empty. The payload is not copied here."""
     control_bytes = control.SerializeToString()
     header = _HEADER.pack(_MAGIC, _KINDS[control.DESCRIPTOR.full_name], len(control_bytes), len(payload))
-    # Event loops may stumble over empty parts.
+    # From Python 3.12 on, asyncio's `writelines` never gets rid of an empty part at the end, and the loop spins.
     return tuple(part for part in (header, control_bytes, payload) if len(part))
 
 
 def join(frames: Iterable[tuple[Buffer, ...]]) -> bytes:
-    """One message out of encoded frames: the only copy on the way out."""
+    """The bytes of encoded frames, for those who do not write to a stream."""
     return b"".join(part for frame in frames for part in frame)
 
 
-def decode(message: bytes) -> Iterator[Frame]:
-    """The frames of a message, in order.
+def decode(data: bytes) -> Iterator[Frame]:
+    """The frames in bytes that hold whole ones only, in order.
 
     Raises:
-        MalformedMessage: the message is cut short, of an unknown kind or not of this protocol.
+        MalformedMessage: the bytes are cut short, of an unknown kind or not of this protocol.
     """
-    view = memoryview(message)
+    view = memoryview(data)
     offset = 0
     while offset < len(view):
         frame, offset = _read_frame(view, offset)
