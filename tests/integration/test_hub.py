@@ -107,9 +107,9 @@ async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
         router={"rebalance_settle_s": 0.1, "rebalance_min_gain": 10.0},
     ) as swarm:
         given: dict[str, Any] = {
-            "host": "127.0.0.1", "advertised_host": "127.0.0.1", "port": 0, "metrics_host": "127.0.0.1",
-            "metrics_port": 0, "router": swarm.router_address, "model": REPOSITORY, "capacity_blocks": 4, "threads": 1,
-            "grace_s": 0.5,
+            "host": "127.0.0.1", "advertised_host": "127.0.0.1", "port": 0, "control_port": 0,
+            "metrics_host": "127.0.0.1", "metrics_port": 0, "router": swarm.router_address,
+            "model": REPOSITORY, "capacity_blocks": 4, "threads": 1, "grace_s": 0.5,
         }  # fmt: skip
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "mover"))
         process = BlockServerProcess(BlockServerSettings(**given))

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,9 @@ async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_pa
     router = {"rebalance_settle_s": 0.1}
     async with Swarm(tmp_path, model, ["0:2", "2:4"], num_clients=0, router=router) as swarm:
         given: dict[str, Any] = {
-            "host": "127.0.0.1", "advertised_host": "127.0.0.1", "port": 0, "metrics_host": "127.0.0.1",
-            "metrics_port": 0, "router": swarm.router_address, "model": str(model), "capacity_blocks": 2, "threads": 1,
-            "grace_s": 0.5,
+            "host": "127.0.0.1", "advertised_host": "127.0.0.1", "port": 0, "control_port": 0,
+            "metrics_host": "127.0.0.1", "metrics_port": 0, "router": swarm.router_address,
+            "model": str(model), "capacity_blocks": 2, "threads": 1, "grace_s": 0.5,
         }  # fmt: skip
         process = BlockServerProcess(BlockServerSettings(**given))
         await process.start()
@@ -121,11 +122,17 @@ async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_pa
             assert probe.connect_ex(("127.0.0.1", first.port)) != 0
 
 
-@pytest.mark.parametrize("taken", ["port", "metrics_port"])
+@pytest.mark.parametrize("taken", ["port", "control_port", "metrics_port"])
 async def test_a_block_server_that_found_a_port_taken_starts_once_it_is_free(taken: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        ports = {"port": one.getsockname()[1], "metrics_port": other.getsockname()[1]}
-        (one if taken == "metrics_port" else other).close()
+    with ExitStack() as stack:
+        sockets = {
+            name: stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for name in ("port", "control_port", "metrics_port")
+        }
+        ports = {name: each.getsockname()[1] for name, each in sockets.items()}
+        for name, each in sockets.items():
+            if name != taken:
+                each.close()
         given: dict[str, Any] = {"host": "127.0.0.1", "metrics_host": "127.0.0.1", "model": "none", "router": "none:1"}
         settings = BlockServerSettings(**given, **ports)
         with pytest.raises(StartupError):
