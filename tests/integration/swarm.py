@@ -182,7 +182,7 @@ class Swarm:
         return server
 
     async def add_client(self, *, farewell_s: float = FAREWELL_S, **settings_of_this: Any) -> ClientService:
-        given = {"port": 0, "model": self._model, **_HERE, **_ONE_THREAD, **self._client_settings, **settings_of_this}
+        given = {"port": 0, "model": self._model, **_HERE, **self._client_settings, **settings_of_this}
         settings = ClientSettings(router=self.router_address, **given)
         wires = Wires()
         client = ClientService(settings, channels=wires.open, connect=wires.connect, farewell_s=farewell_s)

@@ -19,8 +19,8 @@ from corolla.block_server.peers import Peer, PeerTable
 from corolla.block_server.runner import BatchOutput, RowWork, Runner
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Frame, FrameParser, encode, join
-from corolla.wire.tensors import MAX_PROMPT_BYTES, to_payload
+from corolla.wire.frames import MAX_PROMPT_BYTES, Frame, FrameParser, encode, join
+from corolla.wire.tensors import to_payload
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
 from tests.faulty_runner import FaultyRunner
 from tests.integration.metrics import sample

@@ -269,7 +269,7 @@ async def test_a_conversation_whose_stream_broke_between_two_steps_goes_on(
     """As while its caller does not read. When the next step is taken, the stream is there again."""
     decode, reached, go_on = ChainSession.decode, asyncio.Event(), asyncio.Event()
 
-    async def decode_later(self: ChainSession, *step: Any) -> list[int]:
+    async def decode_later(self: ChainSession, *step: Any) -> int:
         reached.set()
         await go_on.wait()
         return await decode(self, *step)

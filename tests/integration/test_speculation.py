@@ -4,13 +4,14 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from corolla.chassis.errors import CheckpointError, InvalidRequest, SettingsError
+from corolla.chassis.errors import CheckpointError, InvalidRequest
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason, Generation
 from tests.checkpoints import make_tiny_checkpoint
@@ -20,29 +21,46 @@ from tests.tiers import quick
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LOOKUP, DRAFT, ADAPTIVE, STRANGER = range(4)
-"""The swarm's client services: their drafts are always as long as can be, save for the third's; the last one's draft
-model has other weights than the target."""
+LOOKUP, DRAFT, ADAPTIVE = range(3)
+"""The swarm's client services: their drafts are always as long as can be, save for the third's."""
 
 REPETITIVE: dict[str, Any] = {"frequency_penalty": -1.5}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
-    folder = tmp_path_factory.mktemp("speculation")
+@asynccontextmanager
+async def swarm_with(model: Path, draft_model: Path | None) -> AsyncIterator[Swarm]:
+    server = {} if draft_model is None else {"draft_model": str(draft_model)}
+    async with Swarm(model.parent, model, ["0:2", "2:5"], num_clients=0, server=server) as swarm:
+        fixed = {"adaptive_drafts": False, "prefill_chunk_tokens": 16}
+        await swarm.add_client(**fixed, max_draft_tokens=5, speculation="prompt_lookup")
+        await swarm.add_client(**fixed, max_draft_tokens=3, speculation="draft_model")
+        await swarm.add_client(speculation="prompt_lookup")
+        await swarm.until_ready()
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Windows that are shorter than the texts: forgetting draft tokens must bring back what the window had left.
-    model = make_tiny_checkpoint("mistral", folder / "tiny")
+    model = make_tiny_checkpoint("mistral", tmp_path_factory.mktemp("speculation") / "tiny")
     # Many tokens end an answer, so that some answers do end.
     settings = model / "generation_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": [1, *range(4, 300, 8)]}))
-    other = make_tiny_checkpoint("mistral", folder / "other", seed=1, num_blocks=2)
-    async with Swarm(folder, model, ["0:2", "2:5"], num_clients=0) as swarm:
-        fixed = {"adaptive_drafts": False, "prefill_chunk_tokens": 16}
-        await swarm.add_client(**fixed, max_draft_tokens=5, speculation="prompt_lookup")
-        await swarm.add_client(**fixed, max_draft_tokens=3, draft_model=str(model), speculation="draft_model")
-        await swarm.add_client(speculation="prompt_lookup")
-        await swarm.add_client(**fixed, max_draft_tokens=2, draft_model=str(other), speculation="draft_model")
-        await swarm.until_ready()
+    return model
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def swarm(model: Path) -> AsyncIterator[Swarm]:
+    """Its draft model is the target itself."""
+    async with swarm_with(model, model) as swarm:
+        yield swarm
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def with_stranger(model: Path) -> AsyncIterator[Swarm]:
+    """Its draft model has other weights than the target."""
+    other = make_tiny_checkpoint("mistral", model.parent / "other", seed=1, num_blocks=2)
+    async with swarm_with(model, other) as swarm:
         yield swarm
 
 
@@ -74,10 +92,17 @@ def assert_same(got: Generation, expected: Generation, where: str) -> None:
         assert [each.token_id for each in mine.top] == [each.token_id for each in its.top]
 
 
-@pytest.mark.parametrize(
-    "service", quick([LOOKUP, DRAFT, ADAPTIVE, STRANGER], DRAFT), ids=["lookup", "draft", "adaptive", "other"]
-)
+@pytest.mark.parametrize("service", quick([LOOKUP, DRAFT, ADAPTIVE], DRAFT), ids=["lookup", "draft", "adaptive"])
 async def test_answers_are_those_of_plain_decoding(swarm: Swarm, service: int) -> None:
+    await check_answers(swarm, service)
+
+
+@pytest.mark.full
+async def test_answers_are_those_of_plain_decoding_whatever_the_draft_model_says(with_stranger: Swarm) -> None:
+    await check_answers(with_stranger, DRAFT)
+
+
+async def check_answers(swarm: Swarm, service: int) -> None:
     num_drafted = num_accepted = 0
     finish_reasons = set()
     async with swarm.connect(service) as client:
@@ -109,7 +134,7 @@ async def test_a_cloned_draft_model_is_always_accepted_and_gains_one_more_token(
     assert (usage.completion_tokens, usage.drafted_tokens, usage.accepted_tokens) == (41, 30, 30)
 
 
-async def test_turns_of_a_session_continue_as_without_draft_tokens(swarm: Swarm) -> None:
+async def test_turns_of_a_session_continue_as_without_draft_tokens(swarm: Swarm, with_stranger: Swarm) -> None:
     async def converse(client: AsyncClient, mode: str) -> list[tuple[tuple[int, ...], int]]:
         async with client.session() as session:
             turns = [
@@ -118,10 +143,14 @@ async def test_turns_of_a_session_continue_as_without_draft_tokens(swarm: Swarm)
             ]
         return [(turn.token_ids, turn.usage.cached_tokens) for turn in turns]
 
-    for service, mode in ((LOOKUP, "prompt_lookup"), (DRAFT, "draft_model"), (STRANGER, "draft_model")):
-        async with swarm.connect(service) as client:
+    for stack, service, mode in (
+        (swarm, LOOKUP, "prompt_lookup"),
+        (swarm, DRAFT, "draft_model"),
+        (with_stranger, DRAFT, "draft_model"),
+    ):
+        async with stack.connect(service) as client:
             assert await converse(client, mode) == await converse(client, "off")
-    await swarm.until_empty()
+        await stack.until_empty()
 
 
 async def test_streams_may_be_left_in_the_middle_of_a_pass(swarm: Swarm) -> None:
@@ -167,19 +196,26 @@ async def test_draft_tokens_are_counted(swarm: Swarm) -> None:
 
 async def test_unavailable_speculation_is_refused(swarm: Swarm) -> None:
     async with swarm.connect(LOOKUP) as client:
-        with pytest.raises(InvalidRequest, match="no draft model"):
-            await client.generate("the", speculation="draft_model")
         with pytest.raises(InvalidRequest, match="max_draft_tokens"):
             await client.generate("the", speculation="prompt_lookup", max_draft_tokens=65)
         with pytest.raises(InvalidRequest, match="one of off, prompt_lookup, draft_model"):
             await client.generate("the", speculation="magic")
 
 
-async def test_client_service_reports_an_unusable_draft_model_at_start(swarm: Swarm, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="COROLLA_DRAFT_MODEL"):
-        await swarm.add_client(speculation="draft_model")
+async def test_without_a_draft_model_one_may_be_the_default_and_not_be_asked_for(model: Path) -> None:
+    async with swarm_with(model, None) as swarm, swarm.connect(DRAFT) as client:
+        with pytest.raises(InvalidRequest, match="no draft model"):
+            await client.generate("the", speculation="draft_model")
+        async with client.session() as session:
+            with pytest.raises(InvalidRequest, match="no draft model"):
+                await session.generate("the", speculation="draft_model")
+        assert (await client.generate("the", max_tokens=9)).usage.drafted_tokens == 0
+        await swarm.until_empty()
+
+
+async def test_a_block_server_reports_an_unusable_draft_model_at_start(swarm: Swarm, tmp_path: Path) -> None:
     foreign = make_tiny_checkpoint("llama", tmp_path / "foreign", num_blocks=1)
     vocabulary = foreign / "tokenizer.json"
     vocabulary.write_text(vocabulary.read_text().replace('"the"', '"eht"').replace('"th",', '"eh",'))
     with pytest.raises(CheckpointError, match=r"another tokenizer|cannot be read"):
-        await swarm.add_client(draft_model=str(foreign))
+        await swarm.add_server("2:5", draft_model=str(foreign))

@@ -17,7 +17,8 @@ from corolla.client.generation.admission import Caller as RequestCaller
 from corolla.client.generation.admission import Usage
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering, AnswerOptions
-from corolla.decoding.speculator import SpeculationMode, SpeculationOptions
+from corolla.decoding.parameters import SpeculationMode, SpeculationOptions
+from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import router_pb2
 from tests.simulation.scenario import Conversation, Turn
 from tests.simulation.toy_model import ToyModel
@@ -97,11 +98,12 @@ class WatchedSessions(ChainSessions):
         self,
         identity: SessionIdentity,
         options: OpenOptions,
+        sampler: SamplerRecord,
         on_recovery: Callable[[RecoveryReport], None],
         until_s: float = math.inf,
     ) -> AsyncIterator[ChainSession]:
         answer = ASKING.get()
-        async with super().open(identity, options, on_recovery, until_s) as session:
+        async with super().open(identity, options, sampler, on_recovery, until_s) as session:
             self.open_sessions[identity.session_id] = session
             if answer is not None:
                 answer.completions[_INDEX.get()].session = session

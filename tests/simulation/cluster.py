@@ -32,11 +32,9 @@ from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.settings import load
 from corolla.chassis.tasks import TaskGroup
 from corolla.client.generation.admission import Admission
-from corolla.client.generation.answering import ModelLimits
+from corolla.client.generation.answering import ModelLimits, SpeculationDefaults
 from corolla.client.metrics import ClientMetrics
 from corolla.client.transcripts import Transcripts
-from corolla.decoding.compute_thread import ComputeThread
-from corolla.decoding.speculator import Speculators
 from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
 from corolla.router.servicer import RouterServicer
@@ -95,6 +93,7 @@ class Server:
                 metrics,
                 clock,
                 fail=unexpected_failure,
+                edges=ToyEdges(scenario.model) if span.start == 0 or span.end == scenario.model.num_blocks else None,
             )
         )
         self._metrics = metrics
@@ -104,13 +103,15 @@ class Server:
             server_id=self.server_id, span=span, model=MODEL, fingerprint=FINGERPRINT, dtype_name="float32",
             dtype=blocks_pb2.TENSOR_TYPE_FLOAT32, hidden_size=1, max_tokens_per_frame=scenario.max_step_tokens,
             prefix_page_tokens=scenario.page_tokens if scenario.has_prefix_cache else 0,
+            num_model_blocks=scenario.model.num_blocks, vocab_size=scenario.model.vocab_size,
         )  # fmt: skip
         most = scenario.max_step_tokens
         self._tasks = TaskGroup()
         receiver = HandoverReceiver(span, self.sessions, self.engine, metrics, self._tasks, max_part_tokens=most)
         servicer = BlockServicer(
-            identity, self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self.runner.store, receiver
-        )
+            identity, self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self.runner.store, receiver,
+            self._tasks,
+        )  # fmt: skip
         sender = HandoverSender(span, self.sessions, self.engine, max_part_tokens=most)
         self._drain = Drain(
             description, self.sessions, self.engine, self.peers, self._registration, sender, metrics, streams
@@ -190,7 +191,6 @@ class Client:
         control = ControlPlane(ROUTER, MODEL, channels)
         placement = PlacementWatch(control)
         self.process.keep_up(placement.run())
-        compute = ComputeThread(metrics.compute_seconds)
         self.plane = DataPlane(FINGERPRINT, TaskGroup(), connect=cluster.network.streams(self.process))
         routes = Routes(control, placement, FINGERPRINT, scenario.model.num_blocks)
         limits = ChainLimits(
@@ -199,8 +199,7 @@ class Client:
             step_timeout_s=15.0, lease_ms=round(LEASE_S * 1000),
             max_replayed_tokens=64, merges_replayed_steps=scenario.merges_replayed_steps,
         )  # fmt: skip
-        edges = ToyEdges(scenario.model, is_lookup=scenario.is_lookup)
-        self.sessions = WatchedSessions(routes, self.plane, edges, compute, limits, metrics.count_recovery)
+        self.sessions = WatchedSessions(routes, self.plane, limits, metrics.count_recovery)
         self.transcripts = Transcripts(control, LEASE_S, TaskGroup())
         self.answering = WatchedAnswering(
             self.sessions,
@@ -208,7 +207,7 @@ class Client:
             ToyTokenizer(),
             ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id]), scenario.model.vocab_size),
             Admission(64, 64, 1 << 20),
-            Speculators(compute, max_draft_tokens=3, is_adaptive=False),
+            SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
             metrics,
         )
 

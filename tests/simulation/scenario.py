@@ -7,7 +7,7 @@ from itertools import product
 from typing import Final
 
 from corolla.block_server.hop_session import SessionEvent
-from corolla.decoding.sampling import SamplingParams
+from corolla.decoding.parameters import SamplingParams
 from corolla.wire.span import Span, gaps
 from tests.simulation.toy_model import ToyModel
 
@@ -155,7 +155,6 @@ class Scenario:
     max_batch_tokens: int
     prefill_chunk_tokens: int
     merges_replayed_steps: bool
-    is_lookup: bool
     compute_s: tuple[float, ...]
     conversations: tuple[Conversation, ...]
     faults: tuple[Fault, ...]
@@ -239,7 +238,6 @@ def _plain(seed: int) -> Scenario:
         max_batch_tokens=dice.choice((8, 32)),
         prefill_chunk_tokens=dice.choice((3, 5, 8, 16)),
         merges_replayed_steps=dice.random() < 0.7,
-        is_lookup=dice.random() < 0.5,
         compute_s=tuple(dice.uniform(0.02, 0.08) for _ in spans),
         conversations=conversations,
         faults=_faults(dice, spans, num_blocks, num_clients, len(conversations)),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corolla.decoding.sampling import SamplingParams
+from corolla.decoding.parameters import SamplingParams
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Process, Stuck, VirtualLoop
 from tests.simulation.lua import compile_script

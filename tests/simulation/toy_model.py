@@ -16,7 +16,8 @@ from torch import Tensor
 from corolla.block_server.kv.store import KVStore
 from corolla.block_server.runner import RowWork, Runner
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.decoding.sampling import Sampler, SamplingParams
+from corolla.decoding.parameters import SamplingParams
+from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges
 from corolla.wire.span import Span
 
@@ -156,9 +157,8 @@ class _ToySpan:
 class ToyEdges(Edges):
     """The toy's embedding and head."""
 
-    def __init__(self, model: ToyModel, *, is_lookup: bool) -> None:
+    def __init__(self, model: ToyModel) -> None:
         self._toy = model
-        self.is_lookup = is_lookup
 
     @property
     def dtype(self) -> torch.dtype:

@@ -40,6 +40,7 @@ class Delivery:
         num_undelivered = 0
         for batch in admitted:
             parts: list[torch.Tensor] = []
+            sampled: list[pb.SampledRow] = []
             rows: list[pb.StepRow] = []
             kept: set[bytes] = set()
             failed: dict[str, tuple[CorollaError, list[pb.StepRow]]] = {}
@@ -50,6 +51,9 @@ class Delivery:
                     num_undelivered += not isinstance(output, NonFiniteOutput)
                     continue
                 rows.append(row)
+                if isinstance(output, pb.SampledRow):
+                    sampled.append(output)
+                    continue
                 parts.append(output)
                 if session.request.keep_activations:
                     kept.add(row.session_id)
@@ -59,7 +63,10 @@ class Delivery:
                 continue
             failpoints.passed("before_send")
             try:
-                self._send_on(batch.work, rows, parts, kept)
+                if batch.samples:
+                    self._answer(batch.work, pb.Result(step_id=batch.work.step.step_id, rows=rows, sampled=sampled))
+                else:
+                    self._send_on(batch.work, rows, parts, kept)
             except Exception as failure:
                 # An output is brought here from its device only now, and that may fail.
                 log.error("output not sent", extra={"where": where(failure)})
@@ -81,19 +88,31 @@ class Delivery:
             self._keep(rows, payload, kept)
         if step.route:
             following = step.route[0]
+            for row in rows:
+                # Behind the embedding only draft tokens matter.
+                if row.token_ids and row.num_result_tokens < 2:
+                    row.ClearField("token_ids")
             onward = pb.Step(
                 step_id=step.step_id, client_id=step.client_id, rows=rows, dtype=dtype, hidden_size=hidden_size,
                 blocks=following.span, route=step.route[1:], scratch_hops=step.scratch_hops >> 1,
+                samples=step.samples,
             )  # fmt: skip
             self._relay.send(following.address, onward, payload)
             return
-        peer = self._peers.get(step.client_id)
-        if peer is None:
-            work.sender.send(step_fault(step, InternalError("the last hop has no stream from the client"), rows))
-            return
         result = pb.Result(step_id=step.step_id, rows=rows, dtype=dtype, hidden_size=hidden_size)
         wanted = [part[len(part) - row.num_result_tokens :] for part, row in zip(parts, rows, strict=True)]
-        peer.send(result, _joined(wanted))
+        self._answer(work, result, _joined(wanted))
+
+    def _answer(self, work: StepWork, result: pb.Result, payload: Buffer = b"") -> None:
+        """To the client, over its own stream to this hop, the last one."""
+        for row in result.rows:
+            row.ClearField("token_ids")
+        peer = self._peers.get(work.step.client_id)
+        if peer is not None:
+            peer.send(result, payload)
+            return
+        error = InternalError("the last hop has no stream from the client")
+        work.sender.send(step_fault(work.step, error, list(result.rows)))
 
     def _keep(self, rows: list[pb.StepRow], payload: Buffer, kept: set[bytes]) -> None:
         """Keeps the outputs of the sessions in `kept`; a session that runs in its scratch session is not among them."""

@@ -7,6 +7,7 @@ Copies of keys and values have that thread between iterations.
 import asyncio
 import logging
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,17 +15,19 @@ from typing import Any, Final, TypeVar
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery
-from corolla.block_server.iteration import Admitted, BatchRunner, StepWork, compute
+from corolla.block_server.iteration import Admitted, BatchRunner, Computation, Computed, StepWork
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
+from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.speed import DecodeSpeed
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, OutOfPages
 from corolla.chassis.handlers import where
+from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
 
@@ -66,9 +69,7 @@ class Engine:
     Args:
         clock: in seconds; of leases and of the durations of iterations.
         fail: see `Failures`.
-
-    Attributes:
-        runner: computes, from the next iteration on; tests set one that fails.
+        edges: embedding and head, as far as this server has them.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         *,
         fail: Callable[[], None],
+        edges: Edges | None = None,
     ) -> None:
         self.clock = clock
         self.failures = Failures(fail)
-        self.runner = runner
+        self._computation = Computation(runner, edges, clock)
         self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs
@@ -95,6 +97,7 @@ class Engine:
         self._delivery = Delivery(outputs, peers, relay, metrics)
         self._commands: deque[tuple[Callable[[], None], int | None]] = deque()
         self._copies: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._behind: deque[weakref.ref[SessionSampler]] = deque()
         self._is_waiting = True
         self._wake = asyncio.Event()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
@@ -126,6 +129,21 @@ class Engine:
         self._copies.append((work, future))
         self._wake.set()
         return await future
+
+    @property
+    def runner(self) -> BatchRunner:
+        """Computes, from the next iteration on; tests set one that fails."""
+        return self._computation.runner
+
+    @runner.setter
+    def runner(self, runner: BatchRunner) -> None:
+        self._computation.runner = runner
+
+    def read_ahead(self, sampler: SessionSampler) -> None:
+        """Lets a sampler read its text while there is nothing else to compute, so that it can draft the sooner."""
+        if sampler.is_behind:
+            self._behind.append(weakref.ref(sampler))
+            self._wake.set()
 
     @property
     def has_more_to_do(self) -> bool:
@@ -180,7 +198,7 @@ class Engine:
                 await self._make_copy()
                 self._run_commands()
                 steps = self._scheduler.next_batch()
-                if not steps and not self._copies:
+                if not steps and not self._copies and not await self._read_ahead():
                     break
                 admitted = [batch for step in steps if (batch := self._admit(step)).rows]
                 if admitted:
@@ -204,6 +222,19 @@ class Engine:
             return
         if not future.done():
             future.set_result(copied)
+
+    async def _read_ahead(self) -> bool:
+        """Has the first sampler in line read a chunk; whether there was one."""
+        while self._behind:
+            sampler = self._behind[0]()
+            if sampler is not None and sampler.is_behind:
+                try:
+                    await self._in_compute_thread(sampler.read_chunk)
+                    return True
+                except Exception as failure:
+                    log.error("a draft model could not read a text", extra={"where": where(failure)})
+            self._behind.popleft()
+        return False
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -268,7 +299,7 @@ class Engine:
     async def _iterate(self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted]) -> None:
         started_s = self.clock()
         failpoints.passed("before_forward")
-        computed = await self._in_compute_thread(lambda: compute(self.runner, admitted, steps[0].blocks))
+        computed = await self._in_compute_thread(lambda: self._computation.compute(admitted, steps[0].blocks))
         failpoints.passed("after_forward")
         seconds = self.clock() - started_s
         # Outputs leave before anything is observed: other hops wait for them.
@@ -281,7 +312,7 @@ class Engine:
             return
         self.failures.succeeded()
         if not computed.has_raised:
-            self._observe(steps, admitted, seconds)
+            self._observe(steps, admitted, seconds, computed)
 
     async def _try_out(self) -> None:
         """After an iteration without any output: warms up once more, to see whether the rows are to blame."""
@@ -300,15 +331,18 @@ class Engine:
     def _in_compute_thread(self, work: Callable[[], Result]) -> "asyncio.Future[Result]":
         return asyncio.get_running_loop().run_in_executor(self._compute_thread, work)
 
-    def _observe(self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted], seconds: float) -> None:
+    def _observe(
+        self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted], seconds: float, computed: Computed
+    ) -> None:
         is_decode = all(step.is_decode for step in steps)
         kind = "decode" if is_decode else "prefill"
         num_rows = sum(len(batch.rows) for batch in admitted)
         if is_decode and all(step.num_tokens == len(step.session_ids) for step in steps):
             self.decode_step_seconds += 0.1 * (seconds - self.decode_step_seconds)
             if num_rows == 1:
-                self.decode_speed.observe(seconds, len(steps[0].blocks))
+                self.decode_speed.observe(seconds - computed.edge_seconds, len(steps[0].blocks))
         self._metrics.step_seconds.labels(kind).observe(seconds)
+        self._metrics.edge_seconds.inc(computed.edge_seconds)
         self._metrics.batch_rows.observe(num_rows)
         tokens: Counter[str] = Counter()
         for batch in admitted:

@@ -6,12 +6,15 @@ from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.kv.prefixes import ExpectedText, salt_of
 from corolla.block_server.peers import Peer
 from corolla.block_server.prompts import BlockPrompts
+from corolla.block_server.row_sampling import SessionSampler
 from corolla.chassis.errors import HopSessionLost, MalformedMessage
+from corolla.decoding.draft_model import DraftModel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer
 from corolla.wire.page_hashes import HASH_BYTES
 from corolla.wire.span import Span
+from corolla.wire.tensors import check_payload
 
 ID_BYTES = 16
 MAX_LEASE_S = 24 * 3600.0
@@ -31,6 +34,8 @@ class Identity:
     hidden_size: int
     max_tokens_per_frame: int
     prefix_page_tokens: int
+    num_model_blocks: int
+    vocab_size: int
 
 
 class FrameChecks:
@@ -38,18 +43,20 @@ class FrameChecks:
 
     Args:
         identity: what this server is.
+        draft_model: that it has.
     """
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, draft_model: DraftModel | None = None) -> None:
         self._identity = identity
+        self._draft_model = draft_model
 
     def open_request(self, control: pb.Open, payload: Buffer, peer: Peer) -> OpenRequest:
         """What an Open asks for."""
         if len(control.session_id) != ID_BYTES or not peer.client_id:
             raise MalformedMessage("session_id", f"must have {ID_BYTES} bytes, on a client's stream")
         request = self._session("open", control, payload, peer.client_id)
-        text = self._text(control, request.blocks)
-        return replace(request, resume=control.resume, text=text, stream=peer.number)
+        text, sampler = self._text(control, request.blocks), self._sampler(control)
+        return replace(request, resume=control.resume, text=text, sampler=sampler, stream=peer.number)
 
     def handover_request(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
         """As what a session is offered that another block server holds."""
@@ -89,6 +96,16 @@ class FrameChecks:
             return None
         return ExpectedText(salt_of(control.tenant, blocks), hashes, control.text.num_tokens)
 
+    def _sampler(self, control: pb.Open) -> SessionSampler | None:
+        if not control.HasField("sampler"):
+            return None
+        identity = self._identity
+        if control.blocks.end != identity.num_model_blocks:
+            raise MalformedMessage("sampler", "only the last hop chooses tokens")
+        return SessionSampler.read(
+            control.sampler, self._draft_model, vocab_size=identity.vocab_size, max_tokens=control.max_tokens
+        )
+
     def page_hashes(self, text: pb.ExpectedText) -> tuple[bytes, ...]:
         """The digests of a text's whole pages, one by one."""
         hashes = text.page_hashes
@@ -124,6 +141,25 @@ class FrameChecks:
         if peer.client_id and step.client_id != peer.client_id:
             raise MalformedMessage("client_id", "not the one of this stream")
         return blocks
+
+    def inputs(self, step: pb.Step, payload: Buffer, num_tokens: int) -> None:
+        """What a step brings: hidden states of the rows or, to block 0, their token ids."""
+        identity = self._identity
+        if step.samples and any(
+            row.num_result_tokens > 1 and len(row.token_ids) != row.num_tokens for row in step.rows
+        ):
+            raise MalformedMessage("rows", "draft tokens travel with the row that they are to be checked in")
+        if step.samples and not step.route and step.blocks.end != identity.num_model_blocks:
+            raise MalformedMessage("samples", "only the last hop chooses tokens")
+        if step.dtype != pb.TENSOR_TYPE_UNSPECIFIED:
+            if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
+                raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
+            check_payload(payload, step.dtype, num_tokens, step.hidden_size)
+            return
+        if step.blocks.start != 0 or len(payload) or any(len(row.token_ids) != row.num_tokens for row in step.rows):
+            raise MalformedMessage("rows", "bring hidden states or, to block 0, one id for each token")
+        if any(max(row.token_ids) >= identity.vocab_size for row in step.rows):
+            raise MalformedMessage("token_ids", f"must be ids below {identity.vocab_size}")
 
     def session_ids(self, step: pb.Step) -> frozenset[bytes]:
         """The sessions in which the rows of a step run here: their own ones or, where the step says so, others."""

@@ -13,6 +13,7 @@ from corolla.wire.span import Span
 
 if TYPE_CHECKING:
     from corolla.block_server.prompts import BlockPrompts
+    from corolla.block_server.row_sampling import SessionSampler
 
 UNCLAIMED_LEASE_S: Final = 30.0
 """How long a session that another server handed over, or began to, waits for the rest or for its client."""
@@ -120,6 +121,7 @@ class OpenRequest:
     Keys and values of a session with `prompts` are its own: no other text has them, however it begins.
 
     Attributes:
+        sampler: who chooses its tokens, where this is the last hop and is to do that.
         stream: number of that on which it was asked; 0 where another server hands the session over.
     """
 
@@ -135,6 +137,7 @@ class OpenRequest:
     keep_activations: bool = False
     prompts: "BlockPrompts | None" = None
     text: ExpectedText | None = None
+    sampler: "SessionSampler | None" = None
     stream: int = 0
 
     def agrees_with(self, other: "OpenRequest") -> bool:

@@ -1,8 +1,12 @@
-"""What one iteration computes: the rows of some steps, as one batch, or one by one where the batch fails."""
+"""What one iteration computes: the rows of some steps, as one batch, or one by one where the batch fails.
+
+On the first hop it begins with the embedding, on the last one it ends with head and choice of tokens.
+"""
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
@@ -11,9 +15,11 @@ from torch import Tensor
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer
+from corolla.block_server.row_sampling import SamplingRow, sample_rows
 from corolla.block_server.runner import BatchOutput, RowWork
-from corolla.chassis.errors import CorollaError, NonFiniteOutput, OutOfMemory, StepFailed
+from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import where
+from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
@@ -51,22 +57,14 @@ class Admitted:
     work: StepWork
     rows: list[tuple[pb.StepRow, HopSession[SessionCache], int]]
 
+    @property
+    def samples(self) -> bool:
+        """Whether its rows' outputs become tokens here."""
+        return self.work.step.samples and not self.work.step.route
 
-def packed(admitted: Sequence[Admitted]) -> tuple[list[RowWork], Tensor]:
-    """All rows of all steps, and what goes in: `[tokens, H]`."""
-    work: list[RowWork] = []
-    hidden: list[Tensor] = []
-    for batch in admitted:
-        step = batch.work.step
-        num_tokens = sum(row.num_tokens for row in step.rows)
-        states = from_payload(batch.work.payload, step.dtype, num_tokens, step.hidden_size)
-        for row, session, offset in batch.rows:
-            work.append(RowWork(session.cache, row.position, row.num_tokens, session.request.prompts))
-            if len(batch.rows) < len(step.rows):
-                hidden.append(states[offset : offset + row.num_tokens])
-        if len(batch.rows) == len(step.rows):
-            hidden.append(states)
-    return work, hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+
+RowOutput = Tensor | pb.SampledRow | CorollaError
+"""`[num_tokens, H]`, or the tokens that were chosen, or why there is nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,49 +72,145 @@ class Computed:
     """What became of an iteration.
 
     Attributes:
-        outputs: for each row, in order: `[num_tokens, H]`, or why there is none.
+        outputs: for each row, in order.
         has_raised: the batch raised, and its rows, where it had several, were computed one by one.
+        edge_seconds: what embedding, head and choice of tokens took.
     """
 
-    outputs: tuple[Tensor | CorollaError, ...]
+    outputs: tuple[RowOutput, ...]
     has_raised: bool = False
+    edge_seconds: float = 0.0
 
 
-def compute(runner: BatchRunner, admitted: Sequence[Admitted], blocks: Span) -> Computed:
-    """Computes all rows as one batch; if that raises, row by row, so that a bad row fails alone.
+class Computation:
+    """Computes iterations.
 
-    To compute a row again is exact: what the failed batch wrote for its new tokens lies at positions that no session
-    counts as held, and the same positions are written again.
+    Args:
+        runner: of the blocks.
+        edges: embedding and head, as far as this server has them; None where it has neither.
+        clock: in seconds.
     """
-    try:
-        return Computed(tuple(_outputs(runner, admitted, blocks)))
-    except Exception as failure:
-        error, place = error_of(failure), where(failure)
-    # The exception is gone here, and with it the tensors of its frames, which an exhausted device needs.
-    rows = [Admitted(batch.work, [row]) for batch in admitted for row in batch.rows]
-    log.error("iteration failed", extra={"rows": len(rows), "where": place})
-    if len(rows) == 1:
-        return Computed((error,), has_raised=True)
-    return Computed(tuple(_alone(runner, row, blocks) for row in rows), has_raised=True)
+
+    def __init__(
+        self, runner: BatchRunner, edges: Edges | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.runner = runner
+        self._edges = edges
+        self._clock = clock
+
+    def compute(self, admitted: Sequence[Admitted], blocks: Span) -> Computed:
+        """Computes all rows as one batch; if that raises, row by row, so that a bad row fails alone.
+
+        To compute a row again is exact: what the failed batch wrote for its new tokens lies at positions that no
+        session counts as held, and the same positions are written again. Tokens are chosen once, when that is over.
+        """
+        computed = self._computed(admitted, blocks)
+        if not any(batch.samples for batch in admitted):
+            return computed
+        began_s = self._clock()
+        outputs = self._with_tokens(admitted, computed.outputs)
+        edge_seconds = computed.edge_seconds + self._clock() - began_s
+        return replace(computed, outputs=outputs, edge_seconds=edge_seconds)
+
+    def _computed(self, admitted: Sequence[Admitted], blocks: Span) -> Computed:
+        try:
+            work, hidden, embed_seconds = self._packed(admitted)
+            return Computed(tuple(self._outputs(work, hidden, blocks)), edge_seconds=embed_seconds)
+        except Exception as failure:
+            error, place = error_of(failure), where(failure)
+        # The exception is gone here, and with it the tensors of its frames, which an exhausted device needs.
+        rows = [Admitted(batch.work, [row]) for batch in admitted for row in batch.rows]
+        log.error("iteration failed", extra={"rows": len(rows), "where": place})
+        if len(rows) == 1:
+            return Computed((error,), has_raised=True)
+        return Computed(tuple(self._alone(row, blocks) for row in rows), has_raised=True)
+
+    def _alone(self, row: Admitted, blocks: Span) -> Tensor | CorollaError:
+        try:
+            work, hidden, _ = self._packed([row])
+            (output,) = self._outputs(work, hidden, blocks)
+            return output
+        except Exception as failure:
+            error, place = error_of(failure), where(failure)
+        log.error("row failed", extra={"reason": error.reason, "where": place})
+        return error
+
+    def _packed(self, admitted: Sequence[Admitted]) -> tuple[list[RowWork], Tensor, float]:
+        """All rows of all steps, what goes in, `[tokens, H]`, and the seconds that it took to embed."""
+        work: list[RowWork] = []
+        hidden: list[Tensor] = []
+        embed_seconds = 0.0
+        for batch in admitted:
+            for row, session, _ in batch.rows:
+                work.append(RowWork(session.cache, row.position, row.num_tokens, session.request.prompts))
+            if batch.work.step.dtype == pb.TENSOR_TYPE_UNSPECIFIED:
+                began_s = self._clock()
+                hidden.append(self._embedded(batch))
+                embed_seconds += self._clock() - began_s
+            else:
+                hidden.extend(_received(batch))
+        return work, hidden[0] if len(hidden) == 1 else torch.cat(hidden), embed_seconds
+
+    def _embedded(self, batch: Admitted) -> Tensor:
+        if self._edges is None:
+            raise InternalError("a server without embedding admitted a step of token ids")
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for row, _, _ in batch.rows:
+            token_ids.extend(row.token_ids)
+            positions.extend(range(row.position, row.position + row.num_tokens))
+        return self._edges.embed(torch.tensor(token_ids), torch.tensor(positions))
+
+    def _outputs(self, work: list[RowWork], hidden: Tensor, blocks: Span) -> Iterator[Tensor | CorollaError]:
+        output = self.runner.forward_each(work, hidden, blocks)
+        for part, is_finite in zip(
+            torch.split(output.hidden, [row.num_tokens for row in work]), output.finite, strict=True
+        ):
+            yield part if is_finite else NonFiniteOutput("a block's output is not finite")
+
+    def _with_tokens(self, admitted: Sequence[Admitted], outputs: Sequence[RowOutput]) -> tuple[RowOutput, ...]:
+        """The outputs, those of steps that sample replaced by tokens."""
+        replaced = list(outputs)
+        waiting: list[tuple[int, SamplingRow]] = []
+        indices = iter(range(len(replaced)))
+        for batch in admitted:
+            for (row, session, _), index in zip(batch.rows, indices, strict=False):
+                output = replaced[index]
+                if not batch.samples or not isinstance(output, Tensor):
+                    continue
+                sampler = session.request.sampler
+                if row.num_result_tokens == 0:
+                    replaced[index] = pb.SampledRow()
+                elif sampler is None:
+                    replaced[index] = InternalError("the session was opened without a sampler")
+                else:
+                    wanted = output[len(output) - row.num_result_tokens :]
+                    waiting.append((index, SamplingRow(row, wanted, sampler)))
+        if waiting:
+            for (index, _), sampled in zip(waiting, self._sampled([row for _, row in waiting]), strict=True):
+                replaced[index] = sampled
+        return tuple(replaced)
+
+    def _sampled(self, rows: Sequence[SamplingRow]) -> Sequence[pb.SampledRow | CorollaError]:
+        if self._edges is None:
+            return [InternalError("a server without head admitted a step that samples")] * len(rows)
+        try:
+            return sample_rows(self._edges, rows, error_of)
+        except Exception as failure:
+            log.error("head failed", extra={"where": where(failure)})
+            return [error_of(failure)] * len(rows)
 
 
-def _alone(runner: BatchRunner, row: Admitted, blocks: Span) -> Tensor | CorollaError:
-    try:
-        (output,) = _outputs(runner, [row], blocks)
-        return output
-    except Exception as failure:
-        error, place = error_of(failure), where(failure)
-    log.error("row failed", extra={"reason": error.reason, "where": place})
-    return error
-
-
-def _outputs(runner: BatchRunner, admitted: Sequence[Admitted], blocks: Span) -> Iterator[Tensor | CorollaError]:
-    work, hidden = packed(admitted)
-    output = runner.forward_each(work, hidden, blocks)
-    for part, is_finite in zip(
-        torch.split(output.hidden, [row.num_tokens for row in work]), output.finite, strict=True
-    ):
-        yield part if is_finite else NonFiniteOutput("a block's output is not finite")
+def _received(batch: Admitted) -> Iterator[Tensor]:
+    """What a step brought for those of its rows that were admitted."""
+    step = batch.work.step
+    num_tokens = sum(row.num_tokens for row in step.rows)
+    states = from_payload(batch.work.payload, step.dtype, num_tokens, step.hidden_size)
+    if len(batch.rows) == len(step.rows):
+        yield states
+        return
+    for row, _, offset in batch.rows:
+        yield states[offset : offset + row.num_tokens]
 
 
 def error_of(failure: Exception) -> CorollaError:

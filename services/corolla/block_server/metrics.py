@@ -48,6 +48,10 @@ class BlockServerMetrics:
             buckets=STEP_BUCKETS,
             registry=registry,
         )
+        self.edge_seconds = Counter(
+            "corolla_edge_compute_seconds", "Seconds of iterations spent on embedding, head and choice of tokens.",
+            registry=registry,
+        )  # fmt: skip
         self.batch_rows = Histogram(
             "corolla_hop_batch_rows",
             "Rows computed together in one iteration.",

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from corolla.chassis.errors import MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Buffer
-from corolla.wire.tensors import MAX_PROMPT_BYTES, from_payload
+from corolla.wire.frames import MAX_PROMPT_BYTES, Buffer
+from corolla.wire.tensors import from_payload
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.decode_graphs import CudaCapture
@@ -37,7 +38,9 @@ from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, ne
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.weight_formats import weight_format
+from corolla.decoding.draft_model import DraftModel
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import Edges, fetch_edges, load_edges
 from corolla.models.hub import Hub
 from corolla.models.span_model import SpanModel, fetch_span, load_span
 from corolla.v1 import blocks_pb2, router_pb2
@@ -192,6 +195,8 @@ class BlockServer:
             load_span, checkpoint, span, dtype=dtype, device=settings.device, quantization=settings.quantization
         )
         runner = await asyncio.to_thread(self._make_runner, model, speed.cache_bytes_per_token)
+        edges = await asyncio.to_thread(self._load_edges, checkpoint, span)
+        draft_model = await asyncio.to_thread(self._load_draft_model, checkpoint, span)
         pool = runner.store.pool
         self._sessions = SessionTable(pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
         outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
@@ -199,7 +204,7 @@ class BlockServer:
         self._relay = Relay(fingerprint, self._peers, self._connect)
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
-            fail=self._fail,
+            fail=self._fail, edges=edges,
         )  # fmt: skip
         engine.decode_speed.observe(await asyncio.to_thread(measure_decode_step, runner), len(span))
         identity = Identity(
@@ -207,12 +212,13 @@ class BlockServer:
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
             max_tokens_per_frame=settings.max_tokens_per_frame,
             prefix_page_tokens=settings.num_page_tokens if settings.prefix_cache else 0,
+            num_model_blocks=checkpoint.num_blocks, vocab_size=checkpoint.vocab_size,
         )  # fmt: skip
         most = settings.max_tokens_per_frame
         receiver = HandoverReceiver(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
         servicer = BlockServicer(
             identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, receiver,
-            self._rpc_metrics.error,
+            self._tasks, draft_model, self._rpc_metrics.error,
         )  # fmt: skip
         sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
         self._drain = Drain(
@@ -246,6 +252,7 @@ class BlockServer:
         if self._registration is None or self._checkpoint is None:
             raise RuntimeError("this server has not started")
         await asyncio.to_thread(fetch_span, self._checkpoint, span)
+        await asyncio.to_thread(partial(fetch_edges, self._checkpoint, **_ends_of(self._checkpoint, span)))
         return await self._registration.still_ordered(span)
 
     async def not_serving(self) -> None:
@@ -304,6 +311,23 @@ class BlockServer:
             choose_graphs(runner, CudaCapture(model.device))
         return runner
 
+    def _load_edges(self, checkpoint: Checkpoint, span: Span) -> Edges | None:
+        ends = _ends_of(checkpoint, span)
+        if not any(ends.values()):
+            return None
+        settings = self.settings
+        edges = load_edges(checkpoint, dtype=DTYPES[settings.dtype], device=settings.device, **ends)
+        if ends["has_head"]:
+            edges.tune_head(settings.tuning_budget_s)
+        return edges
+
+    def _load_draft_model(self, checkpoint: Checkpoint, span: Span) -> DraftModel | None:
+        settings = self.settings
+        if settings.draft_model is None or span.end != checkpoint.num_blocks:
+            return None
+        drafting = Checkpoint.from_pretrained(settings.draft_model, hub=self._hub)
+        return DraftModel.load(drafting, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
+
     def _num_pages(self, cache_bytes_per_token: int) -> int:
         bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens
         num_pages = (self.settings.kv_cache_mib << 20) // bytes_per_page
@@ -326,3 +350,8 @@ class BlockServer:
             decode_step_seconds=self._engine.decode_step_seconds,
             decode_tokens_per_second=self._engine.decode_speed.tokens_per_second,
         )
+
+
+def _ends_of(checkpoint: Checkpoint, span: Span) -> dict[str, bool]:
+    """Which ends of the model lie at a span: it embeds before the first block, and projects after the last one."""
+    return {"has_embedding": span.start == 0, "has_head": span.end == checkpoint.num_blocks}

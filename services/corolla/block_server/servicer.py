@@ -18,6 +18,7 @@ from corolla.block_server.hop_session import SessionState
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
+from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis import failpoints
@@ -28,21 +29,25 @@ from corolla.chassis.errors import (
     MalformedMessage,
 )
 from corolla.chassis.handlers import Context
+from corolla.chassis.tasks import TaskGroup
+from corolla.decoding.draft_model import DraftModel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Frame
 from corolla.wire.stream import Receiver, Stream, StreamEnd
-from corolla.wire.tensors import check_payload
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 10.0
+_SKIPPED_AT_A_TIME: Final = 32
 
 
 class BlockServicer:
     """Takes streams (`accept`) and serves `BlockService`. Every frame is checked before it costs memory or time.
 
     Args:
+        tasks: of this server.
+        draft_model: of this server, if it has one.
         count_error: is called with the reason of each error that ended a stream.
     """
 
@@ -56,11 +61,15 @@ class BlockServicer:
         peers: PeerTable,
         store: KVStore,
         receiver: HandoverReceiver,
+        tasks: TaskGroup,
+        draft_model: DraftModel | None = None,
         count_error: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._identity = identity
         self._count_error = count_error
-        self._checks = FrameChecks(identity)
+        self._checks = FrameChecks(identity, draft_model)
+        self._has_draft_model = draft_model is not None
+        self._tasks = tasks
         self._engine = engine
         self._scheduler = scheduler
         self._sessions = sessions
@@ -143,6 +152,7 @@ class BlockServicer:
                 dtype=identity.dtype,
                 max_tokens_per_frame=identity.max_tokens_per_frame,
                 page_tokens=identity.prefix_page_tokens,
+                has_draft_model=self._has_draft_model,
             )
         )
         return peer
@@ -188,11 +198,24 @@ class BlockServicer:
                     kept_end=kept_end,
                 )
             )
+            if request.sampler is not None:
+                self._engine.read_ahead(request.sampler)
             failpoints.passed("after_open")
 
-        self._engine.between_iterations(
-            open_session, max_released_pages=self._sessions.num_pages_in_use(control.session_id)
-        )
+        def open_soon() -> None:
+            num_pages = self._sessions.num_pages_in_use(control.session_id)
+            self._engine.between_iterations(open_session, max_released_pages=num_pages)
+
+        if request.sampler is not None and request.sampler.num_skipped > _SKIPPED_AT_A_TIME:
+            self._tasks.start(self._skip(request.sampler, open_soon), "drawing of earlier choices")
+        else:
+            open_soon()
+
+    async def _skip(self, sampler: SessionSampler, then: Callable[[], None]) -> None:
+        """Draws what was drawn for thousands of tokens, in parts, between which steps are computed."""
+        while sampler.num_skipped > _SKIPPED_AT_A_TIME:
+            await self._engine.copy(partial(sampler.skip, self._identity.vocab_size, _SKIPPED_AT_A_TIME))
+        then()
 
     def _step(self, frame: Frame, peer: Peer) -> None:
         step: pb.Step = frame.control  # type: ignore[assignment]
@@ -219,13 +242,10 @@ class BlockServicer:
         self._engine.between_iterations(lambda: self._engine.resend(StepWork(step, b"", peer)), max_released_pages=0)
 
     def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
-        identity = self._identity
         blocks = self._checks.step_blocks(step, peer)
         num_tokens, session_ids = self._checks.num_tokens(step), self._checks.session_ids(step)
-        if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
-            raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
         # An unreadable step is refused here, not within a batch with steps of others.
-        check_payload(frame.payload, step.dtype, num_tokens, step.hidden_size)
+        self._checks.inputs(step, frame.payload, num_tokens)
         is_urgent = all(map(is_decode, step.rows))
         tenant_tokens: Counter[str] = Counter()
         for row in step.rows:

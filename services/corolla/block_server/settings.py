@@ -51,6 +51,11 @@ class BlockServerSettings(ServiceSettings):
         le=60,
         description="Seconds at start in which the server measures which kernels multiply fastest; 0 measures none.",
     )
+    draft_model: str | None = Field(
+        None,
+        description="Checkpoint of a small model with the same tokenizer, loaded where the last block is, to draft "
+        "tokens ahead for requests that ask for it.",
+    )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
         description="On CUDA with fused blocks and paged attention, replay decode steps as CUDA graphs if a check at "

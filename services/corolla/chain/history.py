@@ -1,9 +1,7 @@
-"""What a sequence went through: enough to bring it to the same point on other hops."""
+"""What a sequence went through: enough to bring it to the same point on other hops. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 
 @dataclass(slots=True)
@@ -74,40 +72,3 @@ class TokenHistory:
             return
         self.token_ids.extend(token_ids)
         self.shapes.append(len(token_ids), is_prompt=is_prompt)
-
-
-@dataclass(slots=True)
-class StateHistory:
-    """Like `TokenHistory` for a sequence that was given hidden states, which nobody could compute again."""
-
-    # Never changed in place: sequences that were one share them.
-    parts: list[torch.Tensor] = field(default_factory=list)
-    shapes: StepShapes = field(default_factory=StepShapes)
-
-    @property
-    def position(self) -> int:
-        return self.shapes.num_tokens
-
-    def append(self, hidden: torch.Tensor) -> None:
-        """Takes up a step of `[T, H]`."""
-        self.parts.append(hidden)
-        self.shapes.append(len(hidden), is_prompt=len(hidden) > 1)
-
-    def until(self, position: int) -> "StateHistory":
-        """The history of a sequence that continues from `position`."""
-        shapes = self.shapes.copy()
-        shapes.truncate(position)
-        parts = self.parts[: len(shapes.lengths)]
-        if shapes.lengths and len(parts[-1]) > shapes.lengths[-1]:
-            parts[-1] = parts[-1][: shapes.lengths[-1]]
-        return StateHistory(parts, shapes)
-
-    async def inputs(self, start: int, end: int) -> torch.Tensor:
-        """`[end - start, H]`, what went into the first block."""
-        wanted: list[torch.Tensor] = []
-        position = 0
-        for part in self.parts:
-            if position < end and start < position + len(part):
-                wanted.append(part[max(0, start - position) : end - position])
-            position += len(part)
-        return torch.cat(wanted)

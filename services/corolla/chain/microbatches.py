@@ -8,16 +8,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from corolla.chain.microbatch_rules import ActiveSessions, MicrobatchRules
-from corolla.chain.pending import RowFuture
-from corolla.chain.row_sampling import RowOutput, SampledTokens, TokenSampler, sample_rows
+from corolla.chain.pending import RowFuture, sampled_of
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
 from corolla.chassis.tasks import TaskGroup
-from corolla.decoding.compute_thread import ComputeThread
-from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 
@@ -25,9 +20,7 @@ from corolla.v1 import common_pb2
 @dataclass(frozen=True, slots=True)
 class _PendingStep:
     row: pb.StepRow
-    hidden: torch.Tensor
-    sampler: TokenSampler
-    sampled: asyncio.Future[SampledTokens]
+    sampled: asyncio.Future[pb.SampledRow]
 
 
 class Microbatcher:
@@ -37,16 +30,12 @@ class Microbatcher:
         self,
         hops: Sequence[common_pb2.Hop],
         plane: DataPlane,
-        edges: Edges,
-        compute: ComputeThread,
         *,
         max_step_tokens: int,
         step_timeout_s: float,
     ) -> None:
         self._hops = hops
         self._plane = plane
-        self._edges = edges
-        self._compute = compute
         self._rules = MicrobatchRules(max_under_way=len(hops), max_tokens=max_step_tokens)
         self._step_timeout_s = step_timeout_s
         self._tasks = TaskGroup()
@@ -65,18 +54,17 @@ class Microbatcher:
         self._active.remove(session_id)
         asyncio.get_running_loop().call_soon(self._send_ready)
 
-    async def step(self, row: pb.StepRow, hidden: torch.Tensor, sampler: TokenSampler) -> SampledTokens:
+    async def step(self, row: pb.StepRow) -> pb.SampledRow:
         """Takes a token of one session, and draft tokens that follow it, through the chain.
 
         Args:
-            row: position and number of tokens; a result is wanted of each.
-            hidden: `[T, H]`, the input of block 0 for them.
+            row: with the tokens' ids; a choice is wanted behind each.
 
         Raises:
             CorollaError: what happened to this row; the others of its microbatch are not affected.
         """
         loop = asyncio.get_running_loop()
-        step = _PendingStep(row, hidden, sampler, loop.create_future())
+        step = _PendingStep(row, loop.create_future())
         self._waiting.append(step)
         self._active.begin_step(row.session_id)
         # Sessions that become ready in the same turn of the event loop share one: only a complete one leaves now.
@@ -109,43 +97,33 @@ class Microbatcher:
             self._tasks.start(self._finish(steps, futures), "microbatch")
 
     def _send(self, steps: Sequence[_PendingStep]) -> list[RowFuture]:
-        parts = [step.hidden for step in steps]
-        hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._plane.step(self._hops, [step.row for step in steps], hidden)
+        return self._plane.step(self._hops, [step.row for step in steps], samples=True)
 
     async def _finish(self, steps: Sequence[_PendingStep], futures: Sequence[RowFuture]) -> None:
         try:
-            await self._sample(steps, futures)
+            await self._receive(steps, futures)
         finally:
-            # No fault of a hop: taking the step again would ask the samplers twice.
+            # No fault of a hop.
             _fail(steps, InternalError("the step was given up"))
             self._num_under_way -= 1
             self._send_ready()
 
-    async def _sample(self, steps: Sequence[_PendingStep], futures: Sequence[RowFuture]) -> None:
+    async def _receive(self, steps: Sequence[_PendingStep], futures: Sequence[RowFuture]) -> None:
         try:
             await asyncio.wait(futures, timeout=self._step_timeout_s)
         finally:
             for future in futures:
                 future.cancel()
-        outputs: list[RowOutput] = []
-        waiting: list[_PendingStep] = []
         for step, future in zip(steps, futures, strict=True):
             if future.cancelled():
                 _fail([step], HopUnavailable("a hop of the chain does not answer"))
             elif (failure := future.exception()) is not None:
                 _fail([step], failure)
             elif not step.sampled.done():  # else its session is gone
-                outputs.append(RowOutput(step.row, future.result(), step.sampler))
-                waiting.append(step)
-        if not outputs:
-            return
-        sampled_rows = await self._compute.submit(sample_rows, self._edges, outputs)
-        for step, sampled in zip(waiting, sampled_rows, strict=True):
-            if isinstance(sampled, CorollaError):
-                _fail([step], sampled)
-            elif not step.sampled.done():
-                step.sampled.set_result(sampled)
+                try:
+                    step.sampled.set_result(sampled_of(future.result(), step.row))
+                except CorollaError as error:
+                    _fail([step], error)
 
 
 def _fail(steps: Sequence[_PendingStep], error: BaseException) -> None:

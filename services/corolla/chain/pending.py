@@ -7,19 +7,20 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from corolla.chassis.errors import CorollaError, HopUnavailable
+from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The hidden states that one row of a step gave: raw bytes of `num_tokens` vectors."""
+    """What one row of a step gave: raw bytes of `num_tokens` hidden states, or the tokens that the last hop chose."""
 
     payload: Buffer
     num_tokens: int
     dtype: int
     hidden_size: int
+    sampled: pb.SampledRow | None = None
 
 
 RowFuture = asyncio.Future[RowResult]
@@ -73,14 +74,17 @@ class PendingReplies:
             return
         view = memoryview(payload)
         num_tokens = sum(row.num_result_tokens for row in result.rows)
+        sampled_rows = result.sampled if len(result.sampled) == len(result.rows) else [None] * len(result.rows)
         token_bytes = len(view) // num_tokens if num_tokens else 0
         start = 0
-        for row in result.rows:
+        for row, sampled in zip(result.rows, sampled_rows, strict=True):
             end = start + row.num_result_tokens * token_bytes
             asked, future = step.rows.get(row.session_id, (None, None))
             # The fence: only the answer to just this step of just this epoch counts.
-            if asked == row and future is not None and not future.done():
-                future.set_result(RowResult(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size))
+            if asked is not None and _agree(asked, row) and future is not None and not future.done():
+                future.set_result(
+                    RowResult(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size, sampled)
+                )
             start = end
 
     def on_opened(self, opened: pb.Opened) -> None:
@@ -115,10 +119,25 @@ class PendingReplies:
             del self._steps[number]
 
 
+def _agree(asked: pb.StepRow, answered: pb.StepRow) -> bool:
+    """Whether it is the same part of the same session in the same epoch; token ids do not come back."""
+    return (asked.epoch, asked.position, asked.num_tokens, asked.num_result_tokens) == (
+        answered.epoch, answered.position, answered.num_tokens, answered.num_result_tokens
+    )  # fmt: skip
+
+
 def fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)
+
+
+def sampled_of(result: RowResult, row: pb.StepRow) -> pb.SampledRow:
+    """The tokens that came back for a row. Raises InternalError where the hop does not keep the protocol."""
+    sampled = result.sampled
+    if sampled is None or not 1 <= len(sampled.tokens) <= row.num_result_tokens:
+        raise InternalError("the last hop chooses at least one token, and no more than a row has results")
+    return sampled
 
 
 async def wait_for_result(future: RowFuture, timeout_s: float) -> RowResult:

@@ -5,21 +5,27 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
-
-import torch
 
 from corolla.chain.history import StepShapes
 from corolla.chain.pending import RowFuture, discard, wait_for_result
 from corolla.chain.recovery_plan import CLIENT, Lane
 from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, Reservations
-from corolla.chain.streams import DataPlane
+from corolla.chain.streams import DataPlane, HiddenStates
 from corolla.chassis.errors import CorollaError, HopLeaving, OutOfPages
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 
 MAX_CHUNKS_UNDER_WAY_PER_HOP: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayInputs:
+    """What goes into the first block once more: the tokens' ids, or their hidden states."""
+
+    token_ids: Sequence[int] = ()
+    hidden: HiddenStates | None = None
 
 
 class Replayable(Protocol):
@@ -33,8 +39,8 @@ class Replayable(Protocol):
     def shapes(self) -> StepShapes:
         """The steps in which it processed them, and perhaps more."""
 
-    async def inputs(self, start: int, end: int) -> torch.Tensor:
-        """`[end - start, H]`, what went into the first block for these tokens."""
+    def inputs(self, start: int, end: int) -> ReplayInputs:
+        """What went into the first block for these tokens."""
 
 
 class Replayer:
@@ -74,8 +80,9 @@ class Replayer:
                         scratch_session_id=scratch,
                     )
                     if lane.source == CLIENT:
-                        hidden = await sequence.inputs(start, end)
-                        under_way.extend(self._plane.step(hops, [row], hidden, lane.scratch_mask))
+                        inputs = sequence.inputs(start, end)
+                        row.token_ids.extend(inputs.token_ids)
+                        under_way.extend(self._plane.step(hops, [row], inputs.hidden, scratch_hops=lane.scratch_mask))
                     else:
                         source = binding.chain.hops[lane.source]
                         under_way.extend(self._plane.resend(source, hops, [row], lane.scratch_mask))
@@ -109,6 +116,7 @@ class Replayer:
             # Of what lies in a cache, nothing would come out.
             texts=None,
             prompts=None if prompts is None else [prompts[number]],
+            samplers=None,
             keeps_outputs=False,
         )
         hops = [binding.chain.hops[hop] for hop in sorted(lane.scratch)]

@@ -6,9 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
-
-import torch
+from typing import Final, Protocol
 
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.quarantine import LostServers
@@ -25,18 +23,25 @@ from corolla.chassis.errors import (
     RouterUnavailable,
     StoreUnavailable,
 )
+from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Buffer
+from corolla.wire.frames import MAX_PROMPT_BYTES, Buffer
 from corolla.wire.page_hashes import TextDigests
 from corolla.wire.span import Span
-from corolla.wire.tensors import MAX_PROMPT_BYTES, describe_prompts, to_payload
 
 log = logging.getLogger(__name__)
 
 _MAX_REFUSALS: Final = 3
 _ALL_TOKENS: Final = 2**31
 _AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages)
+
+
+class TrainedPrompts(Protocol):
+    """Embeddings that a session adds to the input of each of its blocks."""
+
+    def part(self, start: int, end: int) -> tuple[pb.BlockPrompts, Buffer]:
+        """Those of the blocks `[start, end)`, and what they are. Blocks are counted from the session's first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ class OpenOptions:
         texts: of each session all tokens that it is going to hold, as far as they are known; hops may hold their
             beginnings already. The last token is left to be processed. None where the sessions are given other things.
         max_position: what hops hold beyond is not the session's text any more.
-        prompts: trained embeddings for each session, `[blocks, P, H]` in the dtype of the weights; None without.
+        prompts: trained embeddings for each session; None without.
+        samplers: for each session how its last hop is to choose tokens; None where it is to send hidden states.
         keeps_outputs: whether hops keep what they send on, for the case that the next one is lost.
     """
 
@@ -87,7 +93,8 @@ class OpenOptions:
     blocks: Span | None = None
     texts: Sequence[Sequence[int]] | None = None
     max_position: int | None = None
-    prompts: Sequence[torch.Tensor] | None = None
+    prompts: Sequence[TrainedPrompts] | None = None
+    samplers: Sequence[SamplerRecord] | None = None
     keeps_outputs: bool = True
 
     def resumes(self, hop: common_pb2.Hop) -> bool:
@@ -239,7 +246,12 @@ class Reservations:
         )
         opens = [
             self._open_on(
-                hop, identities, open_options, texts, keep_activations=open_options.keeps_outputs and number < last
+                hop,
+                identities,
+                open_options,
+                texts,
+                keep_activations=open_options.keeps_outputs and number < last,
+                samples=number == last,
             )
             for number, hop in enumerate(chain.hops)
         ]
@@ -317,6 +329,7 @@ class Reservations:
         texts: Sequence[TextDigests] | None,
         *,
         keep_activations: bool,
+        samples: bool,
     ) -> list[tuple[pb.Opened, int] | BaseException]:
         # Prompts may be large: only one session's wait to be written.
         turn = contextlib.nullcontext() if open_options.prompts is None else asyncio.Lock()
@@ -339,6 +352,8 @@ class Reservations:
                 )
                 if texts is not None and welcome.page_tokens:
                     request.text.CopyFrom(texts[number].of(welcome.page_tokens))
+                if samples and open_options.samplers is not None:
+                    request.sampler.CopyFrom(open_options.samplers[number].message())
                 return await self._plane.open(hop.address, request, _describe_prompts(request, number, open_options))
 
         return await asyncio.gather(*map(open_one, range(len(identities))), return_exceptions=True)
@@ -357,12 +372,13 @@ def _describe_prompts(request: pb.Open, number: int, open_options: OpenOptions) 
     if open_options.prompts is None:
         return b""
     first = open_options.blocks.start if open_options.blocks is not None else 0
-    part = open_options.prompts[number][request.blocks.start - first : request.blocks.end - first]
-    if part.nbytes > MAX_PROMPT_BYTES:
+    start, end = request.blocks.start, request.blocks.end
+    description, payload = open_options.prompts[number].part(start - first, end - first)
+    if len(payload) > MAX_PROMPT_BYTES:
         raise InvalidRequest(
             "block_prompts",
-            f"those of blocks {request.blocks.start}:{request.blocks.end} take {part.nbytes >> 20} MiB; a hop takes at "
-            f"most {MAX_PROMPT_BYTES >> 20} MiB",
+            f"those of blocks {start}:{end} take {len(payload) >> 20} MiB; a hop takes at most "
+            f"{MAX_PROMPT_BYTES >> 20} MiB",
         )
-    request.block_prompts.CopyFrom(describe_prompts(part))
-    return to_payload(part)
+    request.block_prompts.CopyFrom(description)
+    return payload

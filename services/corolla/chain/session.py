@@ -4,25 +4,23 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+from dataclasses import replace
+from typing import Final, Protocol, TypeVar
 from weakref import WeakValueDictionary
-
-import torch
 
 from corolla.chain.history import StepShapes, TokenHistory
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.microbatches import Microbatcher
-from corolla.chain.pending import RowFuture, RowResult, discard, wait_for_result
+from corolla.chain.pending import RowFuture, RowResult, discard, sampled_of, wait_for_result
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
-from corolla.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP, Replayer
+from corolla.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP, Replayer, ReplayInputs
 from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions, Reservations
 from corolla.chain.routes import Routes
-from corolla.chain.row_sampling import RowOutput, SampledTokens, TokenSampler, embed, sample_rows
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopLeaving, InternalError
-from corolla.decoding.compute_thread import ComputeThread
-from corolla.models.edges import Edges
+from corolla.decoding.parameters import SampledToken
+from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.page_hashes import TextDigests
@@ -47,14 +45,22 @@ def chunk_tokens(num_tokens: int, num_hops: int, max_tokens: int) -> int:
     return min(max(even, MIN_CHUNK_TOKENS), max_tokens)
 
 
+class TokenReader(Protocol):
+    """Takes the tokens of one sequence as they are chosen."""
+
+    def read(self, token: SampledToken) -> bool:
+        """Takes the next token; whether another one is wanted behind it."""
+
+
 class ChainSession:
-    """A session that is open on every hop of a chain.
+    """A session that is open on every hop of a chain. Its last hop chooses the tokens.
 
     `position` is the one authoritative count of processed tokens: it moves when a step came back from the last hop, and
     each step carries it. A step that a hop lost is sent again from the same position once the session has recovered.
 
     Attributes:
         num_cached_tokens: tokens that all hops held when the session was opened.
+        draft_tokens: what the last hop drafted behind the newest token.
     """
 
     def __init__(
@@ -64,22 +70,20 @@ class ChainSession:
         recovery: Recovery,
         budget: RecoveryBudget,
         microbatcher_of: Callable[[ChainBinding], Microbatcher],
-        edges: Edges,
-        compute: ComputeThread,
         limits: ChainLimits,
+        sampler: SamplerRecord,
     ) -> None:
         self.num_cached_tokens = binding.num_cached_tokens
+        self.draft_tokens: Sequence[int] = ()
         self._binding = binding
         self._plane = plane
         self._recovery = recovery
         self._budget = budget
         self._microbatcher_of = microbatcher_of
         self._microbatcher = microbatcher_of(binding)
-        self._edges = edges
-        self._compute = compute
         self._limits = limits
+        self._sampler = sampler
         self._history = TokenHistory()
-        self._newest: SampledTokens | None = None
 
     @property
     def chain(self) -> common_pb2.Chain:
@@ -110,6 +114,11 @@ class ChainSession:
         """How many draft tokens a hop takes in one step."""
         return self._chunk_tokens - 1
 
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether the hop that chooses the tokens drafts by a small model."""
+        return self._plane.has_draft_model(self.chain.hops[-1].address)
+
     async def restore(self, token_ids: Sequence[int], num_past_tokens: int = 0) -> None:
         """Continues from the tokens that hops hold. Where only some hops hold the past, the others get it again.
 
@@ -126,56 +135,66 @@ class ChainSession:
         await self._recovery.fill(self._binding, self, states, self._budget)
         self._microbatcher = self._microbatcher_of(self._binding)
 
-    async def prefill(self, token_ids: Sequence[int], sampler: TokenSampler) -> list[int]:
+    async def prefill(self, token_ids: Sequence[int], reader: TokenReader) -> None:
         """Processes a prompt of at least one token in chunks, several at a time so that all hops work.
 
-        Returns the token that follows, as `sampler` chose it.
+        The reader gets the token that follows.
         """
         if not token_ids:
             raise InternalError("a prompt to process has at least one token")
         start = self.position
-        row, result = await self._with_recovery(lambda: self._send_prompt(token_ids[self.position - start :]))
-        (sampled,) = await self._compute.submit(sample_rows, self._edges, [RowOutput(row, result, sampler)])
-        if isinstance(sampled, CorollaError):
-            raise sampled
-        self._newest = sampled
-        return sampled.token_ids
+        sampled = await self._with_recovery(lambda: self._send_prompt(token_ids[self.position - start :]))
+        self._read(sampled, reader)
 
-    async def fork_from(self, source: "ChainSession", token_ids: Sequence[int], sampler: TokenSampler) -> list[int]:
+    async def fork_from(self, source: "ChainSession", token_ids: Sequence[int], reader: TokenReader) -> None:
         """Forks the prompt that `source` processed; on the same chain the hops compute only its last token.
 
-        `source` has processed the prompt and nothing else, and stays so until this returns the token that follows.
+        `source` has processed the prompt and nothing else, and stays so until this returns. The reader gets the token
+        that follows.
         """
         if len(token_ids) == 1 or self.chain != source.chain:
             await self.restore(token_ids)
-            return await self.prefill(token_ids[self.position :], sampler)
+            await self.prefill(token_ids[self.position :], reader)
+            return
         self._history.append(token_ids[:-1], is_prompt=True)
-        hidden = await self._embed(token_ids[-1], ())
-        row = self._row(self.position, 1, 1)
+        row = self._row(token_ids[-1:], 1)
         row.source_session_id = source.identity.session_id
         try:
-            sampled = await self._microbatcher.step(row, hidden, sampler)
+            sampled = await self._microbatcher.step(row)
         except CorollaError as failure:
             # Whatever hops hold by now is the prompt's beginning: they held nothing before.
             await self._recover(failure)
-            sampled = await self._with_recovery(lambda: self._step(hidden, sampler))
-        self._newest = sampled
+            sampled = await self._with_recovery(lambda: self._microbatcher.step(self._row(token_ids[-1:], 1)))
         self._history.append(token_ids[-1:], is_prompt=True)
-        return sampled.token_ids
+        self._read(sampled, reader)
 
-    async def decode(self, token_id: int, draft_tokens: Sequence[int], sampler: TokenSampler) -> list[int]:
+    async def decode(self, token_id: int, draft_tokens: Sequence[int], reader: TokenReader) -> int:
         """Processes the text's last token, and often draft tokens that follow it, in one step.
 
-        The position moves to the last token that the sampler chose: hops keep draft tokens as far as it chose the same,
-        and forget the rest at the next step, which begins there.
+        The position moves to the last token that the reader took: hops keep draft tokens as far as they were right, and
+        forget the rest at the next step, which begins there.
 
         Returns:
-            What it chose, at least one token.
+            How many tokens the reader took, at least one.
         """
-        hidden = await self._embed(token_id, draft_tokens)
-        sampled = self._newest = await self._with_recovery(lambda: self._step(hidden, sampler))
-        self._history.append([token_id, *sampled.token_ids[:-1]], is_prompt=False)
-        return sampled.token_ids
+        token_ids = [token_id, *draft_tokens]
+        sampled = await self._with_recovery(lambda: self._microbatcher.step(self._row(token_ids, len(token_ids))))
+        num_taken = self._read(sampled, reader)
+        self._history.append(token_ids[:num_taken], is_prompt=False)
+        return num_taken
+
+    def _read(self, sampled: pb.SampledRow, reader: TokenReader) -> int:
+        """Hands the reader what was chosen, until it wants no more; returns how many tokens it took."""
+        taken: list[int] = []
+        for token in sampled.tokens:
+            taken.append(token.token_id)
+            if not reader.read(_token_of(token)):
+                break
+        # Of a stream that was read further than its tokens were taken, the state is of no use.
+        is_all = len(taken) == len(sampled.tokens)
+        self._sampler.accept(taken, sampled.state if is_all else b"")
+        self.draft_tokens = sampled.draft_token_ids if is_all else ()
+        return len(taken)
 
     # --- replayed by a recovery -----------------------------------------------------------------------------------
 
@@ -183,8 +202,8 @@ class ChainSession:
     def shapes(self) -> StepShapes:
         return self._history.shapes
 
-    async def inputs(self, start: int, end: int) -> torch.Tensor:
-        return await self._compute.submit(embed, self._edges, self._history.token_ids[start:end], range(start, end))
+    def inputs(self, start: int, end: int) -> ReplayInputs:
+        return ReplayInputs(self._history.token_ids[start:end])
 
     # --- its end --------------------------------------------------------------------------------------------------
 
@@ -245,8 +264,8 @@ class ChainSession:
         await self._recovery.recover(self._binding, [self], failure, self._budget)
         self._microbatcher = self._microbatcher_of(self._binding)
 
-    async def _send_prompt(self, token_ids: Sequence[int]) -> tuple[pb.StepRow, RowResult]:
-        """Sends all chunks. Returns the last row of the prompt, and what came back for it."""
+    async def _send_prompt(self, token_ids: Sequence[int]) -> pb.SampledRow:
+        """Sends all chunks. Returns what was chosen behind the last one."""
         under_way: list[tuple[Sequence[int], RowFuture]] = []
         num_hops = len(self.chain.hops)
         try:
@@ -261,47 +280,35 @@ class ChainSession:
                 chunk = token_ids[start : start + size]
                 start += len(chunk)
                 position = self.position + sum(len(chunk) for chunk, _ in under_way)
-                under_way.append((chunk, await self._send_chunk(chunk, position, int(start == len(token_ids)))))
+                row = self._row(chunk, int(start == len(token_ids)), position)
+                under_way.append((chunk, self._plane.step(self.chain.hops, [row], samples=True)[0]))
             while len(under_way) > 1:
                 await self._receive_chunk(*under_way.pop(0))
             last_chunk, last = under_way.pop()
             result = await self._receive_chunk(last_chunk, last)
         finally:
             discard(future for _, future in under_way)
-        return self._row(self.position - len(last_chunk), len(last_chunk), 1), result
-
-    async def _send_chunk(self, token_ids: Sequence[int], position: int, num_result_tokens: int) -> RowFuture:
-        positions = range(position, position + len(token_ids))
-        hidden = await self._compute.submit(embed, self._edges, token_ids, positions)
-        return self._plane.step(self.chain.hops, [self._row(position, len(token_ids), num_result_tokens)], hidden)[0]
+        return sampled_of(result, row)
 
     async def _receive_chunk(self, token_ids: Sequence[int], future: RowFuture) -> RowResult:
         result = await wait_for_result(future, self._limits.step_timeout_s)
         self._history.append(token_ids, is_prompt=True)
         return result
 
-    async def _step(self, hidden: torch.Tensor, sampler: TokenSampler) -> SampledTokens:
-        return await self._microbatcher.step(self._row(self.position, len(hidden), len(hidden)), hidden, sampler)
-
-    async def _embed(self, token_id: int, draft_tokens: Sequence[int]) -> torch.Tensor:
-        newest = self._newest
-        is_newest = newest is not None and (newest.token_ids[-1], newest.position) == (token_id, self.position)
-        if newest is not None and newest.hidden is not None and is_newest and not draft_tokens:
-            return newest.hidden
-        token_ids = [token_id, *draft_tokens]
-        positions = range(self.position, self.position + len(token_ids))
-        if self._edges.is_lookup:
-            return embed(self._edges, token_ids, positions)  # the compute thread would cost more
-        return await self._compute.submit(embed, self._edges, token_ids, positions)
-
-    def _row(self, position: int, num_tokens: int, num_result_tokens: int) -> pb.StepRow:
+    def _row(self, token_ids: Sequence[int], num_result_tokens: int, position: int | None = None) -> pb.StepRow:
         return pb.StepRow(
             session_id=self.identity.session_id,
             epoch=self.identity.epoch,
-            position=position,
-            num_tokens=num_tokens,
+            position=self.position if position is None else position,
+            num_tokens=len(token_ids),
             num_result_tokens=num_result_tokens,
+            token_ids=token_ids,
         )
+
+
+def _token_of(token: pb.SampledToken) -> SampledToken:
+    logprob = token.logprob if token.HasField("logprob") else None
+    return SampledToken(token.token_id, logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)))
 
 
 class ChainSessions:
@@ -311,8 +318,6 @@ class ChainSessions:
         self,
         routes: Routes,
         plane: DataPlane,
-        edges: Edges,
-        compute: ComputeThread,
         limits: ChainLimits,
         on_recovery: Callable[[RecoveryReport], None],
     ) -> None:
@@ -320,8 +325,6 @@ class ChainSessions:
         replayer = Replayer(self._reservations, plane, limits)
         self._recovery = Recovery(routes, self._reservations, replayer, plane.handovers, limits, on_recovery)
         self._plane = plane
-        self._edges = edges
-        self._compute = compute
         self._limits = limits
         # A chain's microbatch lives as long as a session has it.
         self._microbatchers: WeakValueDictionary[bytes, Microbatcher] = WeakValueDictionary()
@@ -331,12 +334,14 @@ class ChainSessions:
         self,
         identity: SessionIdentity,
         open_options: OpenOptions,
+        sampler: SamplerRecord,
         on_recovery: Callable[[RecoveryReport], None],
         until_s: float = math.inf,
     ) -> AsyncIterator[ChainSession]:
         """A session on a chain. On leaving, the caller must have closed or parked it.
 
         Args:
+            sampler: how its tokens are chosen; it follows the session.
             on_recovery: is called for each recovery of this session.
             until_s: when nobody waits any more, by the event loop's clock.
 
@@ -344,14 +349,13 @@ class ChainSessions:
             NoChain, OutOfPages, HopUnavailable: nothing stays allocated.
         """
         session = ChainSession(
-            await self._reservations.reserve([identity], open_options, until_s),
+            await self._reservations.reserve([identity], replace(open_options, samplers=[sampler]), until_s),
             self._plane,
             self._recovery,
             RecoveryBudget(self._limits.max_recoveries, on_recovery, until_s),
             self._microbatcher_of,
-            self._edges,
-            self._compute,
             self._limits,
+            sampler,
         )
         try:
             yield session
@@ -373,7 +377,7 @@ class ChainSessions:
         microbatcher = self._microbatchers.get(key)
         if microbatcher is None:
             microbatcher = Microbatcher(
-                list(binding.chain.hops), self._plane, self._edges, self._compute,
+                list(binding.chain.hops), self._plane,
                 max_step_tokens=binding.max_step_tokens, step_timeout_s=self._limits.step_timeout_s,
             )  # fmt: skip
             self._microbatchers[key] = microbatcher

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from corolla.chain.handovers import Handovers
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.pending import PendingReplies, RowFuture, discard, fail
@@ -21,9 +19,17 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer, Frame
 from corolla.wire.stream import Connect, Stream, StreamCause, StreamLimits, between_servers, connect
-from corolla.wire.tensors import tensor_type, to_payload
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """`[T, hidden_size]` as raw bytes; `dtype` is the wire's number."""
+
+    payload: Buffer
+    dtype: pb.TensorType.ValueType
+    hidden_size: int
 
 
 @dataclass(slots=True)
@@ -87,10 +93,19 @@ class DataPlane:
 
     def page_tokens(self, address: str) -> int:
         """Tokens of the pages that a connected server reuses; 0 where it reuses none, or is gone."""
+        welcome = self._welcome(address)
+        return 0 if welcome is None else welcome.page_tokens
+
+    def has_draft_model(self, address: str) -> bool:
+        """Whether a connected server drafts tokens by a small model."""
+        welcome = self._welcome(address)
+        return welcome is not None and welcome.has_draft_model
+
+    def _welcome(self, address: str) -> pb.Welcome | None:
         server = self._servers.get(address)
         if server is None or not server.welcome.done() or server.welcome.cancelled() or server.welcome.exception():
-            return 0
-        return server.welcome.result().page_tokens
+            return None
+        return server.welcome.result()
 
     def _begin(self, address: str) -> _Server:
         welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
@@ -130,20 +145,27 @@ class DataPlane:
             self._pending.remove_open(number)
 
     def step(
-        self, hops: Sequence[common_pb2.Hop], rows: Sequence[pb.StepRow], hidden: torch.Tensor, scratch_hops: int = 0
+        self,
+        hops: Sequence[common_pb2.Hop],
+        rows: Sequence[pb.StepRow],
+        hidden: HiddenStates | None = None,
+        *,
+        scratch_hops: int = 0,
+        samples: bool = False,
     ) -> list[RowFuture]:
         """Sends a step through the chain; one future for each of its rows, in order.
 
         Args:
             hops: all hops of the chain.
-            hidden: `[T, H]`, the rows' inputs of the first block, one row after the other.
+            hidden: the rows' inputs of the first block, one row after the other; None where they bring token ids.
             scratch_hops: bit `i` for a hop that computes the rows in their scratch sessions.
+            samples: whether the last hop chooses tokens.
         """
-        step = pb.Step(
-            rows=rows, dtype=tensor_type(hidden.dtype), hidden_size=hidden.shape[1], scratch_hops=scratch_hops,
-            blocks=hops[0].span, route=hops[1:],
-        )  # fmt: skip
-        return self._send_step(hops, step, to_payload(hidden))
+        step = pb.Step(rows=rows, scratch_hops=scratch_hops, blocks=hops[0].span, route=hops[1:], samples=samples)
+        if hidden is None:
+            return self._send_step(hops, step, b"")
+        step.dtype, step.hidden_size = hidden.dtype, hidden.hidden_size
+        return self._send_step(hops, step, hidden.payload)
 
     def resend(
         self, source: common_pb2.Hop, hops: Sequence[common_pb2.Hop], rows: Sequence[pb.StepRow], scratch_hops: int

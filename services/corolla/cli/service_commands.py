@@ -99,8 +99,6 @@ def client(
     host: Host = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
-    device: Device = None,
-    threads: Threads = None,
     api_keys_file: Annotated[
         str | None,
         typer.Option(
@@ -120,7 +118,7 @@ def client(
 
     return run(
         model=model, router=router, port=port, host=host, dtype=dtype, quantization=quantization,
-        device=device, threads=threads, api_keys_file=api_keys_file, metrics_port=metrics_port, log_level=log_level,
+        api_keys_file=api_keys_file, metrics_port=metrics_port, log_level=log_level,
     )  # fmt: skip
 
 

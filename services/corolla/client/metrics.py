@@ -50,7 +50,6 @@ class ClientMetrics:
             "Tokens of prompts that all hops still held, of the session's earlier turns or of other texts that begin "
             "alike, so that none of them was computed.",
         )
-        self.compute_seconds = counter("corolla_edge_compute_seconds", "Seconds spent on embedding, head and sampling.")
         self.recomputed = counter(
             "corolla_recomputed_tokens",
             "Tokens of a session's log processed again since a cache was gone, for each hop that did.",

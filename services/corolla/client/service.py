@@ -22,22 +22,17 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.client.api.servicer import FAREWELL_S, GenerationServicer
 from corolla.client.api.tenants import Tenants
 from corolla.client.generation.admission import Admission
-from corolla.client.generation.answering import Answering, ModelLimits
+from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
 from corolla.client.metrics import ClientMetrics
 from corolla.client.settings import ClientSettings
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
-from corolla.decoding.compute_thread import ComputeThread
-from corolla.decoding.draft_model import DraftModel
-from corolla.decoding.speculator import SpeculationMode, Speculators
+from corolla.decoding.parameters import SpeculationMode
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.edges import load_edges
 from corolla.models.hub import Hub
-from corolla.models.threads import set_num_threads
 from corolla.v1 import generation_pb2
 from corolla.wire.stream import Connect, between_servers, connect
-from corolla.wire.tensors import DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +67,6 @@ class ClientService:
         self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection, for_callers=True)
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(self._registry))
-        self._compute = ComputeThread(self._metrics.compute_seconds)
         self._control: ControlPlane | None = None
         self._plane: DataPlane | None = None
         self._routes: Routes | None = None
@@ -93,7 +87,7 @@ class ClientService:
         return self._plane.num_pending if self._plane is not None else 0
 
     async def start(self) -> None:
-        """Loads tokenizer, embedding and head, and serves."""
+        """Loads the tokenizer, and serves."""
         settings = self.settings
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
@@ -103,9 +97,6 @@ class ClientService:
         placement = PlacementWatch(control)
         self._tasks.start_essential(placement.run, "placement_watch")
         tokenizer = await asyncio.to_thread(TextTokenizer.load, checkpoint.folder)
-        edges = await asyncio.to_thread(load_edges, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
-        await asyncio.to_thread(set_num_threads, settings.threads, edges.seconds_of_head)
-        await asyncio.to_thread(edges.tune_head)
         plane = self._plane = DataPlane(
             fingerprint,
             self._tasks.subgroup(),
@@ -126,9 +117,7 @@ class ClientService:
         )
         clock = asyncio.get_running_loop().time
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
-        sessions = self._sessions = ChainSessions(
-            routes, plane, edges, self._compute, _limits(settings), self._metrics.count_recovery
-        )
+        sessions = self._sessions = ChainSessions(routes, plane, _limits(settings), self._metrics.count_recovery)
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = ChatTemplate(tokenizer)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
@@ -149,7 +138,9 @@ class ClientService:
                 checkpoint.vocab_size,
             ),
             admission,
-            await asyncio.to_thread(self._speculators, checkpoint, tokenizer),
+            SpeculationDefaults(
+                SpeculationMode(settings.speculation), settings.max_draft_tokens, settings.adaptive_drafts
+            ),
             self._metrics,
         )
         model = generation_pb2.Model(
@@ -182,28 +173,7 @@ class ClientService:
         for part in (self._transcripts, self._sessions, self._routes, self._plane, self._control):
             if part is not None:
                 await part.close()
-        self._compute.close()
         self._metrics_endpoint.close()
-
-    def _speculators(self, checkpoint: Checkpoint, tokenizer: TextTokenizer) -> Speculators:
-        settings = self.settings
-        mode = SpeculationMode(settings.speculation)
-        draft_model = None
-        if settings.draft_model is not None:
-            drafting = Checkpoint.from_pretrained(settings.draft_model, hub=self._hub)
-            if TextTokenizer.load(drafting.folder).hf_tokenizer.get_vocab() != tokenizer.hf_tokenizer.get_vocab():
-                raise CheckpointError(
-                    f"The draft model {drafting.name} has another tokenizer than the model that it is to draft for; "
-                    "COROLLA_DRAFT_MODEL must name a model of the same vocabulary."
-                )
-            draft_model = DraftModel.load(
-                drafting, vocab_size=checkpoint.vocab_size, dtype=DTYPES[settings.dtype], device=settings.device
-            )
-        elif mode is SpeculationMode.DRAFT_MODEL:
-            raise SettingsError("COROLLA_SPECULATION=draft_model needs COROLLA_DRAFT_MODEL, the model that drafts")
-        return Speculators(
-            self._compute, mode, settings.max_draft_tokens, draft_model, is_adaptive=settings.adaptive_drafts
-        )
 
 
 def _limits(settings: ClientSettings) -> ChainLimits:

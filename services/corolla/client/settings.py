@@ -26,10 +26,6 @@ class ClientSettings(ServiceSettings):
     quantization: QuantizationName = Field(
         "none", description="How the block servers keep their weights; embedding and head are never quantised."
     )
-    device: str = Field("cpu", description="Torch device of embedding and head.")
-    threads: int = Field(
-        0, ge=0, le=1024, description="Torch threads of this process; 0 measures how many of its cores pay."
-    )
     api_keys_file: Path | None = Field(
         None,
         description="File with a line `tenant:key` for each caller, keys of at least 16 characters; without it "
@@ -86,9 +82,6 @@ class ClientSettings(ServiceSettings):
     session_ttl_s: float = Field(1800.0, gt=0, description="Seconds that an idle conversation is kept.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
         "off", description="How answers are drafted ahead where the request does not say; tokens stay the same."
-    )
-    draft_model: str | None = Field(
-        None, description="Checkpoint of a small model with the same tokenizer, run here to draft tokens ahead."
     )
     max_draft_tokens: int = Field(16, ge=1, le=64, description="Tokens drafted ahead in one step at most.")
     adaptive_drafts: bool = Field(

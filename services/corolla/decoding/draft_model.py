@@ -1,16 +1,13 @@
 """Drafts the next tokens by a small model that runs in this process."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from corolla.chassis.errors import CheckpointError
-from corolla.decoding.compute_thread import ComputeThread
-from corolla.decoding.sampling import Sampler
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.loading import LOADING
 
@@ -31,13 +28,18 @@ class DraftModel:
     vocab_size: int
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, *, vocab_size: int, dtype: torch.dtype, device: str) -> "DraftModel":
-        """Reads the whole model, whose tokenizer must have the target's vocabulary.
+    def load(cls, checkpoint: Checkpoint, target: Checkpoint, *, dtype: torch.dtype, device: str) -> "DraftModel":
+        """Reads the whole model.
 
         Raises:
-            CheckpointError: its weights cannot be read.
+            CheckpointError: its weights cannot be read, or its tokenizer has another vocabulary than the target's.
             HubUnavailable: they are on the hub, and that cannot be reached.
         """
+        if _vocabulary(checkpoint) != _vocabulary(target):
+            raise CheckpointError(
+                f"The draft model {checkpoint.name} has another tokenizer than the model that it is to draft for; "
+                "COROLLA_DRAFT_MODEL must name a model of the same vocabulary."
+            )
         checkpoint.fetch()
         library: Any = AutoModelForCausalLM
         try:
@@ -45,7 +47,7 @@ class DraftModel:
                 model = library.from_pretrained(checkpoint.folder, dtype=dtype, local_files_only=True)
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"The draft model {checkpoint.name} cannot be loaded.") from error
-        return cls(model.eval().to(device), checkpoint.context_length, vocab_size)
+        return cls(model.eval().to(device), checkpoint.context_length, target.vocab_size)
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], cache: DynamicCache) -> Tensor:
@@ -76,6 +78,11 @@ class DraftReading:
         """How many draft tokens the model has room for."""
         return max(0, self._model.context_length - len(self.token_ids))
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether some of the text before its last token is not read, and there is room for it."""
+        return len(self._cached_ids) < len(self.token_ids) - 1 and self.num_tokens_left > 0
+
     def read_chunk(self) -> bool:
         """Reads on towards the text's last token, which the first draft token needs; False when there is no more."""
         start = len(self._cached_ids)
@@ -105,41 +112,10 @@ class DraftReading:
         return logits
 
 
-class ModelDrafter:
-    """Drafts for one answer by the draft model.
-
-    It samples with a fork of the answer's sampler, penalties and random stream included. With equal random numbers two
-    similar distributions mostly give the same token, so drafts of sampled answers are accepted, too.
-    """
-
-    def __init__(self, model: DraftModel, compute: ComputeThread) -> None:
-        self._reading = DraftReading(model)
-        self._compute = compute
-
-    def extend(self, token_ids: Iterable[int]) -> None:
-        """Takes the next tokens of the text."""
-        self._reading.token_ids.extend(token_ids)
-
-    @property
-    def evidence(self) -> int | None:
-        return 0 if self._reading.num_tokens_left else None
-
-    async def prepare(self) -> None:
-        """Reads the text up to its last token, in chunks, so that the thread serves other answers in between."""
-        while await self._compute.submit(self._reading.read_chunk):
-            pass
-
-    async def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
-        """The next tokens as this model would have them; `sampler`, the target's, stays as it is."""
-        self._reading.forget_rejected_tokens()
-        await self.prepare()
-        fork = await self._compute.submit(sampler.fork)
-        drafted: list[int] = []
-        newest = self._reading.token_ids[-1]
-        for _ in range(min(num_tokens, self._reading.num_tokens_left)):
-            newest = await self._compute.submit(self._draft_token, newest, fork)
-            drafted.append(newest)
-        return drafted
-
-    def _draft_token(self, newest: int, sampler: Sampler) -> int:
-        return sampler.sample(self._reading.logits_after(newest)).token_id
+def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+    # A broken file surfaces as whatever its parser raises, plain Exception from the Rust tokenizers included.
+    except Exception as error:
+        raise CheckpointError(f"The tokenizer of {checkpoint.name} cannot be read.") from error
+    return dict(tokenizer.get_vocab())

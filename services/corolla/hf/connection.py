@@ -15,11 +15,11 @@ from corolla.chain.recovery_budget import RecoveryBudget
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import ChainLimits, OpenOptions, Reservations
 from corolla.chain.routes import Routes
-from corolla.chain.rows import RowGroup
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopUnavailable, StartupError
 from corolla.chassis.loop_thread import LoopStopped, LoopThread
 from corolla.chassis.tasks import TaskGroup
+from corolla.hf.row_group import RowGroup
 from corolla.wire.stream import between_servers
 
 Result = TypeVar("Result")

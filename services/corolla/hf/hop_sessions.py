@@ -9,10 +9,13 @@ from torch import Tensor
 
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.reservations import OpenOptions
-from corolla.chain.rows import RowGroup, RowStep
 from corolla.chassis.errors import HopSessionLost
 from corolla.hf.connection import Connection
+from corolla.hf.row_group import RowGroup, RowStep
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
+from corolla.wire.tensors import describe_prompts, to_payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class HopSessions:
             texts = None
         capacity = max(capacity, self._capacity)
         self._origins = (*origins, *self._origins[len(origins) :])
-        prompts = None if self._prompts is None else [self._prompts[origin] for origin in self._origins]
+        prompts = None if self._prompts is None else [_Prompts(self._prompts[origin]) for origin in self._origins]
         options = OpenOptions(
             max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts, texts=texts
         )
@@ -109,6 +112,17 @@ class HopSessions:
     def _close_group(self) -> None:
         if self._group is not None:
             self._group.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Trained prompts `[blocks, P, H]` as a chain sends them."""
+
+    values: Tensor
+
+    def part(self, start: int, end: int) -> tuple[pb.BlockPrompts, Buffer]:
+        part = self.values[start:end]
+        return describe_prompts(part), to_payload(part)
 
 
 def require_prompts(prompts: object, blocks: RemoteSpan) -> None:

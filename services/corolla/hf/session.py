@@ -10,9 +10,9 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from corolla.chain.rows import RowStep
 from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.hf.hop_sessions import HopSessions, RemoteSpan, prompts_by_sequence, require_prompts
+from corolla.hf.row_group import RowStep
 from corolla.hf.rows import UNKNOWN_TOKEN, HeldRows
 
 _FIRST_CAPACITY: Final = 256

@@ -89,7 +89,6 @@ def client_process(options: StackOptions, port: int, metrics_port: int, router: 
     arguments = ["client", "--model", options.model, "--router", router, "--port", str(port), "--host", options.host]
     arguments += ["--metrics-port", str(metrics_port)]
     arguments += ["--dtype", options.dtype, "--quantization", options.quantization]
-    arguments += ["--threads", str(options.num_threads)]
     # Whoever listens on every interface is reached on the loopback one from here.
     host = LOOPBACK if options.host in ("0.0.0.0", "") else options.host  # noqa: S104
     log = LogFile(options.log_folder / "client.log")

@@ -7,78 +7,78 @@ those of `transformers`, bit for bit.
 
 import copy
 import functools
-import math
 import re
-import time
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from corolla.chassis.errors import InternalError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import build, cut_class, keep_layers, model_class_of
 from corolla.models.families import Family
 from corolla.models.linear import replace_linears, tune
 
-_HEAD_REPETITIONS: Final = 5
 _MAX_COPIED_BYTES: Final = 256 << 20
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class Edges:
-    """What the client applies before block 0 and after the last block.
+    """What is applied before block 0 and after the last block; a server may have just one of them.
+
+    Args:
+        embedding_model: a base model without layers and norm; None without embedding.
+        head_model: a causal model whose base model only norms; None without head.
 
     Attributes:
         is_lookup: whether `embed` only looks rows up, so that for a few tokens it takes microseconds.
     """
 
-    def __init__(self, causal_model: PreTrainedModel, family: Family) -> None:
-        base = cast(PreTrainedModel, causal_model.base_model)
-        norm = base.get_submodule(family.norm)
-        setattr(base, family.norm, nn.Identity())
-        setattr(causal_model, causal_model.base_model_prefix, _NormOnly(norm))
-        self._embedding_model = base
-        self._embedding = base.get_submodule(family.embedding)
+    def __init__(
+        self, family: Family, embedding_model: PreTrainedModel | None, head_model: PreTrainedModel | None
+    ) -> None:
+        self._models = [model for model in (embedding_model, head_model) if model is not None]
+        self._embedding_model = embedding_model
+        self._head_model = head_model
+        self._embedding = None if embedding_model is None else embedding_model.get_submodule(family.embedding)
         # Then the base model's forward adds nothing but its own overhead, half a millisecond for each token.
         self.is_lookup = not (family.learned_positions or family.bypassed or family.unit_scalars)
-        self._head_model = causal_model
 
     @property
     def config(self) -> PretrainedConfig:
-        return self._embedding_model.config
+        return self._models[0].config
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding_model.dtype
+        return self._models[0].dtype
 
     @property
     def device(self) -> torch.device:
-        return self._embedding_model.device
+        return self._models[0].device
 
     @property
     def modules(self) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """The model that embeds and the one that projects; they share tied weights."""
-        return self._embedding_model, self._head_model
+        """The model that embeds and the one that projects, where both are here; they share tied weights."""
+        return _present(self._embedding_model), _present(self._head_model)
 
-    def seconds_of_head(self) -> float:
-        """How long the head takes for one row and for eight, by geometric mean: the best of a few times each."""
-        return math.sqrt(self._best_seconds(1) * self._best_seconds(8))
-
-    def tune_head(self) -> None:
-        """Measures how this machine multiplies by the head's weights fastest.
+    def tune_head(self, budget_s: float = 2.0) -> None:
+        """Measures, for `budget_s` at most, how this machine multiplies by the head's weights fastest.
 
         A head that is tied to a large embedding has to do with the weights as they are for that.
         """
-        large = [weight for weight in self._embedding_model.parameters() if weight.nbytes > _MAX_COPIED_BYTES]
-        tune(replace_linears(self._head_model), shared=large)
+        embedding = () if self._embedding_model is None else self._embedding_model.parameters()
+        large = [weight for weight in embedding if weight.nbytes > _MAX_COPIED_BYTES]
+        tune(replace_linears(_present(self._head_model)), shared=large, budget_s=budget_s)
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """The input of block 0, `[T, H]` in the model's dtype, for int64 `[T]` ids and `[T]` absolute positions."""
         if self.is_lookup:
-            return cast(Tensor, self._embedding(token_ids.to(self.device)))
+            return cast(Tensor, _present(self._embedding)(token_ids.to(self.device)))
         return self._first_input(position_ids, input_ids=token_ids.to(self.device).unsqueeze(0))
 
     @torch.no_grad()
@@ -91,47 +91,112 @@ class Edges:
     def head(self, hidden: Tensor) -> Tensor:
         """Next-token logits, float32 `[R, V]`, of `[R, H]` rows of the last block's output, of any sessions."""
         rows = hidden.to(device=self.device, dtype=self.dtype).unsqueeze(0)
-        output = self._head_model(inputs_embeds=rows, use_cache=False)
+        output = _present(self._head_model)(inputs_embeds=rows, use_cache=False)
         return cast(Tensor, output.logits)[0].float().contiguous()
-
-    def _best_seconds(self, num_rows: int) -> float:
-        hidden = torch.zeros(num_rows, int(self.config.hidden_size))
-        durations = []
-        for _ in range(_HEAD_REPETITIONS):
-            started = time.perf_counter()
-            self.head(hidden)
-            durations.append(time.perf_counter() - started)
-        return min(durations)
 
     def _first_input(self, position_ids: Tensor, **tokens: Tensor) -> Tensor:
         positions = position_ids.to(self.device).unsqueeze(0)
-        output = self._embedding_model(**tokens, position_ids=positions, use_cache=False)
+        output = _present(self._embedding_model)(**tokens, position_ids=positions, use_cache=False)
         return cast(Tensor, output.last_hidden_state)[0]
 
 
-def load_edges(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Edges:
-    """Reads embedding, final norm and head, and nothing else.
+def load_edges(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    has_embedding: bool = True,
+    has_head: bool = True,
+) -> Edges:
+    """Reads embedding, final norm and head, or what is wanted of them, and nothing else.
+
+    A head that is tied to the embedding brings that along; the two share the weights.
 
     Raises:
         CheckpointError: one of them is missing, has another shape than the configuration says, or cannot be read.
     """
     family = checkpoint.family
     config = copy.deepcopy(checkpoint.config)
-    causal_class = model_class_of(AutoModelForCausalLM, config)
-    cut = cut_class(causal_class, functools.partial(_drop_layers, family=family))
-    with checkpoint.open_tensors(edge_tensors(checkpoint)) as tensors:
+    if not has_head:
+        cut = cut_class(model_class_of(AutoModel, config), functools.partial(_cut_to_embedding, family=family))
+        names = edge_tensors(checkpoint, has_head=False)
+        with checkpoint.open_tensors(names) as tensors:
+            model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
+        return Edges(family, cast(Any, model).to(torch.device(device)), None)
+    has_embedding = has_embedding or _is_tied(config)
+    cut = cut_class(
+        model_class_of(AutoModelForCausalLM, config),
+        functools.partial(_drop_layers, family=family, has_embedding=has_embedding),
+    )
+    with checkpoint.open_tensors(edge_tensors(checkpoint, has_embedding=has_embedding)) as tensors:
         model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
-    return Edges(cast(Any, model).to(torch.device(device)), family)
+    causal_model = cast(PreTrainedModel, cast(Any, model).to(torch.device(device)))
+    base = cast(PreTrainedModel, causal_model.base_model)
+    norm = base.get_submodule(family.norm)
+    setattr(base, family.norm, nn.Identity())
+    setattr(causal_model, causal_model.base_model_prefix, _NormOnly(norm))
+    return Edges(family, base if has_embedding else None, causal_model)
 
 
-def edge_tensors(checkpoint: Checkpoint) -> dict[str, str]:
-    """The names of all tensors outside the blocks, each mapped to itself."""
-    layer = re.compile(rf"(?:^|\.){re.escape(checkpoint.family.layers)}\.\d+\.")
-    return {name: name for name in checkpoint.weight_index if not layer.search(name)}
+def fetch_edges(checkpoint: Checkpoint, *, has_embedding: bool, has_head: bool) -> None:
+    """Fetches what `load_edges` would read, where that is not here yet.
+
+    Raises:
+        CheckpointError: it cannot be had.
+        HubUnavailable: the hub cannot be reached.
+    """
+    has_embedding = has_embedding or (has_head and _is_tied(checkpoint.config))
+    checkpoint.fetch(edge_tensors(checkpoint, has_embedding=has_embedding, has_head=has_head).values())
 
 
-def _drop_layers(causal_model: PreTrainedModel, *, family: Family) -> None:
-    keep_layers(cast(PreTrainedModel, causal_model.base_model), family, range(0))
+def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head: bool = True) -> dict[str, str]:
+    """The tensors outside the blocks: name in the model that `load_edges` builds -> name in the files.
+
+    Without the head that is a base model, whose names lack the prefix that the files may have.
+    """
+    family = checkpoint.family
+    prefix = rf"(?:{re.escape(model_class_of(AutoModel, checkpoint.config).base_model_prefix)}\.)?"
+    layer = re.compile(rf"{prefix}{re.escape(family.layers)}\.\d+\.")
+    parts = "|".join(re.escape(name) for name in _embedding_parts(family))
+    embedding = re.compile(rf"{prefix}((?:{parts})\..+)")
+    names: dict[str, str] = {}
+    for stored in checkpoint.weight_index:
+        if layer.match(stored):
+            continue
+        match = embedding.fullmatch(stored)
+        if match and has_embedding:
+            names[stored if has_head else match[1]] = stored
+        elif not match and has_head:
+            names[stored] = stored
+    return names
+
+
+def _embedding_parts(family: Family) -> tuple[str, ...]:
+    positions = () if family.learned_positions is None else (family.learned_positions,)
+    return (family.embedding, *family.bypassed, *positions)
+
+
+def _is_tied(config: PretrainedConfig) -> bool:
+    return bool(config.tie_word_embeddings)
+
+
+def _cut_to_embedding(base: PreTrainedModel, *, family: Family) -> None:
+    keep_layers(base, family, range(0))
+    setattr(base, family.norm, nn.Identity())
+
+
+def _drop_layers(causal_model: PreTrainedModel, *, family: Family, has_embedding: bool) -> None:
+    base = cast(PreTrainedModel, causal_model.base_model)
+    keep_layers(base, family, range(0))
+    if not has_embedding:
+        for name in _embedding_parts(family):
+            setattr(base, name, nn.Identity())
+
+
+def _present(part: Part | None) -> Part:
+    if part is None:
+        raise InternalError("this end of the model was not loaded")
+    return part
 
 
 @dataclass

@@ -1,11 +1,11 @@
 """The one table of model families.
 
 A family is what `config.model_type` names. Every family's layers, masks and rotary embeddings are its own code in
-`transformers`; the table only says where the parts of its base model hang, so that a server can keep some layers and a
-client the rest. Attribute paths are relative to the base model (`LlamaModel`, not `LlamaForCausalLM`).
+`transformers`; the table only says where the parts of its base model hang, so that a server can keep some layers.
+Attribute paths are relative to the base model (`LlamaModel`, not `LlamaForCausalLM`).
 
-What a span leaves out, the client applies: embedding (with its scale, learned positions or layer norm) before block 0;
-final norm, head and logit cap or scale after the last block.
+What a span leaves out are the edges: embedding (with its scale, learned positions or layer norm) before block 0; final
+norm, head and logit cap or scale after the last block.
 """
 
 from collections.abc import Iterator, Mapping

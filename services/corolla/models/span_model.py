@@ -237,7 +237,7 @@ def span_tensors(checkpoint: Checkpoint, prefix: str, span: Span) -> dict[str, s
 
 
 class _NoPositions(nn.Module):
-    """Adds nothing where a family adds learned positions: the client already did."""
+    """Adds nothing where a family adds learned positions: `edges` already did."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
         return torch.zeros((), device=position_ids.device, dtype=torch.int8)

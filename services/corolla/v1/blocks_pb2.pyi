@@ -55,9 +55,9 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     FRAME_KIND_OPENED: _FrameKind.ValueType  # 4
     """Opened, answer to Open"""
     FRAME_KIND_STEP: _FrameKind.ValueType  # 5
-    """Step, payload: the rows' hidden states"""
+    """Step, payload: the rows' hidden states, or nothing where they bring token ids"""
     FRAME_KIND_RESULT: _FrameKind.ValueType  # 6
-    """Result, payload: the hidden states asked for; last hop to the originating client"""
+    """Result, payload: the hidden states asked for, if any; last hop to the originating client"""
     FRAME_KIND_CLOSE: _FrameKind.ValueType  # 7
     """Close, not answered"""
     FRAME_KIND_TRUNCATE: _FrameKind.ValueType  # 8
@@ -99,9 +99,9 @@ FRAME_KIND_OPEN: FrameKind.ValueType  # 3
 FRAME_KIND_OPENED: FrameKind.ValueType  # 4
 """Opened, answer to Open"""
 FRAME_KIND_STEP: FrameKind.ValueType  # 5
-"""Step, payload: the rows' hidden states"""
+"""Step, payload: the rows' hidden states, or nothing where they bring token ids"""
 FRAME_KIND_RESULT: FrameKind.ValueType  # 6
-"""Result, payload: the hidden states asked for; last hop to the originating client"""
+"""Result, payload: the hidden states asked for, if any; last hop to the originating client"""
 FRAME_KIND_CLOSE: FrameKind.ValueType  # 7
 """Close, not answered"""
 FRAME_KIND_TRUNCATE: FrameKind.ValueType  # 8
@@ -265,11 +265,14 @@ class Welcome(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_PER_FRAME_FIELD_NUMBER: _builtins.int
     PAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    HAS_DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     dtype: Global___TensorType.ValueType
     max_tokens_per_frame: _builtins.int
     page_tokens: _builtins.int
     """Tokens of one KV page; 0 where pages of other sessions are not reused."""
+    has_draft_model: _builtins.bool
+    """Whether it drafts tokens by a small model, for sessions whose last hop it is."""
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
     def __init__(
@@ -280,10 +283,11 @@ class Welcome(_message.Message):
         dtype: Global___TensorType.ValueType = ...,
         max_tokens_per_frame: _builtins.int = ...,
         page_tokens: _builtins.int = ...,
+        has_draft_model: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "has_draft_model", b"has_draft_model", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -305,6 +309,7 @@ class Open(_message.Message):
     BLOCK_PROMPTS_FIELD_NUMBER: _builtins.int
     KEEP_ACTIVATIONS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    SAMPLER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Answers carry the same number."""
     session_id: _builtins.bytes
@@ -337,6 +342,10 @@ class Open(_message.Message):
         other sessions of the tenant computed for the same beginning; and what it computes will be found by others.
         """
 
+    @_builtins.property
+    def sampler(self) -> Global___Sampler:
+        """Only to the last hop, of a session whose tokens that hop chooses: see Step.samples."""
+
     def __init__(
         self,
         *,
@@ -352,14 +361,139 @@ class Open(_message.Message):
         block_prompts: Global___BlockPrompts | None = ...,
         keep_activations: _builtins.bool = ...,
         text: Global___ExpectedText | None = ...,
+        sampler: Global___Sampler | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "sampler", b"sampler", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
+
+@_typing.final
+class Sampler(_message.Message):
+    """Who chooses a session's tokens on the last hop. A sampler is made from this anew each time that the session is opened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    NUM_SKIPPED_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    temperature: _builtins.float
+    """As SamplingParameters, with all values set."""
+    top_k: _builtins.int
+    top_p: _builtins.float
+    min_p: _builtins.float
+    repetition_penalty: _builtins.float
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    num_logprobs: _builtins.int
+    """Log probabilities of so many tokens beside the chosen one; absent: none at all."""
+    seed: _builtins.int
+    """Where the random stream begins: at the seed or, where it is not empty, at this state, which a SampledRow brought."""
+    state: _builtins.bytes
+    num_skipped: _builtins.int
+    """How many choices were drawn from there already."""
+    num_prompt_tokens: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The text so far, the answer's tokens behind those of the prompt; empty where neither penalties nor drafts need it."""
+
+    @_builtins.property
+    def drafts(self) -> Global___Drafts:
+        """Drafts for the step that follows."""
+
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float = ...,
+        top_k: _builtins.int = ...,
+        top_p: _builtins.float = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        num_logprobs: _builtins.int | None = ...,
+        seed: _builtins.int = ...,
+        state: _builtins.bytes = ...,
+        num_skipped: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        drafts: Global___Drafts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "num_logprobs", b"num_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "num_skipped", b"num_skipped", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "state", b"state", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+
+Global___Sampler: _TypeAlias = Sampler  # noqa: Y015
+
+@_typing.final
+class Drafts(_message.Message):
+    """What to draft beside the sampler, so that one step may check several tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Source:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _SourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Drafts._Source.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        SOURCE_UNSPECIFIED: Drafts._Source.ValueType  # 0
+        SOURCE_PROMPT_LOOKUP: Drafts._Source.ValueType  # 1
+        """What followed the last time that the text ran like this."""
+        SOURCE_DRAFT_MODEL: Drafts._Source.ValueType  # 2
+        """The small model of the last hop; where that has none, nothing is drafted."""
+
+    class Source(_Source, metaclass=_SourceEnumTypeWrapper): ...
+    SOURCE_UNSPECIFIED: Drafts.Source.ValueType  # 0
+    SOURCE_PROMPT_LOOKUP: Drafts.Source.ValueType  # 1
+    """What followed the last time that the text ran like this."""
+    SOURCE_DRAFT_MODEL: Drafts.Source.ValueType  # 2
+    """The small model of the last hop; where that has none, nothing is drafted."""
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_ADAPTIVE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_LEFT_FIELD_NUMBER: _builtins.int
+    source: Global___Drafts.Source.ValueType
+    max_tokens: _builtins.int
+    """Of one step, at most."""
+    is_adaptive: _builtins.bool
+    """Whether the number of draft tokens follows their success and cost; else it is always the most."""
+    num_tokens_left: _builtins.int
+    """How many tokens the session may still choose; no draft token is behind the last one but one."""
+    def __init__(
+        self,
+        *,
+        source: Global___Drafts.Source.ValueType = ...,
+        max_tokens: _builtins.int = ...,
+        is_adaptive: _builtins.bool = ...,
+        num_tokens_left: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_adaptive", b"is_adaptive", "max_tokens", b"max_tokens", "num_tokens_left", b"num_tokens_left", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drafts: _TypeAlias = Drafts  # noqa: Y015
 
 @_typing.final
 class ExpectedText(_message.Message):
@@ -470,6 +604,7 @@ class StepRow(_message.Message):
     NUM_RESULT_TOKENS_FIELD_NUMBER: _builtins.int
     SOURCE_SESSION_ID_FIELD_NUMBER: _builtins.int
     SCRATCH_SESSION_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     position: _builtins.int
@@ -483,6 +618,12 @@ class StepRow(_message.Message):
     """
     scratch_session_id: _builtins.bytes
     """Takes the session's place on the hops that Step.scratch_hops names."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The new tokens, where the step brings them to block 0 instead of hidden states. Behind the first hop only those of
+        rows with several results: the last hop compares its choices with them.
+        """
+
     def __init__(
         self,
         *,
@@ -493,10 +634,11 @@ class StepRow(_message.Message):
         num_result_tokens: _builtins.int = ...,
         source_session_id: _builtins.bytes = ...,
         scratch_session_id: _builtins.bytes = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_result_tokens", b"num_result_tokens", "num_tokens", b"num_tokens", "position", b"position", "scratch_session_id", b"scratch_session_id", "session_id", b"session_id", "source_session_id", b"source_session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_result_tokens", b"num_result_tokens", "num_tokens", b"num_tokens", "position", b"position", "scratch_session_id", b"scratch_session_id", "session_id", b"session_id", "source_session_id", b"source_session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -514,6 +656,7 @@ class Step(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     ROUTE_FIELD_NUMBER: _builtins.int
     SCRATCH_HOPS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Unique per client; the result and any fault carry it. A session's steps have rising ids: one that comes again, or
     after a later one, is neither computed nor answered.
@@ -521,11 +664,14 @@ class Step(_message.Message):
     client_id: _builtins.bytes
     """Hello.client_id of the originating client."""
     dtype: Global___TensorType.ValueType
+    """Of the payload; absent where the rows bring token ids."""
     hidden_size: _builtins.int
     scratch_hops: _builtins.int
     """Bit 0 stands for this hop, bit 1 for the next one, and so on: where it is set, the rows run in their scratch sessions
     and leave the sessions themselves as they are. So hops that lost nothing can help to rebuild one behind them.
     """
+    samples: _builtins.bool
+    """The last hop chooses tokens, by the samplers of the rows' sessions, instead of sending hidden states back."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]: ...
     @_builtins.property
@@ -547,10 +693,11 @@ class Step(_message.Message):
         blocks: _common_pb2.BlockSpan | None = ...,
         route: _abc.Iterable[_common_pb2.Hop] | None = ...,
         scratch_hops: _builtins.int = ...,
+        samples: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "client_id", b"client_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "route", b"route", "rows", b"rows", "scratch_hops", b"scratch_hops", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "client_id", b"client_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "route", b"route", "rows", b"rows", "samples", b"samples", "scratch_hops", b"scratch_hops", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -590,11 +737,16 @@ class Result(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     dtype: Global___TensorType.ValueType
     hidden_size: _builtins.int
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]: ...
+    @_builtins.property
+    def sampled(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledRow]:
+        """One for each row of a step that samples; empty for rows without results."""
+
     def __init__(
         self,
         *,
@@ -602,14 +754,83 @@ class Result(_message.Message):
         rows: _abc.Iterable[Global___StepRow] | None = ...,
         dtype: Global___TensorType.ValueType = ...,
         hidden_size: _builtins.int = ...,
+        sampled: _abc.Iterable[Global___SampledRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hidden_size", b"hidden_size", "rows", b"rows", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hidden_size", b"hidden_size", "rows", b"rows", "sampled", b"sampled", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Result: _TypeAlias = Result  # noqa: Y015
+
+@_typing.final
+class SampledRow(_message.Message):
+    """What the last hop chose for one row: a token after the newest one or, where that checked draft tokens, several. All but
+    the last one are draft tokens of the row.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    state: _builtins.bytes
+    """Now and then: the random stream's state behind the last one."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]: ...
+    @_builtins.property
+    def draft_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What may follow the last one: to be checked in the next step, as far as there is room."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[Global___SampledToken] | None = ...,
+        draft_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        state: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_token_ids", b"draft_token_ids", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampledRow: _TypeAlias = SampledRow  # noqa: Y015
+
+@_typing.final
+class SampledToken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    logprob: _builtins.float
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The most probable tokens, if they were asked for, and their log probabilities."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float | None = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "token_id", b"token_id", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
+    _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
+
+Global___SampledToken: _TypeAlias = SampledToken  # noqa: Y015
 
 @_typing.final
 class Close(_message.Message):

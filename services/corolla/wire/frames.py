@@ -14,6 +14,9 @@ from corolla.v1 import blocks_pb2 as pb
 
 Buffer = bytes | bytearray | memoryview
 
+MAX_PROMPT_BYTES: Final = 32 << 20
+"""Of the trained prompts that one session brings to one hop."""
+
 _HEADER: Final = struct.Struct("<HBxII")
 _MAGIC: Final = 0x01C0
 

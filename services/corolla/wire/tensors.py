@@ -21,9 +21,6 @@ _DTYPES: Final = {number: dtype for dtype, number in _TYPES.items()}
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The names by which settings call the dtypes."""
 
-MAX_PROMPT_BYTES: Final = 32 << 20
-"""Of the trained prompts that one session brings to one hop."""
-
 
 def tensor_type(dtype: torch.dtype) -> pb.TensorType.ValueType:
     """The wire's number for `dtype`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.models.families import FAMILIES
-from corolla.wire.tensors import MAX_PROMPT_BYTES
+from corolla.wire.frames import MAX_PROMPT_BYTES
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks

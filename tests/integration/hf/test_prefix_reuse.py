@@ -111,12 +111,12 @@ def test_a_sequence_that_diverges_from_its_prefix_is_not_cached_under_that_prefi
     model, other = sharing(pair, "dan"), torch.cat([PROMPT[:, :40], draw_prompts(1, 60, seed=1)], dim=1)
     step, num_steps = DataPlane.step, 0
 
-    def step_in_vain_once(plane: DataPlane, *what: Any) -> list[RowFuture]:
+    def step_in_vain_once(plane: DataPlane, *what: Any, **how: Any) -> list[RowFuture]:
         nonlocal num_steps
         num_steps += 1
         if num_steps == 2:
             raise HopLeaving("a hop of the chain handed sessions over")
-        return step(plane, *what)
+        return step(plane, *what, **how)
 
     with model.inference_session(max_length=200) as session:
         model.generate(PROMPT, **NEW)

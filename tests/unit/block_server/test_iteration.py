@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from corolla.block_server.hop_session import HopSession, OpenRequest
-from corolla.block_server.iteration import Admitted, StepWork, compute, error_of
+from corolla.block_server.iteration import Admitted, BatchRunner, Computation, Computed, StepWork, error_of
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.kv.tables import Copies
 from corolla.block_server.peers import Peer
@@ -38,6 +38,10 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = make_tiny_checkpoint(request.param, Path(tmp_path_factory.mktemp("iteration")), config_changes=changes)
     model = load_span(Checkpoint.from_pretrained(str(folder)), SPAN, dtype=torch.float32)
     return Runner(model, page_tokens=4, max_step_tokens=8, tuning_budget_s=0.0)
+
+
+def compute(runner: BatchRunner, admitted: list[Admitted], blocks: Span) -> Computed:
+    return Computation(runner).compute(admitted, blocks)
 
 
 def assert_close(output: Tensor, expected: Tensor) -> None:

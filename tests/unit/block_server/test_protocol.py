@@ -97,10 +97,11 @@ class Protocol(RuleBasedStateMachine):
         identity = Identity(
             server_id="s", span=SPAN, model="toy", fingerprint="toy", dtype_name="float32",
             dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=1, max_tokens_per_frame=16, prefix_page_tokens=0,
+            num_model_blocks=MODEL.num_blocks, vocab_size=MODEL.vocab_size,
         )  # fmt: skip
         receiver = HandoverReceiver(SPAN, self.sessions, engine, metrics, TaskGroup(), max_part_tokens=16)
         self.servicer = BlockServicer(
-            identity, engine, scheduler, self.sessions, outputs, peers, runner.store, receiver
+            identity, engine, scheduler, self.sessions, outputs, peers, runner.store, receiver, TaskGroup()
         )
         self.running = [asyncio.ensure_future(engine.run())]
         self.callers = [Caller() for _ in CLIENTS]

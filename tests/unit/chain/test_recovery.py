@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from corolla.chain.handovers import Handovers
 from corolla.chain.history import StepShapes
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
+from corolla.chain.replay import ReplayInputs
 from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions
 from corolla.chassis.errors import HopSessionLost, HopUnavailable, RequestKillsServers
 from corolla.v1 import blocks_pb2 as pb
@@ -31,8 +31,8 @@ class LostSequence:
     position = 4
     shapes = StepShapes([4], 4)
 
-    async def inputs(self, start: int, end: int) -> torch.Tensor:
-        return torch.zeros(end - start, 1)
+    def inputs(self, start: int, end: int) -> ReplayInputs:
+        return ReplayInputs([0] * (end - start))
 
 
 class SameRoutes:

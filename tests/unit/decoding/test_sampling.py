@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from corolla.chassis.errors import InternalError, InvalidRequest, NonFiniteOutput
-from corolla.decoding.sampling import MAX_LOGPROBS, Sampler, SamplingParams
+from corolla.decoding.parameters import MAX_LOGPROBS, SamplingParams
+from corolla.decoding.sampling import Sampler
 
 VOCABULARY_SIZE = 131
 NUM_NEW_TOKENS = 44

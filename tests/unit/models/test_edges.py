@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from corolla.chassis.errors import CheckpointError
+from corolla.chassis.errors import CheckpointError, InternalError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import edge_tensors, load_edges
 from corolla.models.families import FAMILIES
@@ -55,6 +55,30 @@ def test_edges_are_bit_equal_to_the_unsplit_model(tmp_path: Path, family: str, d
     head = edges.head(ends.last_output)
     assert head.dtype == torch.float32
     assert torch.equal(head, logits.float())
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied head"])
+def test_one_end_alone_is_that_of_both(tmp_path: Path, family: str, is_tied: bool) -> None:
+    folder = make_tiny_checkpoint(
+        family, tmp_path / family, num_blocks=2, config_changes={"tie_word_embeddings": is_tied}
+    )
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    both = load_edges(checkpoint, dtype=torch.float32)
+    token_ids, position_ids = torch.tensor([7, 300, 7]), torch.tensor([4, 5, 90])
+    first = load_edges(checkpoint, dtype=torch.float32, has_head=False)
+    assert torch.equal(first.embed(token_ids, position_ids), both.embed(token_ids, position_ids))
+    last = load_edges(checkpoint, dtype=torch.float32, has_embedding=False)
+    hidden = torch.randn(3, checkpoint.hidden_size, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(last.head(hidden), both.head(hidden))
+    with pytest.raises(InternalError):
+        first.head(hidden)
+    if not is_tied:
+        with pytest.raises(InternalError):
+            last.embed(token_ids, position_ids)
+    ends = [set(edge_tensors(checkpoint, **end).values()) for end in ({"has_head": False}, {"has_embedding": False})]
+    assert set.union(*ends) == set(edge_tensors(checkpoint))
+    assert not set.intersection(*ends)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

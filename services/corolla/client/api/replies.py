@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from corolla.client.generation.admission import Usage
 from corolla.client.generation.answer import Delta
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.decoding.sampling import SampledToken
+from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2

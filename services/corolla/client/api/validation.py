@@ -8,9 +8,8 @@ from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, ModelN
 from corolla.client.generation.answering import AnswerOptions
 from corolla.client.generation.resumption import Resumption
 from corolla.client.text.chat import Message, check_roles
-from corolla.decoding.sampling import SamplingParams
+from corolla.decoding.parameters import SamplingParams, SpeculationMode, SpeculationOptions
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
-from corolla.decoding.speculator import SpeculationMode, SpeculationOptions
 from corolla.v1 import generation_pb2 as pb
 
 MAX_COMPLETIONS: Final = 16

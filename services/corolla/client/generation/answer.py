@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from corolla.client.text.detokenizer import Detokenizer
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.decoding.sampling import SampledToken
+from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason, StopDecider, StopMatcher
 
 

@@ -14,19 +14,25 @@ from typing import Final
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.reservations import OpenOptions
 from corolla.chain.session import ChainSession, ChainSessions
-from corolla.chassis.errors import ContextLengthExceeded, CorollaError, RouterUnavailable, StoreUnavailable
+from corolla.chassis.errors import (
+    ContextLengthExceeded,
+    CorollaError,
+    InvalidRequest,
+    RouterUnavailable,
+    StoreUnavailable,
+)
 from corolla.client.generation.admission import Admission, Caller, RequestMeter, Usage
 from corolla.client.generation.answer import Answer, Delta
-from corolla.client.generation.loop import AnswerSampler, Prefill, SharedPrompt, generate
+from corolla.client.generation.loop import AnswerReader, Prefill, SharedPrompt, generate
 from corolla.client.generation.merge import merge
 from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
-from corolla.decoding.sampling import Sampler, SamplingParams
-from corolla.decoding.speculator import SpeculationOptions, Speculators
+from corolla.decoding.parameters import SamplingParams, SpeculationMode, SpeculationOptions
+from corolla.decoding.sampler_record import SamplerRecord
 from corolla.decoding.stopping import FinishReason, StopDecider
-from corolla.v1 import common_pb2, router_pb2
+from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 
 NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
 """A session's record to its new token log, and how many of its first tokens are those of the old one."""
@@ -34,7 +40,10 @@ NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
 RecordTurn = Callable[[router_pb2.SessionRecord, str], None]
 """Writes a finished turn's text into the record."""
 
-_SKIPPED_AT_A_TIME: Final = 256
+_DRAFT_SOURCES: Final = {
+    SpeculationMode.PROMPT_LOOKUP: blocks_pb2.Drafts.SOURCE_PROMPT_LOOKUP,
+    SpeculationMode.DRAFT_MODEL: blocks_pb2.Drafts.SOURCE_DRAFT_MODEL,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,18 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationDefaults:
+    """What holds where a caller does not say: the mode, and how many tokens to draft for one step at most.
+
+    `is_adaptive`: whether the number of draft tokens follows their success and cost.
+    """
+
+    mode: SpeculationMode = SpeculationMode.OFF
+    max_draft_tokens: int = 16
+    is_adaptive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class _Completion:
     """What the answers to one prompt share: `max_tokens` new ones each, until `until_s` of the event loop's clock."""
 
@@ -84,7 +105,7 @@ class Answering:
         tokenizer: TextTokenizer,
         limits: ModelLimits,
         admission: Admission,
-        speculators: Speculators,
+        speculation: SpeculationDefaults,
         metrics: ClientMetrics,
     ) -> None:
         self._sessions = sessions
@@ -92,7 +113,7 @@ class Answering:
         self._tokenizer = tokenizer
         self._limits = limits
         self._admission = admission
-        self._speculators = speculators
+        self._speculation = speculation
         self._metrics = metrics
 
     async def complete(
@@ -107,7 +128,6 @@ class Answering:
             `(index, delta)` as they come; of each index the last has a finish reason.
         """
         until_s = caller.waits_until_s(options.time_limit_s)
-        self._speculators.check(options.speculation)
         async with AsyncExitStack() as stack:
             ticket = await stack.enter_async_context(self._admission.enter(caller.tenant, caller.num_bytes))
             meter = stack.enter_context(RequestMeter(self._metrics, caller.usage))
@@ -146,7 +166,6 @@ class Answering:
         A turn that its caller named is run once: asked for again, its answer is repeated.
         """
         tenant, until_s = caller.tenant, caller.waits_until_s(options.time_limit_s)
-        self._speculators.check(options.speculation)
         resumption = options.resumption
         turn_name = "" if resumption is None else resumption.turn_name(tenant)
         async with AsyncExitStack() as stack:
@@ -164,9 +183,10 @@ class Answering:
             earlier = common_pb2.Chain.FromString(record.chain.SerializeToString())
             num_kept_tokens, prompt_ids, max_tokens = await self._prompt_of_turn(record, next_prompt, options)
             answer, options = await self._answer_of_turn(prompt_ids, max_tokens, options)
-            sampler = await self._ready_sampler(options, tenant, prompt_ids, record.sampler_state)
+            sampler = self._sampler(options, tenant, prompt_ids, max_tokens, record)
             text_ids = [*prompt_ids, *answer.token_ids]
             identity = SessionIdentity.of_turn(session_id, record.epoch, tenant)
+            position = num_past_tokens = min(num_kept_tokens, record.position)
             open_options = OpenOptions(
                 max_tokens=len(prompt_ids) + max_tokens,
                 transient=False,
@@ -174,11 +194,11 @@ class Answering:
                 recorded_chain=earlier,
                 record_id=session_id,
                 texts=[text_ids],
-                max_position=min(num_kept_tokens, record.position) if earlier.hops else None,
+                max_position=num_past_tokens if earlier.hops else None,
             )
-            async with self._sessions.open(identity, open_options, meter.count_recovery, until_s) as session:
-                position = num_past_tokens = min(num_kept_tokens, record.position)
+            async with self._sessions.open(identity, open_options, sampler, meter.count_recovery, until_s) as session:
                 try:
+                    _check_drafts(session, options)
                     await session.restore(text_ids, num_past_tokens if earlier.hops else 0)
                     num_lost_tokens = max(0, num_past_tokens - session.position)
                     meter.count_prompt(
@@ -186,7 +206,7 @@ class Answering:
                     )
                     prefill = partial(session.prefill, text_ids[session.position :])
                     unsent = UnsentDeltas(options.resumption)
-                    deltas = self._deltas(session, sampler, answer, text_ids, options, prefill, meter)
+                    deltas = self._deltas(session, answer, prefill, meter)
                     async with aclosing(deltas):
                         async for delta in deltas:
                             meter.count_token(0)
@@ -226,12 +246,13 @@ class Answering:
     ) -> AsyncGenerator[Delta, None]:
         """One of the answers to a prompt, in a session that ends with it."""
         answer = await self._begun_answer(job.prompt_ids, job.max_tokens, options)
-        sampler = await self._ready_sampler(options, job.tenant, job.prompt_ids, b"")
+        sampler = self._sampler(options, job.tenant, job.prompt_ids, job.max_tokens, router_pb2.SessionRecord())
         text_ids = [*job.prompt_ids, *answer.token_ids]
         async with AsyncExitStack() as stack:
             prefill: Prefill
             if index == 0:
-                session = await stack.enter_async_context(self._open(job, text_ids, None))
+                session = await stack.enter_async_context(self._open(job, text_ids, sampler, None))
+                _check_drafts(session, options)
                 await session.restore(text_ids)
                 job.meter.count_prompt(len(job.prompt_ids), min(session.position, len(job.prompt_ids)), 0)
                 shared.source.set_result(session)
@@ -239,45 +260,39 @@ class Answering:
             else:
                 source = await shared.source
                 try:
-                    session = await stack.enter_async_context(self._open(job, text_ids, source.chain))
+                    session = await stack.enter_async_context(self._open(job, text_ids, sampler, source.chain))
                     prefill = partial(shared.fork, session, text_ids)
                 except CorollaError:
                     # There is no room left on that chain, perhaps on another one.
                     shared.release()
-                    session = await stack.enter_async_context(self._open(job, text_ids, None))
+                    session = await stack.enter_async_context(self._open(job, text_ids, sampler, None))
                     await session.restore(text_ids)
                     prefill = partial(session.prefill, text_ids[session.position :])
-            deltas = self._deltas(session, sampler, answer, text_ids, options, prefill, job.meter)
+            deltas = self._deltas(session, answer, prefill, job.meter)
             async for delta in await stack.enter_async_context(aclosing(deltas)):
                 yield delta
 
     @asynccontextmanager
     async def _open(
-        self, job: _Completion, text_ids: Sequence[int], chain: common_pb2.Chain | None
+        self, job: _Completion, text_ids: Sequence[int], sampler: SamplerRecord, chain: common_pb2.Chain | None
     ) -> AsyncIterator[ChainSession]:
         """A session that lives as long as this context; on just this chain, or on the best one."""
         identity = SessionIdentity(secrets.token_bytes(16), 1, job.tenant)
         max_tokens = len(job.prompt_ids) + job.max_tokens
         open_options = OpenOptions(max_tokens=max_tokens, transient=True, texts=[text_ids], only_chain=chain)
-        async with self._sessions.open(identity, open_options, job.meter.count_recovery, job.until_s) as session:
+        async with self._sessions.open(
+            identity, open_options, sampler, job.meter.count_recovery, job.until_s
+        ) as session:
             try:
                 yield session
             finally:
                 session.close()
 
     def _deltas(
-        self,
-        session: ChainSession,
-        sampler: Sampler,
-        answer: Answer,
-        text_ids: Sequence[int],
-        options: AnswerOptions,
-        prefill: Prefill,
-        meter: RequestMeter,
+        self, session: ChainSession, answer: Answer, prefill: Prefill, meter: RequestMeter
     ) -> AsyncGenerator[Delta, None]:
-        """An answer's deltas, those included that its caller has already. `text_ids` are all tokens so far."""
-        speculator = self._speculators.make(options.speculation, sampler, text_ids, meter.count_drafts)
-        return generate(session, AnswerSampler(sampler, answer, meter.started_s), answer, prefill, speculator)
+        """An answer's deltas, those included that its caller has already."""
+        return generate(session, answer, AnswerReader(answer, meter.started_s), prefill, meter.count_drafts)
 
     def _max_tokens(self, num_prompt_tokens: int, options: AnswerOptions) -> int:
         room = self._limits.context_length - num_prompt_tokens
@@ -290,30 +305,46 @@ class Answering:
             )
         return min(self._limits.default_max_tokens, room) if options.max_tokens is None else wanted
 
-    def _sampler(self, options: AnswerOptions, tenant: str, prompt_ids: Sequence[int], state: bytes) -> Sampler:
-        """With a seed the random stream begins there; without one it continues that of the session."""
+    def _sampler(
+        self,
+        options: AnswerOptions,
+        tenant: str,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        record: router_pb2.SessionRecord,
+    ) -> SamplerRecord:
+        """With a seed the random stream begins there; without one it continues that of the session.
+
+        What comes of the answer already was drawn from it, too.
+        """
         params, resumption = options.sampling, options.resumption
-        has_past = bool(state) and params.seed is None
         received_ids: Sequence[int] = ()
+        state, num_draws = record.sampler_state, record.num_draws_since_state
+        if params.seed is not None:
+            state, num_draws = b"", 0
         if resumption is not None:
             params, received_ids = resumption.seeded(params, tenant), resumption.received_ids
-        return Sampler(
+        return SamplerRecord(
             params,
+            secrets.randbits(64) if params.seed is None else params.seed,
             prompt_ids,
             generated_ids=received_ids,
-            num_skipped=len(received_ids),
-            state=state if has_past else None,
+            state=state,
+            num_draws=num_draws if params.is_greedy else num_draws + len(received_ids),
+            drafts=self._drafts(options.speculation, max_tokens),
         )
 
-    async def _ready_sampler(
-        self, options: AnswerOptions, tenant: str, prompt_ids: Sequence[int], state: bytes
-    ) -> Sampler:
-        """One that has drawn already what was drawn for the tokens that have come; for thousands that takes seconds."""
-        sampler = self._sampler(options, tenant, prompt_ids, state)
-        while sampler.num_skipped:
-            # Not in the thread that computes for everybody; in parts, since a thread goes on though its caller left.
-            await asyncio.to_thread(sampler.skip, self._limits.vocab_size, _SKIPPED_AT_A_TIME)
-        return sampler
+    def _drafts(self, speculation: SpeculationOptions, max_tokens: int) -> blocks_pb2.Drafts | None:
+        defaults = self._speculation
+        source = _DRAFT_SOURCES.get(speculation.mode or defaults.mode)
+        if source is None:
+            return None
+        return blocks_pb2.Drafts(
+            source=source,
+            max_tokens=min(speculation.max_draft_tokens or defaults.max_draft_tokens, defaults.max_draft_tokens),
+            is_adaptive=defaults.is_adaptive,
+            num_tokens_left=max_tokens,
+        )
 
     async def _begun_answer(self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions) -> Answer:
         """As `_answer`. The text of tokens that have come is made in a thread: all answers share the event loop."""
@@ -354,6 +385,12 @@ class Answering:
         return await asyncio.to_thread(replay_answer, answer, answer_ids, reason)
 
 
+def _check_drafts(session: ChainSession, options: AnswerOptions) -> None:
+    """Raises InvalidRequest where a draft model is asked for and there is none."""
+    if options.speculation.mode is SpeculationMode.DRAFT_MODEL and not session.has_draft_model:
+        raise InvalidRequest("speculation.mode", "this model has no draft model; prompt lookup needs none")
+
+
 def _seeded(options: AnswerOptions, index: int) -> AnswerOptions:
     seed = options.sampling.seed
     if seed is None or index == 0:
@@ -366,7 +403,7 @@ def _write_back(
     session: ChainSession,
     prompt_ids: Sequence[int],
     answer: Answer,
-    sampler: Sampler,
+    sampler: SamplerRecord,
     turn_name: str,
     record_turn: RecordTurn,
 ) -> None:
@@ -374,7 +411,7 @@ def _write_back(
     record.chain.CopyFrom(session.chain_to_record)
     record.position = session.position
     record.token_log[:] = [*prompt_ids, *answer.token_ids]
-    record.sampler_state = sampler.state()
+    record.sampler_state, record.num_draws_since_state = sampler.state, sampler.num_draws
     record.num_turns += 1
     if answer.finish_reason is not None:
         record.last_turn, record.last_finish_reason = turn_name, answer.finish_reason.value

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.generation.answer import Answer, Delta
-from corolla.decoding.sampling import SampledToken, SamplingParams
+from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.stopping import FinishReason
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from corolla.client.generation.answer import Answer, Delta
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.decoding.sampling import SampledToken
+from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason, StopDecider
 from tests.checkpoints import EOS, make_tokenizer
 

@@ -2,23 +2,20 @@
 
 import gc
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import pytest
-import torch
 
-from corolla.chain.row_sampling import TokenSampler
-from corolla.chain.session import ChainSession
+from corolla.chain.session import ChainSession, TokenReader
 from corolla.client.generation.answer import Answer
-from corolla.client.generation.loop import AnswerSampler, generate
+from corolla.client.generation.loop import AnswerReader, generate
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.decoding.compute_thread import ComputeThread
-from corolla.decoding.sampling import Sampler, SamplingParams
-from corolla.decoding.speculator import SpeculationMode, SpeculationOptions, Speculators
+from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import StopDecider
 from tests.checkpoints import make_tokenizer
 
@@ -32,65 +29,61 @@ NUM_TRIES = 8
 
 
 class NoChain:
-    """A session whose steps take no time: the logits are there already."""
+    """A session whose steps take no time. It drafts `num_drafted` tokens, and the first one is always right."""
 
     max_draft_tokens = 8
 
-    def __init__(self) -> None:
-        self._logits = torch.randn(4096, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1))
-        self._num_steps = 0
+    def __init__(self, num_drafted: int) -> None:
+        self._dice = random.Random(1)
+        self._num_drafted = num_drafted
+        self.draft_tokens: Sequence[int] = ()
+        self.num_asked_drafts: list[int] = []
 
-    async def prefill(self, token_ids: Sequence[int], sampler: TokenSampler) -> list[int]:
-        return sampler.sample(self._rows(1))
+    async def prefill(self, token_ids: Sequence[int], reader: TokenReader) -> None:
+        self._choose(reader)
 
-    async def decode(self, token_id: int, draft_tokens: Sequence[int], sampler: TokenSampler) -> list[int]:
-        return sampler.sample(self._rows(1 + len(draft_tokens)))
+    async def decode(self, token_id: int, draft_tokens: Sequence[int], reader: TokenReader) -> int:
+        self.num_asked_drafts.append(len(draft_tokens))
+        if draft_tokens and not reader.read(SampledToken(draft_tokens[0])):
+            return 1
+        return self._choose(reader) + bool(draft_tokens)
 
-    def _rows(self, num_rows: int) -> torch.Tensor:
-        self._num_steps += 1
-        start = self._num_steps % (len(self._logits) - num_rows)
-        return self._logits[start : start + num_rows]
+    def _choose(self, reader: TokenReader) -> int:
+        reader.read(SampledToken(self._dice.randrange(4, VOCABULARY_SIZE), -1.0, ((5, -1.0), (6, -2.0))))
+        self.draft_tokens = [self._dice.randrange(4, VOCABULARY_SIZE) for _ in range(self._num_drafted)]
+        return 1
 
 
-async def token_seconds(params: SamplingParams, stop: Sequence[str], mode: SpeculationMode) -> list[float]:
+async def token_seconds(stop: Sequence[str], session: NoChain, counts: list[tuple[int, int]]) -> list[float]:
     """Processor time between each token of an answer and the next."""
-    sampler = Sampler(params, PROMPT)
     answer = Answer(TOKENIZER, PROMPT, StopDecider(max_new_tokens=NUM_TOKENS), stop)
-    compute = ComputeThread(cast(Any, None))
-    speculators = Speculators(compute, mode)
-    speculator = speculators.make(SpeculationOptions(), sampler, PROMPT, lambda drafted, accepted: None)
     stamps: list[float] = []
-    session = cast(ChainSession, NoChain())
-    answer_sampler = AnswerSampler(sampler, answer, time.monotonic())
-    async for _ in generate(session, answer_sampler, answer, partial(session.prefill, PROMPT), speculator):
+    chain = cast(ChainSession, session)
+    reader = AnswerReader(answer, time.monotonic())
+    deltas = generate(chain, answer, reader, partial(chain.prefill, PROMPT), lambda *each: counts.append(each))
+    async for _ in deltas:
         stamps.append(time.process_time())
     assert len(stamps) == NUM_TOKENS
-    compute.close()
     return [later - earlier for earlier, later in itertools.pairwise(stamps)]
 
 
-@pytest.mark.parametrize(
-    "params, stop, mode",
-    [
-        (SamplingParams(), (), SpeculationMode.OFF),
-        (SamplingParams(num_logprobs=3), ("never seen in this text",), SpeculationMode.OFF),
-        (
-            SamplingParams(1.0, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, seed=1),
-            (),
-            SpeculationMode.OFF,
-        ),
-        (SamplingParams(1.0, seed=1), (), SpeculationMode.PROMPT_LOOKUP),
-    ],
-    ids=["greedy", "stop sequence", "penalties", "draft tokens"],
-)
+async def test_draft_tokens_go_with_the_next_step_as_far_as_the_answer_has_room() -> None:
+    counts: list[tuple[int, int]] = []
+    session = NoChain(3)
+    await token_seconds((), session, counts)
+    # Each step gives two tokens. The answer has 4000, and nothing is drafted for its last one.
+    assert session.num_asked_drafts == [3] * 1998 + [2, 0]
+    assert counts == [(3, 1)] * 1998 + [(2, 1)]
+
+
+@pytest.mark.parametrize("num_drafted", [0, 3], ids=["plain", "draft tokens"])
+@pytest.mark.parametrize("stop", [(), ("never seen in this text",)], ids=["no stop", "stop sequence"])
 @pytest.mark.full
-async def test_token_4000_costs_as_much_as_token_40(
-    params: SamplingParams, stop: Sequence[str], mode: SpeculationMode
-) -> None:
+async def test_token_4000_costs_as_much_as_token_40(stop: Sequence[str], num_drafted: int) -> None:
     ratios = []
     for _ in range(NUM_TRIES):
         gc.collect()
-        seconds = await token_seconds(params, stop, mode)
+        seconds = await token_seconds(stop, NoChain(num_drafted), [])
         ratios.append(statistics.median(seconds[-WINDOW:]) / statistics.median(seconds[40 : 40 + WINDOW]))
         # A neighbour on the machine can only disturb; work that grows with the text would show every time.
         if ratios[-1] <= MAX_RATIO:

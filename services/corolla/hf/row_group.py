@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from corolla.chain.history import StateHistory
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.pending import RowFuture, RowResult, discard, wait_for_result
 from corolla.chain.recovery import Recovery
@@ -15,6 +14,7 @@ from corolla.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP
 from corolla.chain.reservations import ChainBinding
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopLeaving, InternalError, OutOfPages
+from corolla.hf.state_history import StateHistory, as_hidden_states
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.tensors import from_payload
@@ -203,7 +203,7 @@ class RowGroup:
                     source_session_id=source,
                 )
             )
-        hidden = torch.cat(parts)
+        hidden = as_hidden_states(torch.cat(parts))
         return list(zip(numbers, self._plane.step(self.chain.hops, step_rows, hidden), strict=True))
 
     async def _collect(self, chunk: list[tuple[int, RowFuture]], results: list[list[RowResult]]) -> None:

@@ -1,0 +1,200 @@
+"""What the last hop does with outputs: head and choice of tokens, for all rows of an iteration together."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
+from corolla.decoding.draft_model import DraftModel
+from corolla.decoding.parameters import SampledToken, SamplingParams
+from corolla.decoding.sampling import Sampler
+from corolla.decoding.speculation import MAX_DRAFT_TOKENS
+from corolla.decoding.speculator import Speculator, make_speculator
+from corolla.models.edges import Edges
+from corolla.v1 import blocks_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_NUM_DRAWS_PER_STATE: Final = 16
+"""So many choices at most are drawn again where a sampler is made anew; a state has 5 KB."""
+
+
+class SessionSampler:
+    """Chooses the tokens of one session on its last hop, and drafts what may follow.
+
+    It lives as long as the session is open in one epoch: each open brings what the next one is made from.
+    """
+
+    def __init__(self, sampler: Sampler, speculator: Speculator | None) -> None:
+        self._sampler = sampler
+        self._speculator = speculator
+        self._num_draws_since_state = _NUM_DRAWS_PER_STATE
+        params = sampler.params
+        self._takes_likeliest = params.is_greedy and not params.has_penalties and params.num_logprobs is None
+
+    @classmethod
+    def read(cls, message: pb.Sampler, draft_model: DraftModel | None, *, vocab_size: int, max_tokens: int) -> Self:
+        """From what an Open brings.
+
+        Args:
+            max_tokens: of the session.
+
+        Raises:
+            MalformedMessage: a parameter is out of range, or the text has ids that are none.
+        """
+        drafts = message.drafts
+        if max(message.num_skipped, len(message.token_ids)) > max_tokens or message.num_prompt_tokens > len(
+            message.token_ids
+        ):
+            raise MalformedMessage("sampler", "has more tokens than the session")
+        if any(token_id >= vocab_size for token_id in message.token_ids):
+            raise MalformedMessage("sampler.token_ids", f"must be ids below {vocab_size}")
+        if drafts.source and not 1 <= drafts.max_tokens <= MAX_DRAFT_TOKENS:
+            raise MalformedMessage("sampler.drafts.max_tokens", f"must be from 1 to {MAX_DRAFT_TOKENS}")
+        text = message.token_ids
+        try:
+            params = SamplingParams(
+                temperature=message.temperature,
+                top_k=message.top_k,
+                top_p=message.top_p,
+                min_p=message.min_p,
+                repetition_penalty=message.repetition_penalty,
+                presence_penalty=message.presence_penalty,
+                frequency_penalty=message.frequency_penalty,
+                seed=message.seed,
+                num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+            )
+            sampler = Sampler(
+                params,
+                text[: message.num_prompt_tokens],
+                generated_ids=text[message.num_prompt_tokens :],
+                num_skipped=message.num_skipped,
+                state=message.state or None,
+            )
+        except (InvalidRequest, InternalError) as failure:
+            raise MalformedMessage("sampler", failure.message) from None
+        return cls(sampler, make_speculator(message, draft_model))
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether nothing but the most probable token matters."""
+        return self._takes_likeliest
+
+    @property
+    def num_skipped(self) -> int:
+        """Choices that are still to be drawn before its own first one."""
+        return self._sampler.num_skipped
+
+    def skip(self, num_logits: int, most: int) -> None:
+        """As of `Sampler`."""
+        self._sampler.skip(num_logits, most)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it has some of the text still to read before it can draft."""
+        return self._speculator is not None and self._speculator.is_behind
+
+    def read_chunk(self) -> None:
+        """Reads on."""
+        if self._speculator is not None:
+            self._speculator.read_chunk()
+
+    def choose(
+        self, num_choices: int, draft_ids: Sequence[int], choice: Callable[[int], SampledToken]
+    ) -> pb.SampledRow:
+        """Takes tokens up to the first that was not drafted, so that the random stream gives just the numbers that it
+        gives without draft tokens, and drafts what may follow.
+
+        Args:
+            draft_ids: those that the step checked, one fewer than `num_choices`.
+            choice: the token behind the step's `index`-th token with a result.
+        """
+        row = pb.SampledRow()
+        for index in range(num_choices):
+            token = choice(index)
+            row.tokens.append(_to_message(token))
+            if index == len(draft_ids) or token.token_id != draft_ids[index]:
+                break
+        token_ids = [token.token_id for token in row.tokens]
+        if not self._sampler.params.is_greedy:
+            self._num_draws_since_state += len(token_ids)
+            if self._num_draws_since_state >= _NUM_DRAWS_PER_STATE:
+                self._num_draws_since_state = 0
+                row.state = self._sampler.state()
+        if self._speculator is not None:
+            self._speculator.observe(len(draft_ids), len(token_ids) - 1)
+            row.draft_token_ids.extend(self._speculator.draft(token_ids, self._sampler))
+        return row
+
+    def sample(self, logits: Tensor) -> SampledToken:
+        """As of `Sampler`."""
+        return self._sampler.sample(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """A row that wants tokens: `[T, H]`, the last block's output for its tokens with results."""
+
+    row: pb.StepRow
+    hidden: Tensor
+    sampler: SessionSampler
+
+
+def sample_rows(
+    edges: Edges, rows: Sequence[SamplingRow], error_of: Callable[[Exception], CorollaError]
+) -> list[pb.SampledRow | CorollaError]:
+    """Chooses tokens for all rows; one entry for each, in order. A row that fails disturbs no other one.
+
+    Args:
+        error_of: what to tell the owner of a row.
+    """
+    parts = [each.hidden for each in rows]
+    logits = edges.head(parts[0] if len(parts) == 1 else torch.cat(parts))
+    sampled: list[pb.SampledRow | CorollaError] = []
+    likeliest = scores = None
+    if any(each.sampler.takes_likeliest for each in rows):
+        # On the device; only ids come from there.
+        best = logits.max(dim=-1)
+        likeliest, scores = best.indices.tolist(), best.values.tolist()
+    start = 0
+    for each in rows:
+        end = start + len(each.hidden)
+        draft_ids = each.row.token_ids[len(each.row.token_ids) - (end - start) + 1 :] if end - start > 1 else ()
+        try:
+            if each.sampler.takes_likeliest and likeliest is not None and scores is not None:
+                choice = _likeliest(likeliest[start:end], scores[start:end])
+            else:
+                choice = _sampled(each.sampler, logits[start:end])
+            sampled.append(each.sampler.choose(end - start, draft_ids, choice))
+        except Exception as failure:
+            sampled.append(error_of(failure))
+        start = end
+    return sampled
+
+
+def _likeliest(token_ids: Sequence[int], scores: Sequence[float]) -> Callable[[int], SampledToken]:
+    def choice(index: int) -> SampledToken:
+        # NaN counts as the largest number, so looking at the winner finds any.
+        if not math.isfinite(scores[index]):
+            raise NonFiniteOutput("The model's output is not finite.")
+        return SampledToken(token_ids[index])
+
+    return choice
+
+
+def _sampled(sampler: SessionSampler, logits: Tensor) -> Callable[[int], SampledToken]:
+    rows = logits.cpu()
+    return lambda index: sampler.sample(rows[index])
+
+
+def _to_message(token: SampledToken) -> pb.SampledToken:
+    message = pb.SampledToken(token_id=token.token_id, logprob=token.logprob)
+    for token_id, logprob in token.top_logprobs:
+        message.top_token_ids.append(token_id)
+        message.top_logprobs.append(logprob)
+    return message

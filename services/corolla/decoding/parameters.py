@@ -1,0 +1,107 @@
+"""How to choose tokens, and what was chosen. Pure."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from corolla.chassis.errors import InvalidRequest
+
+MAX_LOGPROBS: Final = 20
+
+_MIN_TEMPERATURE: Final = 1e-4
+"""Below it `logits / temperature` leaves the range in which a float32 softmax has meaning; 0 is greedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. The defaults are greedy, without penalties and without log probabilities.
+
+    Args:
+        temperature: 0 is greedy, which makes top-k, top-p and min-p irrelevant; else from 0.0001 to 100.
+        top_k: only the k most probable tokens; 0 switches it off.
+        top_p: only the most probable tokens that reach this mass together; 1 switches it off.
+        min_p: only tokens at least this share as probable as the most probable one; 0 switches it off.
+        repetition_penalty: over prompt and answer as in `transformers`, from 0.01 to 100; 1 switches it off.
+        presence_penalty: over the answer as in the OpenAI API, from -2 to 2; 0 switches it off.
+        frequency_penalty: as the presence penalty, times the number of occurrences.
+        seed: equal seeds give equal answers; None draws a fresh one.
+        num_logprobs: None for no log probabilities, 0 for that of the chosen token only, up to 20 for alternatives.
+
+    Raises:
+        InvalidRequest: with one violation per field that is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    num_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        # Comparisons with NaN are false, so each row names the values that are allowed.
+        in_range = {
+            "temperature": (
+                self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature <= 100,
+                "must be 0 (greedy) or between 0.0001 and 100",
+            ),
+            "top_k": (self.top_k >= 0, "must not be negative; 0 switches it off"),
+            "top_p": (0 < self.top_p <= 1, "must be more than 0 and at most 1; 1 switches it off"),
+            "min_p": (0 <= self.min_p <= 1, "must be between 0 and 1; 0 switches it off"),
+            "repetition_penalty": (
+                0.01 <= self.repetition_penalty <= 100,
+                "must be between 0.01 and 100; 1 switches it off",
+            ),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "must be between -2 and 2; 0 switches it off"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "must be between -2 and 2; 0 switches it off"),
+            "seed": (self.seed is None or -(2**63) <= self.seed < 2**64, "must be a 64 bit integer"),
+            "num_logprobs": (
+                self.num_logprobs is None or 0 <= self.num_logprobs <= MAX_LOGPROBS,
+                f"must be between 0 and {MAX_LOGPROBS}",
+            ),
+        }
+        violations = [(field, text) for field, (is_allowed, text) in in_range.items() if not is_allowed]
+        if violations:
+            raise InvalidRequest(*violations[0], *violations[1:])
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken, so that no random number is drawn."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens seen so far matter to the choice."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One chosen token.
+
+    `logprob` and `top_logprobs` (id and log probability, most probable first) are those of the model's own
+    distribution, before penalties, temperature and filters; None and empty when none were asked for.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class SpeculationMode(StrEnum):
+    """What drafts tokens. The values are those of the setting and of the command line."""
+
+    OFF = "off"
+    PROMPT_LOOKUP = "prompt_lookup"
+    DRAFT_MODEL = "draft_model"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """What a caller may say about speculation; None leaves it to the service."""
+
+    mode: SpeculationMode | None = None
+    max_draft_tokens: int | None = None

@@ -1,0 +1,77 @@
+"""Where a session's sampler stands: enough to make it anew on any hop. Pure: the seed of a new stream is passed in."""
+
+from collections.abc import Sequence
+
+from corolla.decoding.parameters import SamplingParams
+from corolla.v1 import blocks_pb2 as pb
+
+_NUM_SEEDS = 2**64
+
+
+class SamplerRecord:
+    """What the owner of a session knows of the sampler, which itself lives on the session's last hop.
+
+    A sampler follows from its parameters, its random stream and the text. The stream's place is the newest state that
+    the hop has sent, and the number of choices since. So whatever a hop chose that never arrived is chosen again.
+
+    Args:
+        seed: where the random stream begins, unless `state` says so.
+        prompt_ids: the tokens before the answer.
+        generated_ids: tokens of the answer that were chosen already.
+        state: of the random stream, as a hop sent it.
+        num_draws: choices since that state, or since the seed.
+        drafts: what the hop is to draft; its `num_tokens_left` counts from the beginning of the answer.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt_ids: Sequence[int],
+        *,
+        generated_ids: Sequence[int] = (),
+        state: bytes = b"",
+        num_draws: int = 0,
+        drafts: pb.Drafts | None = None,
+    ) -> None:
+        self.params = params
+        self.state = state
+        self.num_draws = num_draws
+        self._seed = seed % _NUM_SEEDS
+        self._prompt_ids = prompt_ids
+        self._generated_ids = list(generated_ids)
+        self._drafts = drafts
+
+    def accept(self, token_ids: Sequence[int], state: bytes = b"") -> None:
+        """Takes the answer's next tokens; `state`, if the hop sent it, is that of the stream behind the last one."""
+        self._generated_ids.extend(token_ids)
+        if self.params.is_greedy:
+            return
+        if state:
+            self.state, self.num_draws = state, 0
+        else:
+            self.num_draws += len(token_ids)
+
+    def message(self) -> pb.Sampler:
+        """What a last hop makes the sampler from."""
+        params = self.params
+        message = pb.Sampler(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            num_logprobs=params.num_logprobs,
+        )
+        if not params.is_greedy:
+            message.seed, message.state, message.num_skipped = self._seed, self.state, self.num_draws
+        if params.has_penalties or self._drafts is not None:
+            message.token_ids.extend(self._prompt_ids)
+            message.num_prompt_tokens = len(message.token_ids)
+            message.token_ids.extend(self._generated_ids)
+        if self._drafts is not None:
+            message.drafts.CopyFrom(self._drafts)
+            message.drafts.num_tokens_left -= len(self._generated_ids)
+        return message

@@ -1,0 +1,52 @@
+"""The history of a sequence that was given hidden states."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from corolla.chain.history import StepShapes
+from corolla.chain.replay import ReplayInputs
+from corolla.chain.streams import HiddenStates
+from corolla.wire.tensors import tensor_type, to_payload
+
+
+@dataclass(slots=True)
+class StateHistory:
+    """Like `TokenHistory` for a sequence that was given hidden states, which nobody could compute again."""
+
+    # Never changed in place: sequences that were one share them.
+    parts: list[torch.Tensor] = field(default_factory=list)
+    shapes: StepShapes = field(default_factory=StepShapes)
+
+    @property
+    def position(self) -> int:
+        return self.shapes.num_tokens
+
+    def append(self, hidden: torch.Tensor) -> None:
+        """Takes up a step of `[T, H]`."""
+        self.parts.append(hidden)
+        self.shapes.append(len(hidden), is_prompt=len(hidden) > 1)
+
+    def until(self, position: int) -> "StateHistory":
+        """The history of a sequence that continues from `position`."""
+        shapes = self.shapes.copy()
+        shapes.truncate(position)
+        parts = self.parts[: len(shapes.lengths)]
+        if shapes.lengths and len(parts[-1]) > shapes.lengths[-1]:
+            parts[-1] = parts[-1][: shapes.lengths[-1]]
+        return StateHistory(parts, shapes)
+
+    def inputs(self, start: int, end: int) -> ReplayInputs:
+        """What went into the first block."""
+        wanted: list[torch.Tensor] = []
+        position = 0
+        for part in self.parts:
+            if position < end and start < position + len(part):
+                wanted.append(part[max(0, start - position) : end - position])
+            position += len(part)
+        return ReplayInputs(hidden=as_hidden_states(torch.cat(wanted)))
+
+
+def as_hidden_states(hidden: torch.Tensor) -> HiddenStates:
+    """`[T, H]` as it travels."""
+    return HiddenStates(to_payload(hidden), tensor_type(hidden.dtype), hidden.shape[1])

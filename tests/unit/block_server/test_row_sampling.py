@@ -1,0 +1,198 @@
+"""The last hop chooses the tokens of all rows together: each by its own sampler, and no row disturbs another."""
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corolla.block_server.row_sampling import SamplingRow, SessionSampler, sample_rows
+from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, NonFiniteOutput
+from corolla.decoding.parameters import SamplingParams
+from corolla.decoding.sampler_record import SamplerRecord
+from corolla.decoding.sampling import Sampler
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import Edges, load_edges
+from corolla.v1 import blocks_pb2 as pb
+from tests.checkpoints import make_tiny_checkpoint
+
+VOCABULARY_SIZE = 30
+PROMPT = (3, 1, 4, 1, 5)
+LOOKUP = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=4, num_tokens_left=1000)
+ADAPTIVE = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=4, is_adaptive=True, num_tokens_left=5000)
+
+NUM_TOKENS = 4000
+WINDOW = 400
+MAX_RATIO = 1.2
+NUM_TRIES = 8
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(num_logprobs=3),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4),
+    SamplingParams(0.9, seed=5),
+    SamplingParams(1.0, top_k=7, top_p=0.9, presence_penalty=0.5, repetition_penalty=0.8, seed=2**63 + 1),
+]
+
+
+# A head with weights of its own, and one that shares the embedding's.
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def edges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Edges:
+    folder: Path = make_tiny_checkpoint(request.param, tmp_path_factory.mktemp("edges") / "tiny")
+    return load_edges(Checkpoint.from_pretrained(str(folder)), dtype=torch.float32)
+
+
+def states(edges: Edges, num_tokens: int, seed: int) -> torch.Tensor:
+    return torch.randn(num_tokens, edges.config.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def sampler_of(record: SamplerRecord) -> SessionSampler:
+    return SessionSampler.read(record.message(), None, vocab_size=VOCABULARY_SIZE, max_tokens=10_000)
+
+
+def record_of(params: SamplingParams, **options: Any) -> SamplerRecord:
+    return SamplerRecord(params, params.seed or 0, PROMPT, **options)
+
+
+def row(hidden: torch.Tensor, params: SamplingParams, draft_ids: Sequence[int] = ()) -> SamplingRow:
+    step = pb.StepRow(position=9, num_tokens=len(hidden), num_result_tokens=len(hidden), token_ids=[7, *draft_ids])
+    return SamplingRow(step, hidden, sampler_of(record_of(params)))
+
+
+def as_error(failure: Exception) -> CorollaError:
+    return failure if isinstance(failure, CorollaError) else InternalError("unexpected")
+
+
+def choose(sampler: SessionSampler, logits: torch.Tensor) -> pb.SampledRow:
+    """The next token after a step without draft tokens."""
+    return sampler.choose(1, (), lambda _index: sampler.sample(logits))
+
+
+def ids_of(sampled: pb.SampledRow | CorollaError) -> list[int]:
+    assert isinstance(sampled, pb.SampledRow)
+    return [token.token_id for token in sampled.tokens]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_each_row_gets_what_its_sampler_chooses_alone(edges: Edges, params: SamplingParams) -> None:
+    hidden = [states(edges, 1, 1), states(edges, 4, 2), states(edges, 1, 3)]
+    sampler = Sampler(params, PROMPT)
+    expected = [sampler.sample(logits).token_id for logits in edges.head(hidden[1])]
+    # Two draft tokens are right and the third is not.
+    drafts = [*expected[:2], (expected[2] + 1) % VOCABULARY_SIZE]
+    greedy = SamplingParams()
+    first, drafted, last = sample_rows(
+        edges, [row(hidden[0], greedy), row(hidden[1], params, drafts), row(hidden[2], greedy)], as_error
+    )
+    assert ids_of(drafted) == expected[:3]
+    assert ids_of(first) == edges.head(hidden[0]).argmax(-1).tolist()
+    assert ids_of(last) == edges.head(hidden[2]).argmax(-1).tolist()
+    assert isinstance(drafted, pb.SampledRow)
+    assert [len(token.top_token_ids) for token in drafted.tokens] == [params.num_logprobs or 0] * 3
+
+
+def test_a_row_that_is_not_finite_leaves_the_other_rows_unaffected(edges: Edges) -> None:
+    spoilt = states(edges, 1, 1) * torch.nan
+    for params in PARAMS:
+        failed, sound = sample_rows(edges, [row(spoilt, params), row(states(edges, 1, 2), params)], as_error)
+        assert isinstance(failed, NonFiniteOutput)
+        assert len(ids_of(sound)) == 1
+
+
+@given(st.sampled_from(PARAMS), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.booleans())
+def test_a_sampler_that_is_made_anew_continues_where_the_last_one_stood(
+    params: SamplingParams, lengths: list[int], has_drafts: bool
+) -> None:
+    """Whatever chose the tokens before, and however many of its choices were lost with it."""
+    logits = torch.randn(sum(lengths), VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1)) * 3
+    whole = Sampler(params, PROMPT)
+    expected = [whole.sample(each).token_id for each in logits]
+    record = record_of(params, drafts=LOOKUP if has_drafts else None)
+    chosen: list[int] = []
+    for length in lengths:
+        sampler = sampler_of(record)
+        for _ in range(length):
+            sampled = choose(sampler, logits[len(chosen)])
+            assert len(sampled.draft_token_ids) <= LOOKUP.max_tokens
+            chosen.extend(ids_of(sampled))
+            record.accept(chosen[-1:], sampled.state)
+        if len(chosen) < len(expected):
+            choose(sampler, logits[len(chosen)])  # lost on its way
+    assert chosen == expected
+
+
+def test_a_state_of_which_not_all_tokens_were_taken_does_not_count() -> None:
+    params = PARAMS[3]
+    logits = torch.randn(40, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1))
+    whole = Sampler(params, PROMPT)
+    expected = [whole.sample(each).token_id for each in logits]
+    record = record_of(params)
+    sampler = sampler_of(record)
+    # All at once, as when many draft tokens are right; the answer's reader wants three of them.
+    sampled = sampler.choose(20, expected[:19], lambda index: sampler.sample(logits[index]))
+    assert ids_of(sampled) == expected[:20]
+    assert sampled.state
+    record.accept(expected[:3])
+    assert ids_of(choose(sampler_of(record), logits[3])) == expected[3:4]
+
+
+def test_draft_tokens_stop_before_the_end_of_the_answer() -> None:
+    drafts = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=4, num_tokens_left=7)
+    record = SamplerRecord(SamplingParams(), 0, [1, 2, 3, 1, 2, 3, 1], drafts=drafts)
+    sampler = sampler_of(record)
+    logits = torch.eye(VOCABULARY_SIZE)
+    num_drafted = []
+    for token_id in (2, 3, 1, 2, 3, 1, 2):
+        num_drafted.append(len(choose(sampler, logits[token_id]).draft_token_ids))
+    assert num_drafted == [4, 4, 3, 2, 1, 0, 0]
+
+
+REFUSED = {
+    "temperature": pb.Sampler(temperature=-1, top_p=1, repetition_penalty=1),
+    "an id beyond the vocabulary": pb.Sampler(top_p=1, repetition_penalty=1, token_ids=[VOCABULARY_SIZE]),
+    "a prompt longer than the text": pb.Sampler(top_p=1, repetition_penalty=1, token_ids=[1], num_prompt_tokens=2),
+    "more choices than tokens": pb.Sampler(temperature=1, top_p=1, repetition_penalty=1, num_skipped=10_001),
+    "too many draft tokens": pb.Sampler(
+        top_p=1, repetition_penalty=1, drafts=pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=65)
+    ),
+    "a state that is none": pb.Sampler(temperature=1, top_p=1, repetition_penalty=1, state=b"nonsense"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED.values(), ids=REFUSED)
+def test_a_sampler_that_cannot_be_is_refused(message: pb.Sampler) -> None:
+    with pytest.raises(MalformedMessage):
+        SessionSampler.read(message, None, vocab_size=VOCABULARY_SIZE, max_tokens=10_000)
+
+
+def choice_seconds(params: SamplingParams, drafts: pb.Drafts | None) -> list[float]:
+    """Processor time of each choice of an answer, drafts included."""
+    sampler = sampler_of(record_of(params, drafts=drafts))
+    logits = torch.randn(4096, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1))
+    stamps = [time.process_time()]
+    for index in range(NUM_TOKENS):
+        choose(sampler, logits[index])
+        stamps.append(time.process_time())
+    return [later - earlier for earlier, later in itertools.pairwise(stamps)]
+
+
+@pytest.mark.parametrize("drafts", [None, ADAPTIVE])
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.full
+def test_token_4000_costs_as_much_as_token_40(params: SamplingParams, drafts: pb.Drafts | None) -> None:
+    ratios = []
+    for _ in range(NUM_TRIES):
+        gc.collect()
+        seconds = choice_seconds(params, drafts)
+        ratios.append(statistics.median(seconds[-WINDOW:]) / statistics.median(seconds[40 : 40 + WINDOW]))
+        # A neighbour on the machine can only disturb; work that grows with the text would show every time.
+        if ratios[-1] <= MAX_RATIO:
+            return
+    pytest.fail(f"later tokens cost more: {ratios}")
