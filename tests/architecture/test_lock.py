@@ -131,7 +131,7 @@ def test_torch_is_the_one_that_pyproject_asks_for() -> None:
     version = str(torch.specifier).removeprefix("==")
     (stand_in,) = [entry for entry in PYPROJECT["tool"]["uv"]["dependency-metadata"] if entry["name"] == "torch"]
     (asked,) = [
-        r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["model"]) if r.name == "torch"
+        r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["tensors"]) if r.name == "torch"
     ]
     assert asked.specifier.contains(version)
     assert stand_in["version"] == version
