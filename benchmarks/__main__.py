@@ -7,7 +7,19 @@ python -m benchmarks streams prefill --markdown
 import argparse
 from types import ModuleType
 
-from benchmarks import hops, load, memory, microbatches, planner, prefill, prefix, quality, single_stream, streams
+from benchmarks import (
+    client_token,
+    hops,
+    load,
+    memory,
+    microbatches,
+    planner,
+    prefill,
+    prefix,
+    quality,
+    single_stream,
+    streams,
+)
 from benchmarks.command import show
 
 _ALL: tuple[ModuleType, ...] = (
@@ -16,6 +28,7 @@ _ALL: tuple[ModuleType, ...] = (
     prefill,
     prefix,
     hops,
+    client_token,
     microbatches,
     load,
     memory,

@@ -104,9 +104,13 @@ class Chain:
         return Timing(started_s, tuple(stamps))
 
     def cpu_s(self) -> float:
-        """Processor time of all processes so far, to the microsecond: the usual counters tick in hundredths."""
+        """Processor time of all processes so far."""
+        return sum(self.cpu_by_process().values())
+
+    def cpu_by_process(self) -> dict[str, float]:
+        """Seconds of processor time so far, to the microsecond: the usual counters tick in hundredths."""
         # Linux's number for the processor clock of another process, as clock_getcpuclockid(3) makes it.
-        return sum(time.clock_gettime((~process.pid << 3) | 2) for process in self._processes().values())
+        return {name: time.clock_gettime((~process.pid << 3) | 2) for name, process in self._processes().items()}
 
     def resident_bytes(self) -> dict[str, int]:
         """By process: memory of its own; what the stack's processes share was there before any work."""

@@ -338,9 +338,11 @@ class Engine:
         kind = "decode" if is_decode else "prefill"
         num_rows = sum(len(batch.rows) for batch in admitted)
         if is_decode and all(step.num_tokens == len(step.session_ids) for step in steps):
-            self.decode_step_seconds += 0.1 * (seconds - self.decode_step_seconds)
+            # What the planner reckons with is the blocks' time: every chain has the edges once.
+            block_seconds = seconds - computed.edge_seconds
+            self.decode_step_seconds += 0.1 * (block_seconds - self.decode_step_seconds)
             if num_rows == 1:
-                self.decode_speed.observe(seconds - computed.edge_seconds, len(steps[0].blocks))
+                self.decode_speed.observe(block_seconds, len(steps[0].blocks))
         self._metrics.step_seconds.labels(kind).observe(seconds)
         self._metrics.edge_seconds.inc(computed.edge_seconds)
         self._metrics.batch_rows.observe(num_rows)

@@ -180,6 +180,7 @@ class BlockServer:
             capacity_blocks=capacity,
             decode_tokens_per_second=speed.decode_tokens_per_second,
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
+            head_blocks=speed.head_blocks,
             zone=settings.zone,
             pod_uid=settings.pod_uid,
             movable=settings.span is None,

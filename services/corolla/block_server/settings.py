@@ -33,7 +33,11 @@ class BlockServerSettings(ServiceSettings):
         300.0, ge=0, description="Seconds for which a hub that is away, or breaks off, is asked again."
     )
     blocks: str = Field("auto", description="Blocks to hold: `auto`, or `start:end`.")
-    capacity_blocks: int = Field(0, ge=0, description="How many blocks fit when `auto`; 0 means all of the model.")
+    capacity_blocks: int = Field(
+        0,
+        ge=0,
+        description="How many blocks fit when `auto`, beside embedding or head at the model's ends; 0 means all.",
+    )
     dtype: Dtype = Field("float32", description="Type of weights, cache and wire; fp32, bf16, fp16 for short.")
     quantization: QuantizationName = Field(
         "none", description="How linear layers keep their weights: `none` (as `dtype`), `int8` or `int4`."

@@ -24,12 +24,16 @@ _TUNING_BUDGET_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one block: tokens per second, and bytes that a token's keys and values take; with how many threads."""
+    """Of one block: tokens per second, and bytes that a token's keys and values take; with how many threads.
+
+    `head_blocks`: as many blocks take the time of the model's head for one row.
+    """
 
     decode_tokens_per_second: float
     prefill_tokens_per_second: float
     cache_bytes_per_token: int
     num_threads: int
+    head_blocks: float
 
 
 class DecodeSpeed:
@@ -92,7 +96,10 @@ def measure_speed(
     num_threads = set_num_threads(num_threads, seconds)
     prefill_s, decode_s = _best_seconds(prefill), _best_seconds(decode)
     bytes_per_token = cache.nbytes // (2 * _PREFILL_TOKENS)
-    return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads)
+    # One row takes the time of reading the weights, so bytes tell it. To make a head up may take gigabytes.
+    head_bytes = checkpoint.vocab_size * checkpoint.hidden_size * dtype.itemsize
+    head_blocks = head_bytes / model.nbytes
+    return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads, head_blocks)
 
 
 def _best_seconds(work: Callable[[], object]) -> float:

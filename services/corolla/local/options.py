@@ -50,8 +50,13 @@ class StackOptions:
     grace_s: float = 5.0
 
 
-def server_blocks(options: StackOptions, num_blocks: int) -> list[str]:
+def server_blocks(options: StackOptions, num_blocks: int, head_blocks: float = 0.0) -> list[str]:
     """What each block server is ordered to hold: `start:end`, or `auto`.
+
+    Even parts have the same work, and the last one has the head besides.
+
+    Args:
+        head_blocks: as many blocks are as much work as the head.
 
     Raises:
         SettingsError: the spans are not such, leave blocks out, or there are more servers than blocks.
@@ -64,8 +69,12 @@ def server_blocks(options: StackOptions, num_blocks: int) -> list[str]:
         raise SettingsError(
             f"{options.num_servers} servers cannot share {num_blocks} blocks; choose from 1 to {num_blocks} servers"
         )
-    bounds = [round(index * num_blocks / options.num_servers) for index in range(options.num_servers + 1)]
-    return [f"{start}:{end}" for start, end in itertools.pairwise(bounds)]
+    part = (num_blocks + head_blocks) / options.num_servers
+    bounds = [0]
+    for num_following in reversed(range(1, options.num_servers)):
+        # Everybody gets a block.
+        bounds.append(min(max(round(part * len(bounds)), bounds[-1] + 1), num_blocks - num_following))
+    return [f"{start}:{end}" for start, end in itertools.pairwise([*bounds, num_blocks])]
 
 
 def _given_spans(blocks: str, num_blocks: int) -> list[str]:

@@ -26,7 +26,13 @@ def main(arguments: Sequence[str]) -> int:
     except StartupError as failure:
         _tell("failed", message=failure.message)
         return 1
-    _tell("prepared", num_blocks=checkpoint.num_blocks, model_type=checkpoint.config.model_type, name=checkpoint.name)
+    _tell(
+        "prepared",
+        num_blocks=checkpoint.num_blocks,
+        head_blocks=checkpoint.head_blocks(),
+        model_type=checkpoint.config.model_type,
+        name=checkpoint.name,
+    )
     return 0
 
 

@@ -1,6 +1,7 @@
 """A whole stack as processes on this machine: Redis, router, block servers and client service."""
 
 import json
+import math
 import signal
 import threading
 import time
@@ -78,9 +79,9 @@ class Stack:
         try:
             self._choose_addresses()
             self._start_control_plane()
-            num_blocks = self._prepare_model()
+            num_blocks, head_blocks = self._prepare_model()
             prepared = time.perf_counter()
-            self._start_data_plane(num_blocks)
+            self._start_data_plane(num_blocks, head_blocks)
             self._wait_until(self._covered, "every block has a server")
             self._wait_until(lambda: readiness.knows_a_chain(self.client_address), "the client service knows a chain")
         except BaseException:
@@ -198,8 +199,8 @@ class Stack:
         if not answers:
             raise StartupError("no Redis answers at the given address; start it, or leave --redis-url out")
 
-    def _prepare_model(self) -> int:
-        """Finds, fetches or converts the model. Returns its number of blocks."""
+    def _prepare_model(self) -> tuple[int, float]:
+        """Finds, fetches or converts the model. Returns its number of blocks, and how many the head is like."""
         if self._fork_server is None:
             raise StartupError("the stack was stopped")
         log = LogFile(self.options.log_folder / "model.log")
@@ -221,16 +222,16 @@ class Stack:
                     self.model_name = facts["name"]
                     family = facts["model_type"]
                     self._fork_server.warm([f"transformers.models.{family}.modeling_{family}"])
-                    return int(facts["num_blocks"])
+                    return int(facts["num_blocks"]), float(facts["head_blocks"])
             if is_last:
                 raise StartupError(_with_log("the model could not be opened", log))
             self._check_alive()
             time.sleep(_POLL_S)
 
-    def _start_data_plane(self, num_blocks: int) -> None:
+    def _start_data_plane(self, num_blocks: int, head_blocks: float) -> None:
         options = self.options
-        spans = server_blocks(options, num_blocks)
-        capacity_blocks = -(-num_blocks // len(spans))
+        spans = server_blocks(options, num_blocks, head_blocks)
+        capacity_blocks = min(num_blocks, math.ceil((num_blocks + head_blocks) / len(spans)))
         servers = [
             processes.block_server_process(options, number, blocks, capacity_blocks, self._ports, self.router_address)
             for number, blocks in enumerate(spans, start=1)

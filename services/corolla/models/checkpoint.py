@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from corolla.models.demo import DEMO_MODEL, demo_checkpoint
 from corolla.models.families import Family, family_of
 from corolla.models.hub import Hub
 from corolla.models.hub_snapshot import HubSnapshot
-from corolla.models.weights import find_weights, open_tensors, sample_bytes
+from corolla.models.weights import find_weights, open_tensors, read_header, sample_bytes
 
 # Raise it whenever two releases would not compute the same hidden states or read the same frames.
 PROTOCOL_VERSION = 3
@@ -115,6 +116,18 @@ class Checkpoint:
     @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
+
+    def head_blocks(self) -> float:
+        """As many blocks have as many weights as the head: the time of a row, too, is that of reading them.
+
+        Raises:
+            CheckpointError: the first block's weights are not here, or cannot be read.
+        """
+        first = re.compile(rf"(?:^|.*\.){re.escape(self.family.layers)}\.0\..*")
+        names = [name for name in self.weight_index if first.fullmatch(name)]
+        headers = {shard: read_header(shard) for shard in {self.weight_index[name] for name in names}}
+        num_block_weights = sum(math.prod(headers[self.weight_index[name]][name].shape) for name in names)
+        return self.vocab_size * self.hidden_size / num_block_weights
 
     @property
     def context_length(self) -> int:

@@ -1,6 +1,7 @@
 """Which server should hold another span than it does, if any. Pure.
 
-The search is breadth first over layouts, from the present one by single moves. Spans keep their lengths. A move that
+The search is breadth first over layouts, from the present one by single moves. Spans keep their lengths; at the end of
+the model a server has the head to compute, too. A move that
 would leave a block without a server for its duration is none, so what is found is the best layout that can be reached,
 and a shortest way to it.
 """
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from corolla.router.placement import HostedSpan, throughput
+from corolla.router.placement import HostedSpan, share_at, throughput
 from corolla.wire.span import Span
 
 MAX_LAYOUTS: Final = 4000
@@ -23,6 +24,8 @@ _SPEED_STEP: Final = 1.05
 _Layout = tuple[int, ...]
 # Index of a movable server, and where its span is to start.
 _Step = tuple[int, int]
+# Length of a server's span, and what it gives each of its blocks within the model and at its end.
+_Facts = tuple[int, int, int]
 # How many blocks have a server, and the throughput of the slowest block in micro-tokens per second.
 _Worth = tuple[int, int]
 
@@ -86,10 +89,11 @@ class _Pool:
         fixed = [each.hosted for each in members if not each.is_movable]
         # Equal ones side by side.
         self.movable = sorted(
-            (each for each in members if each.is_movable), key=lambda each: (*_kind(each), each.server_id)
+            (each for each in members if each.is_movable),
+            key=lambda each: (*_facts(each.hosted, num_blocks), each.server_id),
         )
         self.layout: _Layout = tuple(each.hosted.span.start for each in self.movable)
-        self._facts = [_kind(each) for each in self.movable]
+        self._facts = [_facts(each.hosted, num_blocks) for each in self.movable]
         self._throughput = throughput(fixed, num_blocks)
         self._num_holders = [
             sum(each.span.start <= block < each.span.end for each in fixed) for block in range(num_blocks)
@@ -100,35 +104,44 @@ class _Pool:
     def standing(self, layout: _Layout) -> tuple[list[int], list[int]]:
         """Of each block the throughput, and how many servers hold it."""
         per_block, num_holders = list(self._throughput), list(self._num_holders)
-        for start, (length, share) in zip(layout, self._facts, strict=True):
-            for block in range(start, start + length):
+        for start, facts in zip(layout, self._facts, strict=True):
+            share = self._share(facts, start)
+            for block in range(start, start + facts[0]):
                 per_block[block] += share
                 num_holders[block] += 1
         return per_block, num_holders
 
     def steps(self, layout: _Layout, num_holders: Sequence[int]) -> Iterator[_Step]:
         """All that leave no block without a server."""
-        for index, (start, (length, _)) in enumerate(zip(layout, self._facts, strict=True)):
+        for index, (start, (length, *_)) in enumerate(zip(layout, self._facts, strict=True)):
             if min(num_holders[start : start + length]) > 1:
                 yield from ((index, other) for other in range(self.num_blocks - length + 1) if other != start)
 
     def worth_after(self, layout: _Layout, per_block: Sequence[int], step: _Step) -> _Worth:
         index, start = step
-        length, share = self._facts[index]
+        facts = self._facts[index]
         after = list(per_block)
-        for block in range(layout[index], layout[index] + length):
-            after[block] -= share
-        for block in range(start, start + length):
-            after[block] += share
+        for block in range(layout[index], layout[index] + facts[0]):
+            after[block] -= self._share(facts, layout[index])
+        for block in range(start, start + facts[0]):
+            after[block] += self._share(facts, start)
         return _worth(after)
+
+    def _share(self, facts: _Facts, start: int) -> int:
+        length, within, at_end = facts
+        return at_end if start + length == self.num_blocks else within
 
     def key(self, layout: _Layout) -> _Layout:
         """The same for layouts that differ only by which of equal servers holds what."""
         return tuple(start for group in self._equals for start in sorted(layout[index] for index in group))
 
 
-def _kind(member: Member) -> tuple[int, int]:
-    return len(member.hosted.span), member.hosted.share
+def _facts(hosted: HostedSpan, num_blocks: int) -> _Facts:
+    length = len(hosted.span)
+    # Wherever the span lies now.
+    within = share_at(Span(0, length), num_blocks + 1, hosted.speed, hosted.head_blocks)
+    at_end = share_at(Span(num_blocks - length, num_blocks), num_blocks, hosted.speed, hosted.head_blocks)
+    return length, within, at_end
 
 
 def _worth(per_block: list[int]) -> _Worth:

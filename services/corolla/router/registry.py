@@ -210,7 +210,9 @@ def _choose(roster: Roster, server: pb.ServerDescription, wanted: Span | None) -
         )
     if wanted is None:
         hosted = roster.hosted(server.fingerprint)
-        return choose_span(hosted, num_blocks, server.capacity_blocks, server.decode_tokens_per_second)
+        return choose_span(
+            hosted, num_blocks, server.capacity_blocks, server.decode_tokens_per_second, server.head_blocks
+        )
     if wanted.end > num_blocks:
         raise SpanRefused(f"span {wanted} reaches beyond the model's {num_blocks} blocks")
     if len(wanted) > server.capacity_blocks:

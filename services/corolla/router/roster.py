@@ -35,7 +35,7 @@ class Roster:
     def hosted(self, fingerprint: str) -> list[HostedSpan]:
         """The spans of all servers with these weights, joining and draining ones included."""
         return [
-            HostedSpan(Span.of(each.span), measured_speed(each))
+            HostedSpan(Span.of(each.span), measured_speed(each), each.server.head_blocks)
             for each in self.servers
             if each.server.fingerprint == fingerprint
         ]
@@ -49,7 +49,7 @@ class Roster:
         """All servers by fingerprint, for one who wants to move them."""
         groups: dict[str, list[Member]] = {}
         for each in self.servers:
-            hosted = HostedSpan(Span.of(each.span), steady(measured_speed(each)))
+            hosted = HostedSpan(Span.of(each.span), steady(measured_speed(each)), each.server.head_blocks)
             member = Member(each.server.server_id, hosted, each.server.movable)
             groups.setdefault(each.server.fingerprint, []).append(member)
         return groups
@@ -59,7 +59,7 @@ class Roster:
         groups: dict[str, list[HostedSpan]] = {}
         for each in self.servers:
             if each.state == pb.SERVER_STATE_READY:
-                hosted = HostedSpan(Span.of(each.span), measured_speed(each))
+                hosted = HostedSpan(Span.of(each.span), measured_speed(each), each.server.head_blocks)
                 groups.setdefault(each.server.fingerprint, []).append(hosted)
         return max((min(throughput(group, self.num_blocks)) for group in groups.values()), default=0) / 1e6
 

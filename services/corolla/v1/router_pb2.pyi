@@ -61,6 +61,7 @@ class ServerDescription(_message.Message):
     ZONE_FIELD_NUMBER: _builtins.int
     POD_UID_FIELD_NUMBER: _builtins.int
     MOVABLE_FIELD_NUMBER: _builtins.int
+    HEAD_BLOCKS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     """The incarnation: 128 random bits, drawn at each start."""
     address: _builtins.str
@@ -78,6 +79,8 @@ class ServerDescription(_message.Message):
     pod_uid: _builtins.str
     movable: _builtins.bool
     """Holds what the router chooses, and may be ordered to hold other blocks later."""
+    head_blocks: _builtins.float
+    """As many blocks take the time of final norm and head, which the server of the last block has besides."""
     def __init__(
         self,
         *,
@@ -93,10 +96,11 @@ class ServerDescription(_message.Message):
         zone: _builtins.str = ...,
         pod_uid: _builtins.str = ...,
         movable: _builtins.bool = ...,
+        head_blocks: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "dtype", b"dtype", "fingerprint", b"fingerprint", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_blocks", b"head_blocks", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,6 +24,21 @@ def test_parts_are_even_and_leave_nothing_out(num_blocks: int, data: st.DataObje
     assert max(lengths) - min(lengths) <= 1
 
 
+@given(st.integers(1, 130), st.floats(0, 200), st.data())
+def test_the_server_of_the_head_has_as_much_work_as_the_others(
+    num_blocks: int, head_blocks: float, data: st.DataObject
+) -> None:
+    num_servers = data.draw(st.integers(1, num_blocks))
+    given_spans = server_blocks(options(num_servers=num_servers), num_blocks, head_blocks)
+    spans = [tuple(map(int, span.split(":"))) for span in given_spans]
+    assert len(spans) == num_servers
+    assert [block for start, end in spans for block in range(start, end)] == list(range(num_blocks))
+    *others, last = [end - start for start, end in spans]
+    part = (num_blocks + head_blocks) / num_servers
+    assert all(each <= part + 1 for each in others)
+    assert last == 1 or last + head_blocks <= part + 1
+
+
 def test_given_spans_are_kept_and_may_overlap() -> None:
     assert server_blocks(options(blocks="0:10, 5:30,0:30"), 30) == ["0:10", "5:30", "0:30"]
 

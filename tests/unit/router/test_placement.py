@@ -12,11 +12,15 @@ from corolla.router.placement import HostedSpan, choose_span, throughput, uncove
 from corolla.wire.span import Span
 
 
-def join(capacities: Sequence[int], num_blocks: int, speed: float = 10.0) -> list[HostedSpan]:
+def join(capacities: Sequence[int], num_blocks: int, speed: float = 10.0, head_blocks: float = 0.0) -> list[HostedSpan]:
     servers: list[HostedSpan] = []
     for capacity in capacities:
-        servers.append(HostedSpan(choose_span(servers, num_blocks, capacity, speed), speed))
+        span = choose_span(servers, num_blocks, capacity, speed, head_blocks)
+        servers.append(HostedSpan(span, speed, head_blocks))
     return servers
+
+
+HEADS = st.sampled_from([0.0, 0.0, 0.4, 3.0, 20.0])
 
 
 @st.composite
@@ -26,23 +30,28 @@ def clusters(draw: st.DrawFn) -> tuple[list[HostedSpan], int]:
     for _ in range(draw(st.integers(0, 5))):
         start = draw(st.integers(0, num_blocks - 1))
         end = draw(st.integers(start + 1, num_blocks))
-        servers.append(HostedSpan(Span(start, end), draw(st.sampled_from([0.0, 1.0, 2.0, 60.0, 250.0]))))
+        speed, head_blocks = draw(st.sampled_from([0.0, 1.0, 2.0, 60.0, 250.0])), draw(HEADS)
+        servers.append(HostedSpan(Span(start, end), speed, head_blocks))
     return servers, num_blocks
 
 
-@given(clusters(), st.integers(1, 16), st.sampled_from([1.0, 7.0, 100.0]))
-def test_the_chosen_span_is_the_best_of_all(cluster: tuple[list[HostedSpan], int], capacity: int, speed: float) -> None:
+@given(clusters(), st.integers(1, 16), st.sampled_from([1.0, 7.0, 100.0]), HEADS)
+def test_the_chosen_span_is_the_best_of_all(
+    cluster: tuple[list[HostedSpan], int], capacity: int, speed: float, head_blocks: float
+) -> None:
     servers, num_blocks = cluster
     length = min(capacity, num_blocks)
 
-    def after(start: int) -> list[int]:
-        return sorted(throughput([*servers, HostedSpan(Span(start, start + length), speed)], num_blocks))
+    def after(span: Span) -> list[int]:
+        return sorted(throughput([*servers, HostedSpan(span, speed, head_blocks)], num_blocks))
 
-    chosen = choose_span(servers, num_blocks, capacity, speed)
-    assert len(chosen) == length
-    assert chosen.end <= num_blocks
+    chosen = choose_span(servers, num_blocks, capacity, speed, head_blocks)
+    spans = [Span(start, start + length) for start in range(num_blocks - length + 1)]
+    # Beside the head there may be fewer blocks.
+    spans += [Span(start, num_blocks) for start in range(num_blocks - length, num_blocks) if head_blocks]
+    assert chosen in spans
     # Lists compare block by block from the least: the order that the placement promises.
-    assert after(chosen.start) == max(after(start) for start in range(num_blocks - length + 1))
+    assert after(chosen) == max(map(after, spans))
 
 
 @given(clusters())
@@ -50,7 +59,9 @@ def test_throughput_is_the_sum_of_the_servers_shares(cluster: tuple[list[HostedS
     servers, num_blocks = cluster
     for block, held in enumerate(throughput(servers, num_blocks)):
         shares = [
-            Fraction(each.speed or 1.0) / len(each.span) for each in servers if each.span.start <= block < each.span.end
+            Fraction(each.speed or 1.0) / (len(each.span) + Fraction(each.head_blocks) * (each.span.end == num_blocks))
+            for each in servers
+            if each.span.start <= block < each.span.end
         ]
         assert abs(Fraction(held, 1_000_000) - sum(shares)) <= Fraction(len(shares), 1_000_000)
     gaps = uncovered(servers, num_blocks)
@@ -59,14 +70,17 @@ def test_throughput_is_the_sum_of_the_servers_shares(cluster: tuple[list[HostedS
     assert all(left.end < right.start for left, right in itertools.pairwise(gaps))
 
 
-@given(st.integers(1, 40), st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 1e4)), min_size=1, max_size=12))
+@given(
+    st.integers(1, 40), st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 1e4)), min_size=1, max_size=12), HEADS
+)
 def test_joining_servers_cover_as_soon_as_their_capacities_suffice(
-    num_blocks: int, newcomers: list[tuple[int, float]]
+    num_blocks: int, newcomers: list[tuple[int, float]], head_blocks: float
 ) -> None:
     servers: list[HostedSpan] = []
     total = 0
     for capacity, speed in newcomers:
-        servers.append(HostedSpan(choose_span(servers, num_blocks, capacity, speed), speed))
+        span = choose_span(servers, num_blocks, capacity, speed, head_blocks)
+        servers.append(HostedSpan(span, speed, head_blocks))
         total += capacity
         assert sum(map(len, uncovered(servers, num_blocks))) == max(0, num_blocks - total)
 
@@ -84,6 +98,20 @@ def test_joining_servers_cover_as_soon_as_their_capacities_suffice(
 )
 def test_gaps_are_filled_side_by_side(capacities: list[int], spans: list[str]) -> None:
     assert [str(each.span) for each in join(capacities, 30)] == spans
+
+
+@pytest.mark.parametrize(
+    "capacities, spans",
+    [
+        ([13, 13, 13], ["0:13", "13:26", "26:30"]),
+        ([19, 19], ["0:19", "19:30"]),
+        ([30], ["0:30"]),
+        # Where they only just suffice, the last one takes what is left.
+        ([10, 10, 10], ["0:10", "10:20", "20:30"]),
+    ],
+)
+def test_the_server_of_a_large_head_takes_fewer_blocks(capacities: list[int], spans: list[str]) -> None:
+    assert [str(each.span) for each in join(capacities, 30, head_blocks=8.0)] == spans
 
 
 def test_a_new_server_takes_the_blocks_of_a_lost_one() -> None:

@@ -13,8 +13,8 @@ from corolla.router.rebalancing import Member, Move, next_move
 from corolla.wire.span import Span
 
 
-def member(number: int, span: Span, speed: float, *, is_movable: bool = True) -> Member:
-    return Member(f"s{number}", HostedSpan(span, speed), is_movable)
+def member(number: int, span: Span, speed: float, *, is_movable: bool = True, head_blocks: float = 0.0) -> Member:
+    return Member(f"s{number}", HostedSpan(span, speed, head_blocks), is_movable)
 
 
 def parse(*texts: str, fixed: Sequence[int] = ()) -> list[Member]:
@@ -44,7 +44,7 @@ def covered(members: Sequence[Member], num_blocks: int) -> set[int]:
 
 def reachable(members: Sequence[Member], num_blocks: int) -> set[tuple[int, int]]:
     """The values of all reachable layouts, by brute force."""
-    speeds = [each.hosted.speed for each in members]
+    hosted = [each.hosted for each in members]
     first = tuple(each.hosted.span for each in members)
     seen, waiting = {first}, [first]
     while waiting:
@@ -62,7 +62,8 @@ def reachable(members: Sequence[Member], num_blocks: int) -> set[tuple[int, int]
                     waiting.append(layout)
     found = set()
     for spans in seen:
-        per_block = throughput(map(HostedSpan, spans, speeds), num_blocks)
+        layout = [replace(each, span=span) for each, span in zip(hosted, spans, strict=True)]
+        per_block = throughput(layout, num_blocks)
         found.add((num_blocks - per_block.count(0), min(per_block)))
     return found
 
@@ -88,15 +89,17 @@ def pools(draw: st.DrawFn, most_servers: int = 4, most_blocks: int = 7) -> tuple
     """Layouts as joining makes them, or random ones; some servers have configured spans."""
     num_blocks = draw(st.integers(1, most_blocks))
     members: list[Member] = []
+    head_blocks = draw(st.sampled_from([0.0, 0.0, 0.5, 4.0]))
     for number in range(draw(st.integers(1, most_servers))):
         speed = draw(st.sampled_from([1.0, 2.0, 3.0, 7.0]))
         length = draw(st.integers(1, num_blocks))
         if draw(st.booleans()):
-            span = choose_span([each.hosted for each in members], num_blocks, length, speed)
+            span = choose_span([each.hosted for each in members], num_blocks, length, speed, head_blocks)
         else:
             start = draw(st.integers(0, num_blocks - length))
             span = Span(start, start + length)
-        members.append(member(number, span, speed, is_movable=draw(st.integers(0, 4)) > 0))
+        is_movable = draw(st.integers(0, 4)) > 0
+        members.append(member(number, span, speed, is_movable=is_movable, head_blocks=head_blocks))
     return members, num_blocks
 
 
