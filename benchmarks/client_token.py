@@ -8,7 +8,7 @@ run side by side and take turns. The client service should not notice the vocabu
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         return 1e6 / timing.tokens_per_s
 
     with ExitStack() as exits:
-        sides = {}
+        sides: dict[str, Callable[[], float]] = {}
         for vocabulary in options.vocabularies:
             folder = Path(exits.enter_context(tempfile.TemporaryDirectory())) / str(vocabulary)
             make_tiny_checkpoint("llama", folder, num_blocks=2, config_changes={"vocab_size": vocabulary})

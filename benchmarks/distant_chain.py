@@ -22,22 +22,23 @@ _START_TIMEOUT_S = 120.0
 
 
 class DistantChain:
-    """Router, block servers, and a client service for each set of settings.
+    """Router, block servers and a client service.
 
     Args:
         folder: for logs.
         model: checkpoint folder.
         spans: `"start:end"`, one block server for each.
-        clients: settings of each client service by its name, as environment variables.
+        settings: of all its processes, as environment variables.
     """
 
-    def __init__(self, folder: Path, model: str, spans: list[str], clients: Mapping[str, Mapping[str, str]]) -> None:
+    client: Client
+
+    def __init__(self, folder: Path, model: str, spans: list[str], settings: Mapping[str, str]) -> None:
         self._folder = folder
         self._model = model
         self._spans = spans
-        self._client_settings = clients
+        self._settings = settings
         self._stack = ExitStack()
-        self.clients: dict[str, Client] = {}
 
     def __enter__(self) -> Self:
         redis = EmbeddedRedis.start(self._folder)
@@ -69,16 +70,15 @@ class DistantChain:
         self._relay_output: IO[str] = relay.stdout  # type: ignore[assignment]
         self._relay_output.readline()
         self._serve("router", router, {"COROLLA_REDIS_URL": redis_url})
-        at_router = {"COROLLA_ROUTER": f"{_LOOPBACK}:{router}", "COROLLA_MODEL": self._model}
+        at_router = {**self._settings, "COROLLA_ROUTER": f"{_LOOPBACK}:{router}", "COROLLA_MODEL": self._model}
         for number, (span, port) in enumerate(zip(self._spans, ports, strict=True)):
-            settings = {"COROLLA_BLOCKS": span, "COROLLA_ADVERTISED_HOST": _DISTANT, **at_router}
+            settings = {"COROLLA_BLOCKS": span, "COROLLA_ADVERTISED_HOST": _DISTANT, **at_router,
+                        "COROLLA_CONTROL_PORT": str(free.free())}  # fmt: skip
             self._serve("block-server", port, settings, log=f"server-{number}")
-        for name, own in self._client_settings.items():
-            port = free.free()
-            self._serve("client", port, {**at_router, **own}, log=name)
-            self.clients[name] = self._stack.enter_context(Client(f"{_LOOPBACK}:{port}"))
-        for client in self.clients.values():
-            _wait_until_ready(client)
+        port = free.free()
+        self._serve("client", port, at_router)
+        self.client = self._stack.enter_context(Client(f"{_LOOPBACK}:{port}"))
+        _wait_until_ready(self.client)
 
     def _serve(self, command: str, port: int, settings: Mapping[str, str], *, log: str = "") -> None:
         arguments = [sys.executable, "-m", "corolla", command, "--port", str(port), "--host", _LOOPBACK]

@@ -14,8 +14,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def summary(pairs: list[Pair]) -> dict[str, Any]:
     }
 
 
-def measure(chain: DistantChain, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(chains: Mapping[str, DistantChain], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     sets: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         "repetitive, lookup": ("lookup", "prompt_lookup", REPETITIVE),
         "hostile, lookup": ("lookup", "prompt_lookup", HOSTILE),
@@ -130,16 +130,19 @@ def measure(chain: DistantChain, options: argparse.Namespace) -> Iterator[dict[s
         sets["exact clone"] = ("clone", "draft_model", {"quote": REPETITIVE["quote"]})
         sets["perturbed clone"] = ("perturbed", "draft_model", {"quote": REPETITIVE["quote"]})
     sets = {name: each for name, each in sets.items() if options.only in name}
-    chain.clients["lookup"].generate("Once", max_tokens=4)
+    for chain in chains.values():
+        chain.client.generate("Once", max_tokens=4)
     for delay_ms in options.delays:
-        chain.set_delay(delay_ms)
-        for name, (client, mode, cases) in sets.items():
+        for chain in chains.values():
+            chain.set_delay(delay_ms)
+        for name, (drafter, mode, cases) in sets.items():
             # Whole drafts and the token after each, so that none is cut short at the end.
             num_tokens = options.tokens if mode == "prompt_lookup" else 1 + 4 * (NUM_DRAFT_TOKENS + 1)
             pairs = {case: [] for case in cases}  # type: dict[str, list[Pair]]
             for number in range(options.rounds):
                 for case, given in cases.items():
-                    pair = compare(chain.clients[client], given, number, num_tokens, mode, plain_first=number % 2 == 0)
+                    client = chains[drafter].client
+                    pair = compare(client, given, number, num_tokens, mode, plain_first=number % 2 == 0)
                     pairs[case].append(pair)
             every = [pair for each in pairs.values() for pair in each]
             yield {"delay_ms": delay_ms, "set": name, **summary(every),
@@ -192,14 +195,20 @@ def main() -> None:
     checkpoint.fetch()
     folder = checkpoint.folder
     fixed = {"COROLLA_ADAPTIVE_DRAFTS": "false", "COROLLA_MAX_DRAFT_TOKENS": str(NUM_DRAFT_TOKENS)}
-    clients: dict[str, dict[str, str]] = {"lookup": {}}
-    with tempfile.TemporaryDirectory() as logs, perturbed(folder, options.noise) as noisy:
+    settings: dict[str, dict[str, str]] = {"lookup": {}}
+    with ExitStack() as exits:
+        logs = options.logs or Path(exits.enter_context(tempfile.TemporaryDirectory()))
         if options.draft_models:
-            clients |= {"clone": {**fixed, "COROLLA_DRAFT_MODEL": str(folder)},
-                        "perturbed": {**fixed, "COROLLA_DRAFT_MODEL": str(noisy)}}  # fmt: skip
-        with DistantChain(options.logs or Path(logs), str(folder), options.blocks, clients) as chain:
-            for row in measure(chain, options):
-                print(json.dumps(row, default=asdict)) if options.json else report(row)
+            noisy = exits.enter_context(perturbed(folder, options.noise))
+            settings |= {"clone": {**fixed, "COROLLA_DRAFT_MODEL": str(folder)},
+                         "perturbed": {**fixed, "COROLLA_DRAFT_MODEL": str(noisy)}}  # fmt: skip
+        chains = {}
+        for name, own in settings.items():
+            (logs / name).mkdir(exist_ok=True)
+            chain = DistantChain(logs / name, str(folder), options.blocks, own)
+            chains[name] = exits.enter_context(chain)
+        for row in measure(chains, options):
+            print(json.dumps(row, default=asdict)) if options.json else report(row)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import MAX_PROMPT_BYTES, Frame, FrameParser, encode, join
 from corolla.wire.tensors import to_payload
-from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
+from tests.checkpoints import HIDDEN_SIZE, VOCAB_SIZE, make_tiny_checkpoint
 from tests.faulty_runner import FaultyRunner
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
@@ -134,6 +134,18 @@ def scratch_row(session_id: bytes, **changes: Any) -> pb.StepRow:
     return pb.StepRow(session_id=session_id, **{**fields, **changes})
 
 
+def a_step_of_ids(token_ids: Sequence[int], *, num_tokens: int = 0, **changes: Any) -> tuple[pb.Step, bytes]:
+    row = pb.StepRow(session_id=SESSION, epoch=1, num_tokens=num_tokens or len(token_ids), token_ids=token_ids)
+    fields = {"rows": [row], "dtype": pb.TENSOR_TYPE_UNSPECIFIED, "hidden_size": 0, "payload": b""}
+    return a_step(**{**fields, **changes})
+
+
+def a_sampling_row(num_tokens: int, num_results: int, token_ids: Sequence[int] = ()) -> pb.StepRow:
+    return pb.StepRow(
+        session_id=SESSION, epoch=1, num_tokens=num_tokens, num_result_tokens=num_results, token_ids=token_ids
+    )
+
+
 BAD_STEPS: dict[str, tuple[tuple[pb.Step, bytes], str]] = {
     "payload too short": (a_step(payload=bytes(8)), "MALFORMED_MESSAGE"),
     "payload too long": (a_step(payload=bytes(4096)), "MALFORMED_MESSAGE"),
@@ -167,6 +179,21 @@ BAD_STEPS: dict[str, tuple[tuple[pb.Step, bytes], str]] = {
     "later epoch": (a_step(epoch=2), "STALE_EPOCH"),
     "a gap": (a_step(position=5), "POSITION_GAP"),
     "beyond its pages": (a_step(100), "OUT_OF_PAGES"),
+    "ids beyond the vocabulary": (a_step_of_ids([5, VOCAB_SIZE]), "MALFORMED_MESSAGE"),
+    "fewer ids than tokens": (a_step_of_ids([5, 6], num_tokens=3), "MALFORMED_MESSAGE"),
+    "ids and a payload": (a_step_of_ids([5, 6], payload=bytes(2 * HIDDEN_SIZE * 4)), "MALFORMED_MESSAGE"),
+    "ids to a later block": (a_step_of_ids([5], blocks=common_pb2.BlockSpan(start=1, end=5)), "MALFORMED_MESSAGE"),
+    "ids beside hidden states": (a_step(2, rows=[a_sampling_row(2, 1, [5, 6])]), "MALFORMED_MESSAGE"),
+    "tokens without a sampler": (a_step(1, rows=[a_sampling_row(1, 1)], samples=True), "MALFORMED_MESSAGE"),
+    "draft tokens that nobody named": (a_step(2, rows=[a_sampling_row(2, 2)], samples=True), "MALFORMED_MESSAGE"),
+    "too many draft tokens": (
+        a_step(66, rows=[a_sampling_row(66, 66, range(66))], samples=True),
+        "MALFORMED_MESSAGE",
+    ),
+    "tokens in the midst of the model": (
+        a_step(1, rows=[a_sampling_row(1, 1)], samples=True, blocks=common_pb2.BlockSpan(start=0, end=4)),
+        "MALFORMED_MESSAGE",
+    ),
 }
 
 
@@ -220,6 +247,13 @@ BAD_OPENS: dict[str, pb.Open | tuple[pb.Open, bytes]] = {
     "prompts of more tokens than bytes can say": with_prompts(2**32 - 1, payload=bytes(8)),
     "prompts over the limit": with_prompts(MAX_PROMPT_BYTES // (5 * HIDDEN_SIZE * 4) + 1),
     "a payload that nothing describes": (an_open(), bytes(8)),
+    "a sampler in the midst of the model": an_open(
+        sampler=pb.Sampler(top_p=1, repetition_penalty=1), blocks=common_pb2.BlockSpan(start=0, end=4)
+    ),
+    "a sampler without parameters": an_open(sampler=pb.Sampler()),
+    "a sampler of a text beyond the vocabulary": an_open(
+        sampler=pb.Sampler(top_p=1, repetition_penalty=1.1, token_ids=[VOCAB_SIZE])
+    ),
 }
 
 

@@ -104,6 +104,7 @@ class Server:
             dtype=blocks_pb2.TENSOR_TYPE_FLOAT32, hidden_size=1, max_tokens_per_frame=scenario.max_step_tokens,
             prefix_page_tokens=scenario.page_tokens if scenario.has_prefix_cache else 0,
             num_model_blocks=scenario.model.num_blocks, vocab_size=scenario.model.vocab_size,
+            context_length=4096,
         )  # fmt: skip
         most = scenario.max_step_tokens
         self._tasks = TaskGroup()

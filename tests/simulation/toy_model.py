@@ -157,6 +157,9 @@ class _ToySpan:
 class ToyEdges(Edges):
     """The toy's embedding and head."""
 
+    has_embedding = has_head = True
+    hidden_size = 1
+
     def __init__(self, model: ToyModel) -> None:
         self._toy = model
 

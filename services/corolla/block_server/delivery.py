@@ -90,7 +90,7 @@ class Delivery:
             following = step.route[0]
             for row in rows:
                 # Behind the embedding only draft tokens matter.
-                if row.token_ids and row.num_result_tokens < 2:
+                if row.token_ids and not (step.samples and row.num_result_tokens > 1):
                     row.ClearField("token_ids")
             onward = pb.Step(
                 step_id=step.step_id, client_id=step.client_id, rows=rows, dtype=dtype, hidden_size=hidden_size,

@@ -25,7 +25,7 @@ from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.speed import DecodeSpeed
 from corolla.chassis import failpoints
-from corolla.chassis.errors import CorollaError, OutOfPages
+from corolla.chassis.errors import CorollaError, MalformedMessage, OutOfPages
 from corolla.chassis.handlers import where
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
@@ -141,9 +141,15 @@ class Engine:
 
     def read_ahead(self, sampler: SessionSampler) -> None:
         """Lets a sampler read its text while there is nothing else to compute, so that it can draft the sooner."""
+        while self._behind and self._behind[0]() is None:
+            self._behind.popleft()
         if sampler.is_behind:
             self._behind.append(weakref.ref(sampler))
             self._wake.set()
+
+    def warm_up(self) -> None:
+        """Computes one token of no session; not to be called once it runs."""
+        self._computation.warm_up()
 
     @property
     def has_more_to_do(self) -> bool:
@@ -280,6 +286,8 @@ class Engine:
                     now_s,
                     forked,
                 )
+                if admitted.samples and row.num_result_tokens and session.request.sampler is None:
+                    raise MalformedMessage("samples", "the session was opened without a sampler")
                 admitted.rows.append((row, session, offset))
                 if forked is not None:
                     self._outputs.replace(row.session_id, forked_outputs[row.session_id])
@@ -319,7 +327,7 @@ class Engine:
         try:
             # Idle sessions may hold all pages for days, and nobody would notice that the device is gone.
             self._sessions.make_room(1)
-            await self._in_compute_thread(self.runner.warm_up)
+            await self._in_compute_thread(self._computation.warm_up)
         except OutOfPages:
             pass  # the sessions that hold all pages will show whether the server can compute
         except Exception as failure:

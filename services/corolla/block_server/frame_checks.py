@@ -36,6 +36,7 @@ class Identity:
     prefix_page_tokens: int
     num_model_blocks: int
     vocab_size: int
+    context_length: int
 
 
 class FrameChecks:
@@ -55,8 +56,9 @@ class FrameChecks:
         if len(control.session_id) != ID_BYTES or not peer.client_id:
             raise MalformedMessage("session_id", f"must have {ID_BYTES} bytes, on a client's stream")
         request = self._session("open", control, payload, peer.client_id)
-        text, sampler = self._text(control, request.blocks), self._sampler(control)
-        return replace(request, resume=control.resume, text=text, sampler=sampler, stream=peer.number)
+        if control.HasField("sampler") and control.blocks.end != self._identity.num_model_blocks:
+            raise MalformedMessage("sampler", "only the last hop chooses tokens")
+        return replace(request, resume=control.resume, text=self._text(control, request.blocks), stream=peer.number)
 
     def handover_request(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
         """As what a session is offered that another block server holds."""
@@ -96,14 +98,10 @@ class FrameChecks:
             return None
         return ExpectedText(salt_of(control.tenant, blocks), hashes, control.text.num_tokens)
 
-    def _sampler(self, control: pb.Open) -> SessionSampler | None:
-        if not control.HasField("sampler"):
-            return None
-        identity = self._identity
-        if control.blocks.end != identity.num_model_blocks:
-            raise MalformedMessage("sampler", "only the last hop chooses tokens")
+    def sampler(self, control: pb.Open) -> SessionSampler:
+        """Who is to choose a session's tokens. For a long text it takes a while; it may run in any thread."""
         return SessionSampler.read(
-            control.sampler, self._draft_model, vocab_size=identity.vocab_size, max_tokens=control.max_tokens
+            control.sampler, self._draft_model, vocab_size=self._identity.vocab_size, max_tokens=control.max_tokens
         )
 
     def page_hashes(self, text: pb.ExpectedText) -> tuple[bytes, ...]:
@@ -145,21 +143,37 @@ class FrameChecks:
     def inputs(self, step: pb.Step, payload: Buffer, num_tokens: int) -> None:
         """What a step brings: hidden states of the rows or, to block 0, their token ids."""
         identity = self._identity
-        if step.samples and any(
-            row.num_result_tokens > 1 and len(row.token_ids) != row.num_tokens for row in step.rows
-        ):
-            raise MalformedMessage("rows", "draft tokens travel with the row that they are to be checked in")
-        if step.samples and not step.route and step.blocks.end != identity.num_model_blocks:
-            raise MalformedMessage("samples", "only the last hop chooses tokens")
+        if step.samples:
+            self._samples(step)
         if step.dtype != pb.TENSOR_TYPE_UNSPECIFIED:
             if step.dtype != identity.dtype or step.hidden_size != identity.hidden_size:
                 raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
             check_payload(payload, step.dtype, num_tokens, step.hidden_size)
+            if any(row.token_ids and not (step.samples and row.num_result_tokens > 1) for row in step.rows):
+                raise MalformedMessage("rows", "bring ids beside hidden states only where draft tokens are checked")
             return
         if step.blocks.start != 0 or len(payload) or any(len(row.token_ids) != row.num_tokens for row in step.rows):
             raise MalformedMessage("rows", "bring hidden states or, to block 0, one id for each token")
         if any(max(row.token_ids) >= identity.vocab_size for row in step.rows):
             raise MalformedMessage("token_ids", f"must be ids below {identity.vocab_size}")
+        if any(row.position + row.num_tokens > identity.context_length for row in step.rows):
+            raise MalformedMessage("position", f"the model's context has {identity.context_length} tokens")
+
+    def _samples(self, step: pb.Step) -> None:
+        if not step.route and step.blocks.end != self._identity.num_model_blocks:
+            raise MalformedMessage("samples", "only the last hop chooses tokens")
+        for row in step.rows:
+            if row.num_result_tokens > MAX_VERIFIED_TOKENS:
+                raise MalformedMessage("rows", f"at most {MAX_VERIFIED_TOKENS} tokens of a row are checked in one step")
+            if row.num_result_tokens > 1 and len(row.token_ids) != row.num_tokens:
+                raise MalformedMessage("rows", "draft tokens travel with the row that they are to be checked in")
+
+    def resent(self, step: pb.Step) -> None:
+        """What a hop is to send again."""
+        if not step.route:
+            raise MalformedMessage("route", "must name the hop to send to")
+        if step.samples or any(row.token_ids or row.num_result_tokens for row in step.rows):
+            raise MalformedMessage("rows", "what is sent again has no results of this hop")
 
     def session_ids(self, step: pb.Step) -> frozenset[bytes]:
         """The sessions in which the rows of a step run here: their own ones or, where the step says so, others."""

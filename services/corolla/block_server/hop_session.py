@@ -1,7 +1,7 @@
 """One session on this hop: what was asked for it, where it stands, and the table of how that may change. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
@@ -107,6 +107,10 @@ TRANSITIONS: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] =
 """What follows on an event in a state. What is not listed cannot happen."""
 
 
+_WITHOUT_SAMPLER: Final = frozenset((_S.PARKED, _S.ORPHANED, _S.LEAVING_PARKED, _S.GONE))
+"""Only an open takes a session out of these, and brings a sampler; the old one may hold a draft model's cache."""
+
+
 class ForbiddenTransition(RuntimeError):
     """A mistake of this server: an event that the table does not have in this state."""
 
@@ -201,6 +205,8 @@ class HopSession(Generic[AnyCache]):
         if following is None:
             raise ForbiddenTransition(self._state, event)
         self._state = following
+        if following in _WITHOUT_SAMPLER and self.request.sampler is not None:
+            self.request = replace(self.request, sampler=None)
 
     def check_open(self, request: OpenRequest) -> None:
         """Whether it may be opened, or offered, once more.

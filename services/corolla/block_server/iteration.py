@@ -15,7 +15,7 @@ from torch import Tensor
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer
-from corolla.block_server.row_sampling import SamplingRow, sample_rows
+from corolla.block_server.row_sampling import SamplingRow, in_parts, sample_rows
 from corolla.block_server.runner import BatchOutput, RowWork
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import where
@@ -61,6 +61,11 @@ class Admitted:
     def samples(self) -> bool:
         """Whether its rows' outputs become tokens here."""
         return self.work.step.samples and not self.work.step.route
+
+    @property
+    def brings_ids(self) -> bool:
+        """Whether its rows bring token ids, not hidden states."""
+        return self.work.step.dtype == pb.TENSOR_TYPE_UNSPECIFIED
 
 
 RowOutput = Tensor | pb.SampledRow | CorollaError
@@ -135,31 +140,53 @@ class Computation:
         log.error("row failed", extra={"reason": error.reason, "where": place})
         return error
 
+    def warm_up(self) -> None:
+        """Computes one token of no session, from end to end of what this server has.
+
+        Raises:
+            OutOfPages: sessions have been promised all pages.
+        """
+        self.runner.warm_up()
+        if self._edges is None:
+            return
+        if self._edges.has_embedding:
+            self._edges.embed(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        if self._edges.has_head:
+            self._edges.head(torch.zeros(1, self._edges.hidden_size)).cpu()
+
     def _packed(self, admitted: Sequence[Admitted]) -> tuple[list[RowWork], Tensor, float]:
         """All rows of all steps, what goes in, `[tokens, H]`, and the seconds that it took to embed."""
-        work: list[RowWork] = []
-        hidden: list[Tensor] = []
-        embed_seconds = 0.0
-        for batch in admitted:
-            for row, session, _ in batch.rows:
-                work.append(RowWork(session.cache, row.position, row.num_tokens, session.request.prompts))
-            if batch.work.step.dtype == pb.TENSOR_TYPE_UNSPECIFIED:
-                began_s = self._clock()
-                hidden.append(self._embedded(batch))
-                embed_seconds += self._clock() - began_s
-            else:
-                hidden.extend(_received(batch))
-        return work, hidden[0] if len(hidden) == 1 else torch.cat(hidden), embed_seconds
+        work = [
+            RowWork(session.cache, row.position, row.num_tokens, session.request.prompts)
+            for batch in admitted
+            for row, session, _ in batch.rows
+        ]
+        began_s = self._clock()
+        embedded = self._embedded([batch for batch in admitted if batch.brings_ids])
+        embed_seconds = self._clock() - began_s if embedded else 0.0
+        parts = iter(embedded)
+        hidden = [part for batch in admitted for part in ([next(parts)] if batch.brings_ids else _received(batch))]
+        if len(hidden) == 1:
+            return work, hidden[0], embed_seconds
+        # What came over the wire lies on the CPU.
+        device = embedded[0].device if embedded else hidden[0].device
+        return work, torch.cat([part.to(device) for part in hidden]), embed_seconds
 
-    def _embedded(self, batch: Admitted) -> Tensor:
+    def _embedded(self, batches: Sequence[Admitted]) -> Sequence[Tensor]:
+        """For each step that brings token ids what goes into block 0, all of them looked up at once."""
+        if not batches:
+            return ()
         if self._edges is None:
             raise InternalError("a server without embedding admitted a step of token ids")
         token_ids: list[int] = []
         positions: list[int] = []
-        for row, _, _ in batch.rows:
-            token_ids.extend(row.token_ids)
-            positions.extend(range(row.position, row.position + row.num_tokens))
-        return self._edges.embed(torch.tensor(token_ids), torch.tensor(positions))
+        lengths: list[int] = []
+        for batch in batches:
+            for row, _, _ in batch.rows:
+                token_ids.extend(row.token_ids)
+                positions.extend(range(row.position, row.position + row.num_tokens))
+            lengths.append(len(token_ids) - sum(lengths))
+        return torch.split(self._edges.embed(torch.tensor(token_ids), torch.tensor(positions)), lengths)
 
     def _outputs(self, work: list[RowWork], hidden: Tensor, blocks: Span) -> Iterator[Tensor | CorollaError]:
         output = self.runner.forward_each(work, hidden, blocks)
@@ -179,10 +206,8 @@ class Computation:
                 if not batch.samples or not isinstance(output, Tensor):
                     continue
                 sampler = session.request.sampler
-                if row.num_result_tokens == 0:
+                if row.num_result_tokens == 0 or sampler is None:
                     replaced[index] = pb.SampledRow()
-                elif sampler is None:
-                    replaced[index] = InternalError("the session was opened without a sampler")
                 else:
                     wanted = output[len(output) - row.num_result_tokens :]
                     waiting.append((index, SamplingRow(row, wanted, sampler)))
@@ -194,11 +219,14 @@ class Computation:
     def _sampled(self, rows: Sequence[SamplingRow]) -> Sequence[pb.SampledRow | CorollaError]:
         if self._edges is None:
             return [InternalError("a server without head admitted a step that samples")] * len(rows)
-        try:
-            return sample_rows(self._edges, rows, error_of)
-        except Exception as failure:
-            log.error("head failed", extra={"where": where(failure)})
-            return [error_of(failure)] * len(rows)
+        sampled: list[pb.SampledRow | CorollaError] = []
+        for part in in_parts(rows):
+            try:
+                sampled.extend(sample_rows(self._edges, part, error_of))
+            except Exception as failure:
+                log.error("head failed", extra={"rows": len(part), "where": where(failure)})
+                sampled.extend([error_of(failure)] * len(part))
+        return sampled
 
 
 def _received(batch: Admitted) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
+from corolla.chassis.handlers import where
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler
@@ -20,6 +21,12 @@ from corolla.v1 import blocks_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+_MAX_LOGITS: Final = 64 << 20
+"""Of one part of an iteration's rows, so that a large vocabulary does not take gigabytes."""
+
+_EXTRA_DRAWS: Final = 128
+"""A turn may end by a stop string within a draft; what was drawn since the newest state then exceeds what it holds."""
+
 _NUM_DRAWS_PER_STATE: Final = 16
 """So many choices at most are drawn again where a sampler is made anew; a state has 5 KB."""
 
@@ -28,9 +35,13 @@ class SessionSampler:
     """Chooses the tokens of one session on its last hop, and drafts what may follow.
 
     It lives as long as the session is open in one epoch: each open brings what the next one is made from.
+
+    Attributes:
+        vocab_size: how many logits there are for each token.
     """
 
-    def __init__(self, sampler: Sampler, speculator: Speculator | None) -> None:
+    def __init__(self, sampler: Sampler, speculator: Speculator | None, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self._sampler = sampler
         self._speculator = speculator
         self._num_draws_since_state = _NUM_DRAWS_PER_STATE
@@ -48,15 +59,15 @@ class SessionSampler:
             MalformedMessage: a parameter is out of range, or the text has ids that are none.
         """
         drafts = message.drafts
-        if max(message.num_skipped, len(message.token_ids)) > max_tokens or message.num_prompt_tokens > len(
-            message.token_ids
-        ):
+        text = list(message.token_ids)
+        if len(text) > max_tokens or message.num_prompt_tokens > len(text):
             raise MalformedMessage("sampler", "has more tokens than the session")
-        if any(token_id >= vocab_size for token_id in message.token_ids):
+        if message.num_skipped > max_tokens + _EXTRA_DRAWS:
+            raise MalformedMessage("sampler", "has drawn for more tokens than the session has")
+        if max(text, default=0) >= vocab_size:
             raise MalformedMessage("sampler.token_ids", f"must be ids below {vocab_size}")
         if drafts.source and not 1 <= drafts.max_tokens <= MAX_DRAFT_TOKENS:
             raise MalformedMessage("sampler.drafts.max_tokens", f"must be from 1 to {MAX_DRAFT_TOKENS}")
-        text = message.token_ids
         try:
             params = SamplingParams(
                 temperature=message.temperature,
@@ -71,14 +82,14 @@ class SessionSampler:
             )
             sampler = Sampler(
                 params,
-                text[: message.num_prompt_tokens],
-                generated_ids=text[message.num_prompt_tokens :],
+                text[: message.num_prompt_tokens] if params.has_penalties else (),
+                generated_ids=text[message.num_prompt_tokens :] if params.has_penalties else (),
                 num_skipped=message.num_skipped,
                 state=message.state or None,
             )
         except (InvalidRequest, InternalError) as failure:
             raise MalformedMessage("sampler", failure.message) from None
-        return cls(sampler, make_speculator(message, draft_model))
+        return cls(sampler, make_speculator(message, draft_model), vocab_size)
 
     @property
     def takes_likeliest(self) -> bool:
@@ -90,9 +101,9 @@ class SessionSampler:
         """Choices that are still to be drawn before its own first one."""
         return self._sampler.num_skipped
 
-    def skip(self, num_logits: int, most: int) -> None:
-        """As of `Sampler`."""
-        self._sampler.skip(num_logits, most)
+    def skip(self, most: int) -> None:
+        """Draws at most so many of them."""
+        self._sampler.skip(self.vocab_size, most)
 
     @property
     def is_behind(self) -> bool:
@@ -126,10 +137,20 @@ class SessionSampler:
             if self._num_draws_since_state >= _NUM_DRAWS_PER_STATE:
                 self._num_draws_since_state = 0
                 row.state = self._sampler.state()
-        if self._speculator is not None:
-            self._speculator.observe(len(draft_ids), len(token_ids) - 1)
-            row.draft_token_ids.extend(self._speculator.draft(token_ids, self._sampler))
+        row.draft_token_ids.extend(self._drafted(len(draft_ids), token_ids))
         return row
+
+    def _drafted(self, num_checked: int, token_ids: Sequence[int]) -> Sequence[int]:
+        if self._speculator is None:
+            return ()
+        try:
+            self._speculator.observe(num_checked, len(token_ids) - 1)
+            return self._speculator.draft(token_ids, self._sampler)
+        except Exception as failure:
+            # The tokens are right; as after too little memory for the draft model, the answer goes on without drafts.
+            log.error("nothing is drafted any more for an answer", extra={"where": where(failure)})
+            self._speculator = None
+            return ()
 
     def sample(self, logits: Tensor) -> SampledToken:
         """As of `Sampler`."""
@@ -143,6 +164,17 @@ class SamplingRow:
     row: pb.StepRow
     hidden: Tensor
     sampler: SessionSampler
+
+
+def in_parts(rows: Sequence[SamplingRow]) -> Iterator[Sequence[SamplingRow]]:
+    """The rows in runs of so many tokens that their logits take no more than the memory for them; one row at least."""
+    start = num_logits = 0
+    for index, each in enumerate(rows):
+        num_logits += len(each.hidden) * each.sampler.vocab_size
+        if num_logits > _MAX_LOGITS and index > start:
+            yield rows[start:index]
+            start, num_logits = index, len(each.hidden) * each.sampler.vocab_size
+    yield rows[start:]
 
 
 def sample_rows(
@@ -161,6 +193,8 @@ def sample_rows(
         # On the device; only ids come from there.
         best = logits.max(dim=-1)
         likeliest, scores = best.indices.tolist(), best.values.tolist()
+    if not all(each.sampler.takes_likeliest for each in rows):
+        logits = logits.cpu()
     start = 0
     for each in rows:
         end = start + len(each.hidden)
@@ -188,8 +222,7 @@ def _likeliest(token_ids: Sequence[int], scores: Sequence[float]) -> Callable[[i
 
 
 def _sampled(sampler: SessionSampler, logits: Tensor) -> Callable[[int], SampledToken]:
-    rows = logits.cpu()
-    return lambda index: sampler.sample(rows[index])
+    return lambda index: sampler.sample(logits[index])
 
 
 def _to_message(token: SampledToken) -> pb.SampledToken:

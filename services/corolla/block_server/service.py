@@ -207,6 +207,7 @@ class BlockServer:
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
             fail=self._fail, edges=edges,
         )  # fmt: skip
+        await asyncio.to_thread(engine.warm_up)
         engine.decode_speed.observe(await asyncio.to_thread(measure_decode_step, runner), len(span))
         identity = Identity(
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
@@ -214,6 +215,7 @@ class BlockServer:
             max_tokens_per_frame=settings.max_tokens_per_frame,
             prefix_page_tokens=settings.num_page_tokens if settings.prefix_cache else 0,
             num_model_blocks=checkpoint.num_blocks, vocab_size=checkpoint.vocab_size,
+            context_length=checkpoint.context_length,
         )  # fmt: skip
         most = settings.max_tokens_per_frame
         receiver = HandoverReceiver(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
@@ -254,6 +256,8 @@ class BlockServer:
             raise RuntimeError("this server has not started")
         await asyncio.to_thread(fetch_span, self._checkpoint, span)
         await asyncio.to_thread(partial(fetch_edges, self._checkpoint, **_ends_of(self._checkpoint, span)))
+        if (drafting := await asyncio.to_thread(self._draft_checkpoint, self._checkpoint, span)) is not None:
+            await asyncio.to_thread(drafting.fetch)
         return await self._registration.still_ordered(span)
 
     async def not_serving(self) -> None:
@@ -322,11 +326,16 @@ class BlockServer:
             edges.tune_head(settings.tuning_budget_s)
         return edges
 
-    def _load_draft_model(self, checkpoint: Checkpoint, span: Span) -> DraftModel | None:
-        settings = self.settings
-        if settings.draft_model is None or span.end != checkpoint.num_blocks:
+    def _draft_checkpoint(self, checkpoint: Checkpoint, span: Span) -> Checkpoint | None:
+        if self.settings.draft_model is None or span.end != checkpoint.num_blocks:
             return None
-        drafting = Checkpoint.from_pretrained(settings.draft_model, hub=self._hub)
+        return Checkpoint.from_pretrained(self.settings.draft_model, hub=self._hub)
+
+    def _load_draft_model(self, checkpoint: Checkpoint, span: Span) -> DraftModel | None:
+        drafting = self._draft_checkpoint(checkpoint, span)
+        if drafting is None:
+            return None
+        settings = self.settings
         return DraftModel.load(drafting, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
 
     def _num_pages(self, cache_bytes_per_token: int) -> int:

@@ -5,6 +5,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -14,10 +15,11 @@ from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, is_decode
 from corolla.block_server.handover.receiver import HandoverReceiver
-from corolla.block_server.hop_session import SessionState
+from corolla.block_server.hop_session import OpenRequest, SessionState
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
+from corolla.block_server.preparations import Preparations, takes_a_while
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
@@ -39,7 +41,6 @@ from corolla.wire.stream import Receiver, Stream, StreamEnd
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 10.0
-_SKIPPED_AT_A_TIME: Final = 32
 
 
 class BlockServicer:
@@ -69,7 +70,7 @@ class BlockServicer:
         self._count_error = count_error
         self._checks = FrameChecks(identity, draft_model)
         self._has_draft_model = draft_model is not None
-        self._tasks = tasks
+        self._preparations = Preparations(tasks)
         self._engine = engine
         self._scheduler = scheduler
         self._sessions = sessions
@@ -112,6 +113,7 @@ class BlockServicer:
                 log.warning("a stream failed", extra={"reason": error.reason})
             if peer is not None:
                 self._peers.remove(peer)
+                self._preparations.cancel_of(peer)
                 if peer.client_id:
                     self._engine.between_iterations(partial(self._forget, peer))
 
@@ -165,6 +167,7 @@ class BlockServicer:
 
     def _open(self, frame: Frame, peer: Peer) -> None:
         control: pb.Open = frame.control  # type: ignore[assignment]
+        self._preparations.cancel(control.session_id, control.epoch)
 
         def refuse(error: CorollaError) -> None:
             peer.send(describe(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
@@ -175,47 +178,45 @@ class BlockServicer:
             max_released_pages = self._engine.max_released_pages
             if max_released_pages is not None:
                 self._sessions.check_room(request, max_released_pages)
+
+            def open_soon(sampler: SessionSampler | None = None) -> None:
+                opening = partial(self._open_session, control, replace(request, sampler=sampler), peer, refuse)
+                num_pages = self._sessions.num_pages_in_use(control.session_id)
+                self._engine.between_iterations(opening, max_released_pages=num_pages)
+
+            if not control.HasField("sampler"):
+                open_soon()
+            elif takes_a_while(control.sampler):
+                self._preparations.start(control, peer, self._checks.sampler, open_soon, refuse)
+            else:
+                open_soon(self._checks.sampler(control))
+        except CorollaError as error:
+            refuse(error)
+
+    def _open_session(
+        self, control: pb.Open, request: OpenRequest, peer: Peer, refuse: Callable[[CorollaError], None]
+    ) -> None:
+        failpoints.passed("before_open")
+        try:
+            session = self._sessions.open(request, self._engine.clock())
         except CorollaError as error:
             refuse(error)
             return
-
-        def open_session() -> None:
-            failpoints.passed("before_open")
-            try:
-                session = self._sessions.open(request, self._engine.clock())
-            except CorollaError as error:
-                refuse(error)
-                return
-            kept_start, kept_end = self._outputs.range(control.session_id)
-            peer.send(
-                pb.Opened(
-                    request_id=control.request_id,
-                    session_id=control.session_id,
-                    epoch=control.epoch,
-                    num_cached_tokens=session.cache.num_tokens,
-                    min_position=session.cache.min_position,
-                    kept_start=kept_start,
-                    kept_end=kept_end,
-                )
+        kept_start, kept_end = self._outputs.range(control.session_id)
+        peer.send(
+            pb.Opened(
+                request_id=control.request_id,
+                session_id=control.session_id,
+                epoch=control.epoch,
+                num_cached_tokens=session.cache.num_tokens,
+                min_position=session.cache.min_position,
+                kept_start=kept_start,
+                kept_end=kept_end,
             )
-            if request.sampler is not None:
-                self._engine.read_ahead(request.sampler)
-            failpoints.passed("after_open")
-
-        def open_soon() -> None:
-            num_pages = self._sessions.num_pages_in_use(control.session_id)
-            self._engine.between_iterations(open_session, max_released_pages=num_pages)
-
-        if request.sampler is not None and request.sampler.num_skipped > _SKIPPED_AT_A_TIME:
-            self._tasks.start(self._skip(request.sampler, open_soon), "drawing of earlier choices")
-        else:
-            open_soon()
-
-    async def _skip(self, sampler: SessionSampler, then: Callable[[], None]) -> None:
-        """Draws what was drawn for thousands of tokens, in parts, between which steps are computed."""
-        while sampler.num_skipped > _SKIPPED_AT_A_TIME:
-            await self._engine.copy(partial(sampler.skip, self._identity.vocab_size, _SKIPPED_AT_A_TIME))
-        then()
+        )
+        if request.sampler is not None:
+            self._engine.read_ahead(request.sampler)
+        failpoints.passed("after_open")
 
     def _step(self, frame: Frame, peer: Peer) -> None:
         step: pb.Step = frame.control  # type: ignore[assignment]
@@ -232,8 +233,7 @@ class BlockServicer:
         try:
             self._checks.step_blocks(step, peer)
             self._checks.num_tokens(step)
-            if not step.route:
-                raise MalformedMessage("route", "must name the hop to send to")
+            self._checks.resent(step)
         except CorollaError as error:
             peer.send(step_fault(step, error, list(step.rows)))
             return
@@ -254,6 +254,7 @@ class BlockServicer:
 
     def _close(self, frame: Frame, peer: Peer) -> None:
         control: pb.Close = frame.control  # type: ignore[assignment]
+        self._preparations.cancel(control.session_id, control.epoch)
 
         def close() -> None:
             if self._has_say(control.session_id, peer):
@@ -263,6 +264,7 @@ class BlockServicer:
 
     def _truncate(self, frame: Frame, peer: Peer) -> None:
         control: pb.Truncate = frame.control  # type: ignore[assignment]
+        self._preparations.cancel(control.session_id, control.epoch)
 
         def truncate() -> None:
             if self._has_say(control.session_id, peer):

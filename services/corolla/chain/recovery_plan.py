@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 CLIENT: Final = -1
-"""As the source of a lane: the client service, which embeds the token log."""
+"""As the source of a lane: the client service, which has the token log, or the library with its hidden states."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from corolla.chain.handovers import Handovers
 from corolla.chain.identity import SessionIdentity
@@ -21,6 +22,8 @@ from corolla.wire.frames import Buffer, Frame
 from corolla.wire.stream import Connect, Stream, StreamCause, StreamLimits, between_servers, connect
 
 log = logging.getLogger(__name__)
+
+_SECONDS_PER_DRAW: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,8 @@ class DataPlane:
         try:
             request.request_id = number
             self._send(address, request, payload)
-            async with asyncio.timeout(self._open_timeout_s):
+            # A sampler may have to draw again what was drawn for thousands of tokens.
+            async with asyncio.timeout(self._open_timeout_s + request.sampler.num_skipped * _SECONDS_PER_DRAW):
                 return await answer, welcome.max_tokens_per_frame
         except TimeoutError:
             raise HopUnavailable("a hop of the chain does not answer", address) from None

@@ -100,6 +100,11 @@ def _convert_in_staging(gguf: Path, folder: Path, progress: Progress) -> None:
         building.rename(folder)
     except OSError:
         raise
+    except ImportError as error:
+        raise CheckpointError(
+            f"The demo model is converted once, by a process that has {error.name}, which is not installed here; start "
+            "a block server first, or give another model."
+        ) from error
     except Exception as error:  # the writers of weights and tokenizers raise classes of their own, even bare ones
         raise CheckpointError(
             f"The demo model cannot be written to {folder.parent}; check its free space, or set COROLLA_CACHE to "

@@ -61,6 +61,18 @@ class Edges:
         return self._models[0].device
 
     @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def has_embedding(self) -> bool:
+        return self._embedding_model is not None
+
+    @property
+    def has_head(self) -> bool:
+        return self._head_model is not None
+
+    @property
     def modules(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         """The model that embeds and the one that projects, where both are here; they share tied weights."""
         return _present(self._embedding_model), _present(self._head_model)
@@ -110,7 +122,7 @@ def load_edges(
 ) -> Edges:
     """Reads embedding, final norm and head, or what is wanted of them, and nothing else.
 
-    A head that is tied to the embedding brings that along; the two share the weights.
+    A head that is tied to the embedding shares its weights, where both are wanted.
 
     Raises:
         CheckpointError: one of them is missing, has another shape than the configuration says, or cannot be read.
@@ -123,12 +135,13 @@ def load_edges(
         with checkpoint.open_tensors(names) as tensors:
             model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
         return Edges(family, cast(Any, model).to(torch.device(device)), None)
-    has_embedding = has_embedding or _is_tied(config)
+    # Tied weights are read as those of the embedding.
+    reads_embedding = has_embedding or _is_tied(config)
     cut = cut_class(
         model_class_of(AutoModelForCausalLM, config),
-        functools.partial(_drop_layers, family=family, has_embedding=has_embedding),
+        functools.partial(_drop_layers, family=family, has_embedding=reads_embedding),
     )
-    with checkpoint.open_tensors(edge_tensors(checkpoint, has_embedding=has_embedding)) as tensors:
+    with checkpoint.open_tensors(edge_tensors(checkpoint, has_embedding=reads_embedding)) as tensors:
         model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
     causal_model = cast(PreTrainedModel, cast(Any, model).to(torch.device(device)))
     base = cast(PreTrainedModel, causal_model.base_model)

@@ -97,7 +97,7 @@ class Protocol(RuleBasedStateMachine):
         identity = Identity(
             server_id="s", span=SPAN, model="toy", fingerprint="toy", dtype_name="float32",
             dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=1, max_tokens_per_frame=16, prefix_page_tokens=0,
-            num_model_blocks=MODEL.num_blocks, vocab_size=MODEL.vocab_size,
+            num_model_blocks=MODEL.num_blocks, vocab_size=MODEL.vocab_size, context_length=4096,
         )  # fmt: skip
         receiver = HandoverReceiver(SPAN, self.sessions, engine, metrics, TaskGroup(), max_part_tokens=16)
         self.servicer = BlockServicer(

@@ -13,9 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.block_server.row_sampling import SamplingRow, SessionSampler, sample_rows
+from corolla.block_server import row_sampling
+from corolla.block_server.row_sampling import SamplingRow, SessionSampler, in_parts, sample_rows
 from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, NonFiniteOutput
 from corolla.decoding.parameters import SamplingParams
+from corolla.decoding.prompt_lookup import PromptLookup
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.decoding.sampling import Sampler
 from corolla.models.checkpoint import Checkpoint
@@ -154,11 +156,32 @@ def test_draft_tokens_stop_before_the_end_of_the_answer() -> None:
     assert num_drafted == [4, 4, 3, 2, 1, 0, 0]
 
 
+def test_a_drafter_that_fails_does_not_fail_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: PromptLookup, num_tokens: int) -> list[int]:
+        raise MemoryError
+
+    record = SamplerRecord(SamplingParams(), 0, [1, 2, 3, 1, 2, 3, 1], drafts=LOOKUP)
+    sampler = sampler_of(record)
+    logits = torch.eye(VOCABULARY_SIZE)
+    assert len(choose(sampler, logits[2]).draft_token_ids) > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptLookup, "draft", fail)
+        assert ids_of(choose(sampler, logits[3])) == [3]
+    sampled = choose(sampler, logits[1])
+    assert (ids_of(sampled), list(sampled.draft_token_ids)) == ([1], [])
+
+
+def test_many_rows_of_a_large_vocabulary_come_in_parts(edges: Edges, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_sampling, "_MAX_LOGITS", 4 * VOCABULARY_SIZE)
+    rows = [row(states(edges, length, length), SamplingParams(), [1] * (length - 1)) for length in (1, 2, 2, 3, 9, 1)]
+    assert [[len(each.hidden) for each in part] for part in in_parts(rows)] == [[1, 2], [2], [3], [9], [1]]
+
+
 REFUSED = {
     "temperature": pb.Sampler(temperature=-1, top_p=1, repetition_penalty=1),
     "an id beyond the vocabulary": pb.Sampler(top_p=1, repetition_penalty=1, token_ids=[VOCABULARY_SIZE]),
     "a prompt longer than the text": pb.Sampler(top_p=1, repetition_penalty=1, token_ids=[1], num_prompt_tokens=2),
-    "more choices than tokens": pb.Sampler(temperature=1, top_p=1, repetition_penalty=1, num_skipped=10_001),
+    "more choices than tokens": pb.Sampler(temperature=1, top_p=1, repetition_penalty=1, num_skipped=10_200),
     "too many draft tokens": pb.Sampler(
         top_p=1, repetition_penalty=1, drafts=pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=65)
     ),

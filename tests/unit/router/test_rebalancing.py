@@ -62,8 +62,8 @@ def reachable(members: Sequence[Member], num_blocks: int) -> set[tuple[int, int]
                     waiting.append(layout)
     found = set()
     for spans in seen:
-        layout = [replace(each, span=span) for each, span in zip(hosted, spans, strict=True)]
-        per_block = throughput(layout, num_blocks)
+        standing = [replace(each, span=span) for each, span in zip(hosted, spans, strict=True)]
+        per_block = throughput(standing, num_blocks)
         found.add((num_blocks - per_block.count(0), min(per_block)))
     return found
 

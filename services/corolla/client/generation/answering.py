@@ -386,8 +386,9 @@ class Answering:
 
 
 def _check_drafts(session: ChainSession, options: AnswerOptions) -> None:
-    """Raises InvalidRequest where a draft model is asked for and there is none."""
-    if options.speculation.mode is SpeculationMode.DRAFT_MODEL and not session.has_draft_model:
+    """Raises InvalidRequest where a draft model is asked for and there is none. What has begun goes on without one."""
+    has_begun = options.resumption is not None and options.resumption.num_received > 0
+    if options.speculation.mode is SpeculationMode.DRAFT_MODEL and not (has_begun or session.has_draft_model):
         raise InvalidRequest("speculation.mode", "this model has no draft model; prompt lookup needs none")
 
 

@@ -1,0 +1,102 @@
+"""Sessions whose samplers take a while to make: a long text to read, or thousands of choices to draw again.
+
+Both happen in threads, before the session is opened, and hold up nobody else.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from corolla.block_server.peers import Peer
+from corolla.block_server.row_sampling import SessionSampler
+from corolla.chassis.errors import CorollaError, InternalError, QueueFull
+from corolla.chassis.handlers import where
+from corolla.chassis.tasks import TaskGroup
+from corolla.v1 import blocks_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_MOST: Final = 64
+_DRAWN_AT_A_TIME: Final = 64
+_LONG_TEXT_TOKENS: Final = 2048
+
+
+def takes_a_while(message: pb.Sampler) -> bool:
+    """Whether a sampler should not be made on the event loop."""
+    return len(message.token_ids) > _LONG_TEXT_TOKENS or message.num_skipped > _DRAWN_AT_A_TIME
+
+
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    epoch: int
+    peer: Peer
+    task: asyncio.Task[None]
+
+
+class Preparations:
+    """What is being prepared, by session. A session that is opened again, or closed, is not prepared any further.
+
+    Args:
+        tasks: of this server.
+    """
+
+    def __init__(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+        self._of_sessions: dict[bytes, _Preparation] = {}
+
+    def __len__(self) -> int:
+        return len(self._of_sessions)
+
+    def start(
+        self,
+        control: pb.Open,
+        peer: Peer,
+        make: Callable[[pb.Open], SessionSampler],
+        then: Callable[[SessionSampler], None],
+        refuse: Callable[[CorollaError], None],
+    ) -> None:
+        """Makes the sampler of an Open in a thread.
+
+        Args:
+            then: is called with it, on the event loop.
+            refuse: is called instead with what was wrong.
+
+        Raises:
+            QueueFull: too many are being made.
+        """
+        if len(self._of_sessions) >= _MOST:
+            raise QueueFull("a block server prepares too many sessions")
+
+        async def prepare() -> None:
+            try:
+                sampler = await asyncio.to_thread(make, control)
+                while sampler.num_skipped:
+                    await asyncio.to_thread(sampler.skip, _DRAWN_AT_A_TIME)
+            except CorollaError as error:
+                refuse(error)
+            except Exception as failure:
+                log.error("sampler not made", extra={"where": where(failure)})
+                refuse(InternalError("a sampler could not be made"))
+            else:
+                then(sampler)
+            finally:
+                if self._of_sessions.get(control.session_id) is preparation:
+                    del self._of_sessions[control.session_id]
+
+        task = self._tasks.start(prepare(), "making of a sampler")
+        preparation = self._of_sessions[control.session_id] = _Preparation(control.epoch, peer, task)
+
+    def cancel(self, session_id: bytes, epoch: int) -> None:
+        """Nobody wants the session in this epoch or an earlier one any more."""
+        preparation = self._of_sessions.get(session_id)
+        if preparation is not None and preparation.epoch <= epoch:
+            del self._of_sessions[session_id]
+            self._tasks.cancel(preparation.task)
+
+    def cancel_of(self, peer: Peer) -> None:
+        """The stream on which these sessions were to be opened has ended."""
+        for session_id, preparation in list(self._of_sessions.items()):
+            if preparation.peer is peer:
+                self.cancel(session_id, preparation.epoch)
