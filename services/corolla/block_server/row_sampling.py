@@ -21,9 +21,6 @@ from corolla.v1 import blocks_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-_MAX_LOGITS: Final = 64 << 20
-"""Of one part of an iteration's rows, so that a large vocabulary does not take gigabytes."""
-
 _EXTRA_DRAWS: Final = 128
 """A turn may end by a stop string within a draft; what was drawn since the newest state then exceeds what it holds."""
 
@@ -166,12 +163,12 @@ class SamplingRow:
     sampler: SessionSampler
 
 
-def in_parts(rows: Sequence[SamplingRow]) -> Iterator[Sequence[SamplingRow]]:
-    """The rows in runs of so many tokens that their logits take no more than the memory for them; one row at least."""
+def in_parts(rows: Sequence[SamplingRow], max_logits: int = 64 << 20) -> Iterator[Sequence[SamplingRow]]:
+    """The rows in runs with at most so many logits, of one row at least: a large vocabulary's could take gigabytes."""
     start = num_logits = 0
     for index, each in enumerate(rows):
         num_logits += len(each.hidden) * each.sampler.vocab_size
-        if num_logits > _MAX_LOGITS and index > start:
+        if num_logits > max_logits and index > start:
             yield rows[start:index]
             start, num_logits = index, len(each.hidden) * each.sampler.vocab_size
     yield rows[start:]

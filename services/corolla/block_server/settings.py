@@ -36,7 +36,7 @@ class BlockServerSettings(ServiceSettings):
     capacity_blocks: int = Field(
         0,
         ge=0,
-        description="How many blocks fit when `auto`, beside embedding or head at the model's ends; 0 means all.",
+        description="How many blocks fit when `auto`, embedding or head at the model's ends not counted; 0 means all.",
     )
     dtype: Dtype = Field("float32", description="Type of weights, cache and wire; fp32, bf16, fp16 for short.")
     quantization: QuantizationName = Field(

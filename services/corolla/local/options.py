@@ -53,7 +53,7 @@ class StackOptions:
 def server_blocks(options: StackOptions, num_blocks: int, head_blocks: float = 0.0) -> list[str]:
     """What each block server is ordered to hold: `start:end`, or `auto`.
 
-    Even parts have the same work, and the last one has the head besides.
+    Even parts have the same work; the last one has the head, too.
 
     Args:
         head_blocks: as many blocks are as much work as the head.

@@ -70,16 +70,16 @@ async def test_the_sampler_has_drawn_everything_when_it_comes() -> None:
 
 
 @pytest.mark.parametrize(
-    "failure, told", [(MalformedMessage("sampler", "no"), MalformedMessage), (OSError(), InternalError)]
+    "failure, answered", [(MalformedMessage("sampler", "no"), MalformedMessage), (OSError(), InternalError)]
 )
-async def test_what_cannot_be_made_is_answered(failure: Exception, told: type[CorollaError]) -> None:
+async def test_what_cannot_be_made_is_answered(failure: Exception, answered: type[CorollaError]) -> None:
     def fail(_control: pb.Open) -> SessionSampler:
         raise failure
 
     making = Making()
     making.start(an_open(), Peer(b"c", UnreadStream()), fail)
     await making.finish()
-    assert [type(each) for each in making.refused] == [told]
+    assert [type(each) for each in making.refused] == [answered]
 
 
 async def test_nobody_gets_what_nobody_wants_any_more() -> None:

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.block_server import row_sampling
 from corolla.block_server.row_sampling import SamplingRow, SessionSampler, in_parts, sample_rows
 from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, NonFiniteOutput
 from corolla.decoding.parameters import SamplingParams
@@ -171,10 +170,15 @@ def test_a_drafter_that_fails_does_not_fail_the_answer(monkeypatch: pytest.Monke
     assert (ids_of(sampled), list(sampled.draft_token_ids)) == ([1], [])
 
 
-def test_many_rows_of_a_large_vocabulary_come_in_parts(edges: Edges, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_sampling, "_MAX_LOGITS", 4 * VOCABULARY_SIZE)
+def test_many_rows_of_a_large_vocabulary_come_in_parts(edges: Edges) -> None:
     rows = [row(states(edges, length, length), SamplingParams(), [1] * (length - 1)) for length in (1, 2, 2, 3, 9, 1)]
-    assert [[len(each.hidden) for each in part] for part in in_parts(rows)] == [[1, 2], [2], [3], [9], [1]]
+    assert [[len(each.hidden) for each in part] for part in in_parts(rows, 4 * VOCABULARY_SIZE)] == [
+        [1, 2],
+        [2],
+        [3],
+        [9],
+        [1],
+    ]
 
 
 REFUSED = {
