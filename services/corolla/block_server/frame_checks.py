@@ -150,9 +150,7 @@ class FrameChecks:
                 raise MalformedMessage("dtype", "dtype or hidden size is not the model's")
             check_payload(payload, step.dtype, num_tokens, step.hidden_size)
             if any(row.token_ids and not (step.samples and row.num_result_tokens > 1) for row in step.rows):
-                raise MalformedMessage(
-                    "rows", "bring ids together with hidden states only where draft tokens are checked"
-                )
+                raise MalformedMessage("rows", "bring ids and hidden states only where draft tokens are checked")
             return
         if step.blocks.start != 0 or len(payload) or any(len(row.token_ids) != row.num_tokens for row in step.rows):
             raise MalformedMessage("rows", "bring hidden states or, to block 0, one id for each token")
