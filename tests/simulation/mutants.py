@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Final
 from unittest.mock import patch
 
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.hop_session import SessionEvent
+from corolla.block_server.hop_session import OpenRequest, SessionEvent
 from corolla.block_server.kv.prefixes import PrefixPages
 from corolla.block_server.sessions import SessionTable
 from corolla.chain.history import StepShapes
@@ -14,6 +15,7 @@ from corolla.chain.pending import PendingReplies, RowResult
 from corolla.chain.recovery_plan import HopState
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession
+from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 
 Mutant = Callable[[], AbstractContextManager[object]]
@@ -30,21 +32,15 @@ def _no_fence() -> AbstractContextManager[object]:
 
     def make(_right: Callable[..., Any]) -> Callable[..., Any]:
         def on_result(self: PendingReplies, result: pb.Result, payload: Any) -> None:
-            view, start = memoryview(payload), 0
-            num_tokens = sum(row.num_result_tokens for row in result.rows)
-            token_bytes = len(view) // num_tokens if num_tokens else 0
-            for row in result.rows:
-                end = start + row.num_result_tokens * token_bytes
+            sampled_rows = list(result.sampled) or [pb.SampledRow()] * len(result.rows)
+            for row, sampled in zip(result.rows, sampled_rows, strict=True):
                 for step in list(self._steps.values()):
                     asked, future = step.rows.get(row.session_id, (None, None))
                     if asked is None or future is None or future.done():
                         continue
                     if asked.num_result_tokens == row.num_result_tokens:
-                        future.set_result(
-                            RowResult(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size)
-                        )
+                        future.set_result(RowResult(b"", row.num_result_tokens, 0, 0, sampled))
                         break
-                start = end
 
         return on_result
 
@@ -105,12 +101,12 @@ def _token_twice() -> AbstractContextManager[object]:
     """A step that came back is written into the history twice."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        async def decode(self: Any, token_id: int, draft_tokens: Sequence[int], reader: Any) -> list[int]:
+        async def decode(self: Any, token_id: int, draft_tokens: Sequence[int], reader: Any) -> int:
             recovered = self._budget.num_attempts
-            chosen: list[int] = await right(self, token_id, draft_tokens, reader)
+            num_taken: int = await right(self, token_id, draft_tokens, reader)
             if self._budget.num_attempts > recovered:
                 self._history.append([token_id], is_prompt=False)
-            return chosen
+            return num_taken
 
         return decode
 
@@ -180,6 +176,49 @@ def _always_stays() -> AbstractContextManager[object]:
     return _replaced(SessionTable, "cancel_leaving", make)
 
 
+def _sampler_one_draw_off() -> AbstractContextManager[object]:
+    """Whoever makes a sampler anew draws one choice too few again."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def message(self: SamplerRecord) -> pb.Sampler:
+            sampler: pb.Sampler = right(self)
+            sampler.num_skipped = max(0, sampler.num_skipped - 1)
+            return sampler
+
+        return message
+
+    return _replaced(SamplerRecord, "message", make)
+
+
+def _sampler_kept() -> AbstractContextManager[object]:
+    """A hop that opens a session once more goes on with the sampler that it has."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def open_again(self: Any, request: OpenRequest, now_s: float) -> Any:
+            held = self.get(request.session_id)
+            if held is not None and held.request.sampler is not None:
+                request = replace(request, sampler=held.request.sampler)
+            return right(self, request, now_s)
+
+        return open_again
+
+    return _replaced(SessionTable, "open", make)
+
+
+def _answer_forgotten_by_penalties() -> AbstractContextManager[object]:
+    """A sampler that is made anew does not know what the answer has so far."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def message(self: SamplerRecord) -> pb.Sampler:
+            sampler: pb.Sampler = right(self)
+            del sampler.token_ids[sampler.num_prompt_tokens :]
+            return sampler
+
+        return message
+
+    return _replaced(SamplerRecord, "message", make)
+
+
 MUTANTS: Final[Mapping[str, Mutant]] = {
     "no fence": _no_fence,
     "stale epoch": _stale_epoch,
@@ -194,5 +233,8 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "others' prefix": _others_prefix,
     "boundary activations shifted": _boundary_activations_shifted,
     "always stays": _always_stays,
+    "sampler one draw off": _sampler_one_draw_off,
+    "sampler kept": _sampler_kept,
+    "answer forgotten by penalties": _answer_forgotten_by_penalties,
 }
 """By name."""
