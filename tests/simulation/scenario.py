@@ -343,7 +343,14 @@ def _prompt(dice: random.Random, model: ToyModel) -> tuple[int, ...]:
 
 
 def _sampling(dice: random.Random) -> SamplingParams:
-    return SamplingParams(temperature=dice.choice((0.7, 1.0)), seed=dice.randrange(1000))
+    temperature, seed = dice.choice((0.7, 1.0)), dice.randrange(1000)
+    # Penalties follow from the seed, so that they need no further number.
+    return SamplingParams(
+        temperature=temperature,
+        seed=seed,
+        repetition_penalty=1.3 if seed % 2 else 1.0,
+        frequency_penalty=0.5 if seed % 3 == 0 else 0.0,
+    )
 
 
 def _faults(
