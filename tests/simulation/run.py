@@ -145,7 +145,9 @@ class _Run:
         completion = answer.completions[index]
         of = f"conversation {answer.conversation}" + (f", completion {index}" if index else "")
         self._note(f"token {len(completion.token_ids)} of {of}: {completion.token_ids[-1]}")
-        self._invariants.delivered(completion)
+        # The first of several answers waits until the others have forked, which may take longer than a lease.
+        if len(answer.completions) == 1 or len(completion.token_ids) > 1:
+            self._invariants.delivered(completion)
 
     def _ended(self, answer: Answer) -> None:
         self._invariants.ended(answer)
