@@ -1,14 +1,17 @@
 """Sends what an iteration computed: outputs to next hops and clients, faults for rows without an output."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.iteration import Admitted, Computed, StepWork, error_of
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.block_server.peers import PeerTable, step_fault
+from corolla.block_server.peers import Peer, PeerTable, rows_by_client, step_fault
 from corolla.block_server.relay import Relay
+from corolla.block_server.ring.last_hop import LastHop, RowChoice
+from corolla.block_server.row_sampling import ChosenTokens
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput
 from corolla.chassis.handlers import where
@@ -23,8 +26,14 @@ class Delivery:
     """Sends what was computed to where its steps go."""
 
     def __init__(
-        self, outputs: BoundaryActivations, peers: PeerTable, relay: Relay, metrics: BlockServerMetrics
+        self,
+        outputs: BoundaryActivations,
+        peers: PeerTable,
+        relay: Relay,
+        last_hop: LastHop,
+        metrics: BlockServerMetrics,
     ) -> None:
+        self._last_hop = last_hop
         self._outputs = outputs
         self._peers = peers
         self._relay = relay
@@ -40,7 +49,7 @@ class Delivery:
         num_undelivered = 0
         for batch in admitted:
             parts: list[torch.Tensor] = []
-            sampled: list[pb.SampledRow] = []
+            chosen: list[RowChoice] = []
             rows: list[pb.StepRow] = []
             kept: set[bytes] = set()
             failed: dict[str, tuple[CorollaError, list[pb.StepRow]]] = {}
@@ -51,34 +60,51 @@ class Delivery:
                     num_undelivered += not isinstance(output, NonFiniteOutput)
                     continue
                 rows.append(row)
-                if isinstance(output, pb.SampledRow):
-                    sampled.append(output)
+                if isinstance(output, ChosenTokens):
+                    chosen.append(RowChoice(row, session, output))
                     continue
                 parts.append(output)
                 if session.request.keep_activations:
                     kept.add(row.session_id)
             for error, failed_rows in failed.values():
-                self.fault(batch.work, error, failed_rows)
+                self.fault(batch.work.step, error, failed_rows, batch.work.sender)
             if not rows:
                 continue
             failpoints.passed("before_send")
             try:
                 if batch.samples:
-                    self._answer(batch.work, pb.Result(step_id=batch.work.step.step_id, rows=rows, sampled=sampled))
+                    self._send_tokens(batch.work, chosen)
                 else:
                     self._send_on(batch.work, rows, parts, kept)
             except Exception as failure:
                 # An output is brought here from its device only now, and that may fail.
                 log.error("output not sent", extra={"where": where(failure)})
-                self.fault(batch.work, error_of(failure), rows)
+                self.fault(batch.work.step, error_of(failure), rows, batch.work.sender)
                 num_undelivered += len(rows)
             failpoints.passed("after_send")
         return num_undelivered
 
-    def fault(self, work: StepWork, error: CorollaError, rows: list[pb.StepRow]) -> None:
-        """Tells the client of a step why rows of it fail."""
+    def fault(
+        self,
+        step: pb.Step | pb.Next,
+        error: CorollaError,
+        rows: Sequence[pb.StepRow],
+        sender: Peer | None = None,
+    ) -> None:
+        """Tells the clients of a step why rows of it fail; of one without a stream to here, whoever sent the step."""
         self._metrics.faults.labels(error.reason).inc(len(rows))
-        (self._peers.get(work.step.client_id) or work.sender).send(step_fault(work.step, error, rows))
+        self._peers.send_faults(step, error, rows, sender)
+
+    def _send_tokens(self, work: StepWork, chosen: list[RowChoice]) -> None:
+        """What was chosen, to the clients; and what the next steps begin with, to the first hop."""
+        step = work.step
+        sampled = {id(each.row): each.chosen.sampled for each in chosen}
+        next_rows = self._last_hop.next_rows(chosen) if step.HasField("ring") else []
+        for client_id, rows in rows_by_client(step, [each.row for each in chosen]).items():
+            result = pb.Result(step_id=step.step_id, rows=rows, sampled=[sampled[id(row)] for row in rows])
+            self._answer(work, client_id, result)
+        if step.HasField("ring"):
+            self._last_hop.send_next(step, next_rows)
 
     def _send_on(self, work: StepWork, rows: list[pb.StepRow], parts: list[torch.Tensor], kept: set[bytes]) -> None:
         step = work.step
@@ -95,24 +121,25 @@ class Delivery:
             onward = pb.Step(
                 step_id=step.step_id, client_id=step.client_id, rows=rows, dtype=dtype, hidden_size=hidden_size,
                 blocks=following.span, route=step.route[1:], scratch_hops=step.scratch_hops >> 1,
-                samples=step.samples,
+                samples=step.samples, ring=step.ring if step.HasField("ring") else None,
             )  # fmt: skip
             self._relay.send(following.address, onward, payload)
             return
         result = pb.Result(step_id=step.step_id, rows=rows, dtype=dtype, hidden_size=hidden_size)
         wanted = [part[len(part) - row.num_result_tokens :] for part, row in zip(parts, rows, strict=True)]
-        self._answer(work, result, _joined(wanted))
+        self._answer(work, step.client_id, result, _joined(wanted))
 
-    def _answer(self, work: StepWork, result: pb.Result, payload: Buffer = b"") -> None:
-        """To the client, over its own stream to this hop, the last one."""
+    def _answer(self, work: StepWork, client_id: bytes, result: pb.Result, payload: Buffer = b"") -> None:
+        """To a client, over its own stream to this hop, the last one."""
         for row in result.rows:
             row.ClearField("token_ids")
-        peer = self._peers.get(work.step.client_id)
+            row.ClearField("client_id")
+        peer = self._peers.get(client_id)
         if peer is not None:
             peer.send(result, payload)
-            return
-        error = InternalError("the last hop has no stream from the client")
-        work.sender.send(step_fault(work.step, error, list(result.rows)))
+        elif work.sender is not None:
+            error = InternalError("the last hop has no stream from the client")
+            work.sender.send(step_fault(work.step, error, result.rows, client_id))
 
     def _keep(self, rows: list[pb.StepRow], payload: Buffer, kept: set[bytes]) -> None:
         """Keeps the outputs of the sessions in `kept`; a session that runs in its scratch session is not among them."""

@@ -9,10 +9,11 @@ import logging
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
+from corolla.block_server.admission import Admission
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery
 from corolla.block_server.iteration import Admitted, BatchRunner, Computation, Computed, StepWork
@@ -20,12 +21,14 @@ from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
+from corolla.block_server.ring.first_hop import FirstHop
+from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.speed import DecodeSpeed
 from corolla.chassis import failpoints
-from corolla.chassis.errors import CorollaError, MalformedMessage, OutOfPages
+from corolla.chassis.errors import CorollaError, OutOfPages
 from corolla.chassis.handlers import where
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
@@ -70,6 +73,9 @@ class Engine:
         clock: in seconds; of leases and of the durations of iterations.
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
+
+    Attributes:
+        first_hop, last_hop: of what goes round from here, and to here.
     """
 
     def __init__(
@@ -94,7 +100,10 @@ class Engine:
         self._outputs = outputs
         self._relay = relay
         self._metrics = metrics
-        self._delivery = Delivery(outputs, peers, relay, metrics)
+        self.first_hop = FirstHop(sessions, self._submit_microbatch, self._fault)
+        self.last_hop = LastHop(sessions, peers, self.first_hop.on_next, relay.send)
+        self._delivery = Delivery(outputs, peers, relay, self.last_hop, metrics)
+        self._admission = Admission(sessions, outputs, self._delivery.fault, clock)
         self._commands: deque[tuple[Callable[[], None], int | None]] = deque()
         self._copies: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._behind: deque[weakref.ref[SessionSampler]] = deque()
@@ -108,6 +117,16 @@ class Engine:
         """Queues a step. Raises QueueFull."""
         self._scheduler.add(queued)
         self._wake.set()
+
+    def _submit_microbatch(self, step: pb.Step) -> None:
+        tenant_tokens: Counter[str] = Counter()
+        for row in step.rows:
+            tenant_tokens[self._sessions.tenant_of(row.session_id)] += row.num_tokens
+        session_ids = frozenset(row.session_id for row in step.rows)
+        self.submit(QueuedStep(session_ids, tenant_tokens, True, Span.of(step.blocks), StepWork(step, b"", None)))
+
+    def _fault(self, step: pb.Step | pb.Next, error: CorollaError, rows: Sequence[pb.StepRow]) -> None:
+        self._delivery.fault(step, error, rows)
 
     def between_iterations(self, command: Callable[[], None], *, max_released_pages: int | None = None) -> None:
         """Runs `command` when no session is being computed; in the order of the calls, before any later step.
@@ -184,7 +203,7 @@ class Engine:
                 )  # fmt: skip
                 parts.append(self._outputs.read(row.session_id, row.position, row.position + row.num_tokens))
         except CorollaError as error:
-            self._delivery.fault(work, error, list(step.rows))
+            self._delivery.fault(step, error, step.rows, work.sender)
             return
         self._metrics.resent_tokens.inc(sum(row.num_tokens for row in step.rows))
         onward = pb.Step()
@@ -206,7 +225,7 @@ class Engine:
                 steps = self._scheduler.next_batch()
                 if not steps and not self._copies and not await self._read_ahead():
                     break
-                admitted = [batch for step in steps if (batch := self._admit(step)).rows]
+                admitted = [batch for step in steps if (batch := self._admission.admit(step)).rows]
                 if admitted:
                     await self._iterate(steps, admitted)
 
@@ -250,59 +269,8 @@ class Engine:
             except Exception as failure:
                 # One bad command must not end the loop on which every session depends.
                 log.error("command failed", extra={"where": where(failure)})
-
-    def _admit(self, queued: QueuedStep[StepWork]) -> Admitted:
-        """Checks each row against its session; rows that fail are answered and left out."""
-        step = queued.item.step
-        now_s = self.clock()
-        admitted = Admitted(queued.item, [])
-        is_scratch = bool(step.scratch_hops & 1)
-        session_ids = [row.scratch_session_id if is_scratch else row.session_id for row in step.rows]
-        is_new = [
-            self._sessions.note_step(session_id, row.epoch, step.client_id, step.step_id)
-            for session_id, row in zip(session_ids, step.rows, strict=True)
-        ]
-        if not all(is_new):
-            return admitted  # a copy: its first one is answered
-        forks: dict[bytes, SessionCache | CorollaError] = {}
-        # All sources are read before any row changes: rows may swap.
-        for row in step.rows:
-            if row.source_session_id:
-                forks[row.session_id] = self._fork(row, step.client_id, queued.blocks)
-        forked_outputs = {row.session_id: self._outputs.copy(row.source_session_id) for row in step.rows if forks}
-        offset = 0
-        for session_id, row in zip(session_ids, step.rows, strict=True):
-            forked = forks.pop(row.session_id, None)
-            try:
-                if isinstance(forked, CorollaError):
-                    raise forked
-                session = self._sessions.for_step(
-                    session_id,
-                    row.epoch,
-                    step.client_id,
-                    row.position,
-                    row.num_tokens,
-                    queued.blocks,
-                    now_s,
-                    forked,
-                )
-                if admitted.samples and row.num_result_tokens and session.request.sampler is None:
-                    raise MalformedMessage("samples", "the session was opened without a sampler")
-                admitted.rows.append((row, session, offset))
-                if forked is not None:
-                    self._outputs.replace(row.session_id, forked_outputs[row.session_id])
-            except CorollaError as error:
-                if isinstance(forked, SessionCache):
-                    forked.clear()
-                self._delivery.fault(queued.item, error, [row])
-            offset += row.num_tokens
-        return admitted
-
-    def _fork(self, row: pb.StepRow, client_id: bytes, blocks: Span) -> SessionCache | CorollaError:
-        try:
-            return self._sessions.fork(row.source_session_id, row.session_id, client_id, blocks)
-        except CorollaError as error:
-            return error
+            if not self._commands:
+                self.first_hop.settle()
 
     async def _iterate(self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted]) -> None:
         started_s = self.clock()

@@ -138,7 +138,35 @@ class FrameChecks:
             raise MalformedMessage("route", "the next hop does not continue where this one ends")
         if peer.client_id and step.client_id != peer.client_id:
             raise MalformedMessage("client_id", "not the one of this stream")
+        if step.HasField("ring"):
+            self._ring(step)
         return blocks
+
+    def _ring(self, step: pb.Step) -> None:
+        if not step.samples or not step.ring.first_address or step.scratch_hops:
+            raise MalformedMessage("ring", "names its first hop, and goes on from a last hop that chooses tokens")
+        if step.ring.microbatch:
+            if step.client_id or any(len(row.client_id) != ID_BYTES for row in step.rows):
+                raise MalformedMessage("client_id", "each row of a microbatch names its client")
+            return
+        has_results = [row.num_result_tokens > 0 for row in step.rows]
+        if not step.client_id or not step.ring.max_step_tokens or has_results != [True]:
+            raise MalformedMessage("ring", "a client begins it by one row with results, and says how long steps may be")
+
+    def next_rows(self, message: pb.Next, peer: Peer) -> None:
+        """What came round to this hop, the first one."""
+        identity = self._identity
+        if peer.client_id or identity.span.start != 0:
+            raise MalformedMessage("next", "goes from a last hop to a first one")
+        for row in message.rows:
+            if len(row.client_id) != ID_BYTES or row.source_session_id or row.scratch_session_id:
+                raise MalformedMessage("client_id", "each row names its client, and no session but its own")
+            if not 1 <= row.num_tokens == row.num_result_tokens == len(row.token_ids) <= MAX_VERIFIED_TOKENS:
+                raise MalformedMessage("rows", "bring one id for each token, and a choice is wanted behind each")
+            if max(row.token_ids) >= identity.vocab_size:
+                raise MalformedMessage("token_ids", f"must be ids below {identity.vocab_size}")
+            if row.position + row.num_tokens > identity.context_length:
+                raise MalformedMessage("position", f"the model's context has {identity.context_length} tokens")
 
     def inputs(self, step: pb.Step, payload: Buffer, num_tokens: int) -> None:
         """What a step brings: hidden states of the rows or, to block 0, their token ids."""

@@ -1,14 +1,16 @@
 """One session on this hop: what was asked for it, where it stands, and the table of how that may change. Pure."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
 from corolla.block_server.kv.prefixes import ExpectedText
 from corolla.block_server.kv.session_pages import SessionPages
 from corolla.chassis.errors import HopLeaving, HopSessionLost, StaleEpoch
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 
 if TYPE_CHECKING:
@@ -149,6 +151,36 @@ class OpenRequest:
         return self.blocks == other.blocks and (self.prompts is None) == (other.prompts is None)
 
 
+@dataclass(slots=True)
+class RingPlace:
+    """Where a session's tokens go round, as the step says by which its client began.
+
+    Attributes:
+        first_address: of the first hop.
+        route: the hops behind this one.
+        max_step_tokens: of one step, draft tokens included.
+        credit_end: steps may begin at positions below this.
+        held_row: what the next step begins with, while it waits for credit; on the last hop only.
+        route_key: equal where the route is.
+    """
+
+    first_address: str
+    route: Sequence[common_pb2.Hop]
+    max_step_tokens: int
+    credit_end: int
+    held_row: pb.StepRow | None = None
+    route_key: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.route_key = b"".join(hop.SerializeToString(deterministic=True) for hop in self.route)
+
+    @classmethod
+    def of(cls, step: pb.Step) -> Self:
+        """As a client's step says."""
+        ring = step.ring
+        return cls(ring.first_address, tuple(step.route), ring.max_step_tokens, ring.credit_end)
+
+
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
     """A snapshot of a session.
@@ -174,10 +206,15 @@ class HopSession(Generic[AnyCache]):
             names the version that it means.
         transfer_id: of the handover that fills it, while it arrives.
         newest_step_id: of the steps that came from its client.
+        newest_ring_position: where the newest step of its ring began, since it was opened; -1 before the first.
+        ring: how its tokens go round; None while they do not.
         last_used_s: when it was used last.
     """
 
-    __slots__ = ("_state", "cache", "last_used_s", "newest_step_id", "request", "transfer_id", "version")
+    __slots__ = (
+        "_state", "cache", "last_used_s", "newest_ring_position", "newest_step_id", "request", "ring", "transfer_id",
+        "version",
+    )  # fmt: skip
 
     def __init__(self, request: OpenRequest, cache: AnyCache) -> None:
         self.request = request
@@ -185,6 +222,8 @@ class HopSession(Generic[AnyCache]):
         self.version = 0
         self.transfer_id = b""
         self.newest_step_id = 0
+        self.newest_ring_position = -1
+        self.ring: RingPlace | None = None
         self.last_used_s = 0.0
         self._state = SessionState.NEW
 
@@ -205,8 +244,10 @@ class HopSession(Generic[AnyCache]):
         if following is None:
             raise ForbiddenTransition(self._state, event)
         self._state = following
-        if following in _WITHOUT_SAMPLER and self.request.sampler is not None:
-            self.request = replace(self.request, sampler=None)
+        if following in _WITHOUT_SAMPLER:
+            self.ring = None
+            if self.request.sampler is not None:
+                self.request = replace(self.request, sampler=None)
 
     def check_open(self, request: OpenRequest) -> None:
         """Whether it may be opened, or offered, once more.
@@ -259,6 +300,14 @@ class HopSession(Generic[AnyCache]):
             return True
         is_new = step_id > self.newest_step_id
         self.newest_step_id = max(self.newest_step_id, step_id)
+        return is_new
+
+    def note_ring_step(self, epoch: int, client_id: bytes, position: int) -> bool:
+        """As `note_step` of a step that goes round: in one epoch these begin at rising positions."""
+        if (self.request.epoch, self.request.client_id) != (epoch, client_id):
+            return True
+        is_new = position > self.newest_ring_position
+        self.newest_ring_position = max(self.newest_ring_position, position)
         return is_new
 
     def is_filled_by(self, epoch: int, transfer_id: bytes) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer
-from corolla.block_server.row_sampling import SamplingRow, in_parts, sample_rows
+from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, in_parts, sample_rows
 from corolla.block_server.runner import BatchOutput, RowWork
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import where
@@ -43,11 +43,11 @@ class BatchRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """A step as it arrived, with the stream that it came on."""
+    """A step as it arrived, with the stream that it came on; None where it was made here."""
 
     step: pb.Step
     payload: Buffer
-    sender: Peer
+    sender: Peer | None
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Admitted:
         return self.work.step.dtype == pb.TENSOR_TYPE_UNSPECIFIED
 
 
-RowOutput = Tensor | pb.SampledRow | CorollaError
+RowOutput = Tensor | ChosenTokens | CorollaError
 """`[num_tokens, H]`, or the tokens that were chosen, or why there is nothing."""
 
 
@@ -207,7 +207,7 @@ class Computation:
                     continue
                 sampler = session.request.sampler
                 if row.num_result_tokens == 0 or sampler is None:
-                    replaced[index] = pb.SampledRow()
+                    replaced[index] = ChosenTokens()
                 else:
                     wanted = output[len(output) - row.num_result_tokens :]
                     waiting.append((index, SamplingRow(row, wanted, sampler)))
@@ -216,10 +216,10 @@ class Computation:
                 replaced[index] = sampled
         return tuple(replaced)
 
-    def _sampled(self, rows: Sequence[SamplingRow]) -> Sequence[pb.SampledRow | CorollaError]:
+    def _sampled(self, rows: Sequence[SamplingRow]) -> Sequence[ChosenTokens | CorollaError]:
         if self._edges is None:
             return [InternalError("a server without head admitted a step that samples")] * len(rows)
-        sampled: list[pb.SampledRow | CorollaError] = []
+        sampled: list[ChosenTokens | CorollaError] = []
         for part in in_parts(rows):
             try:
                 sampled.extend(sample_rows(self._edges, part, error_of))

@@ -1,6 +1,7 @@
 """The streams that callers hold to this server."""
 
 import itertools
+from collections.abc import Iterable
 from typing import Final
 
 from google.protobuf.message import Message
@@ -57,11 +58,31 @@ class PeerTable:
         streams = self._streams.get(client_id)
         return streams[-1] if streams else None
 
+    def send_faults(
+        self, step: pb.Step | pb.Next, error: CorollaError, rows: Iterable[pb.StepRow], sender: Peer | None = None
+    ) -> None:
+        """Tells the clients of a step why rows of it fail; of a client without a stream to here, `sender`."""
+        for client_id, its_rows in rows_by_client(step, rows).items():
+            recipient = self.get(client_id) or sender
+            if recipient is not None:
+                recipient.send(step_fault(step, error, its_rows, client_id))
 
-def step_fault(step: pb.Step, error: CorollaError, rows: list[pb.StepRow] | None = None) -> pb.Fault:
-    """The fault frame that tells the originating client what became of `rows` (None: of all rows)."""
-    fault = pb.Fault(step_id=step.step_id, client_id=step.client_id, rows=rows)
-    return describe(fault, error)
+
+def rows_by_client(step: pb.Step | pb.Next, rows: Iterable[pb.StepRow]) -> dict[bytes, list[pb.StepRow]]:
+    """Rows of a step by the client that each is of."""
+    step_client_id = step.client_id if isinstance(step, pb.Step) else b""
+    if step_client_id:
+        return {step_client_id: list(rows)}
+    by_client: dict[bytes, list[pb.StepRow]] = {}
+    for row in rows:
+        by_client.setdefault(row.client_id, []).append(row)
+    return by_client
+
+
+def step_fault(step: pb.Step | pb.Next, error: CorollaError, rows: Iterable[pb.StepRow], client_id: bytes) -> pb.Fault:
+    """The fault frame that tells a client what became of rows of a step."""
+    step_id = step.step_id if isinstance(step, pb.Step) else 0
+    return describe(pb.Fault(step_id=step_id, client_id=client_id, rows=rows), error)
 
 
 def describe(fault: pb.Fault, error: CorollaError) -> pb.Fault:

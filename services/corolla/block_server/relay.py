@@ -1,4 +1,4 @@
-"""Streams to the next hops: outputs go straight to the server that continues with them.
+"""Streams to other hops: outputs, and what goes round, go straight to the server that continues with them.
 
 A next hop does not acknowledge steps, so this hop cannot tell which ones were lost when the stream breaks. It then
 notifies the clients of all recent ones, and they ignore those that were answered.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from corolla.block_server.peers import PeerTable, step_fault
+from corolla.block_server.peers import PeerTable
 from corolla.chassis.errors import HopUnavailable, QueueFull
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer, Frame
@@ -25,17 +25,17 @@ _REMEMBERED_S: Final = 60.0
 
 @dataclass(slots=True)
 class _Link:
-    """A stream to one next hop, and the steps that went into it lately: when, and their headers."""
+    """A stream to one hop, and the steps that went into it lately: when, and their headers."""
 
     stream: Stream
-    sent: deque[tuple[float, pb.Step]] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
+    sent: deque[tuple[float, pb.Step | pb.Next]] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
 
 
 class Relay:
-    """One stream per next hop, opened at first use and again after it broke.
+    """One stream per hop, opened at first use and again after it broke.
 
     Args:
-        connect: begins streams to next hops.
+        connect: begins streams to other hops.
         clock: in seconds.
     """
 
@@ -52,8 +52,8 @@ class Relay:
         self._connect = connect
         self._links: dict[str, _Link] = {}
 
-    def send(self, address: str, step: pb.Step, payload: Buffer) -> None:
-        """Queues a step for the next hop; if that cannot be reached, the originating client gets a fault."""
+    def send(self, address: str, step: pb.Step | pb.Next, payload: Buffer = b"") -> None:
+        """Queues a step for another hop; if that cannot be reached, the originating clients get a fault."""
         link = self._links.get(address)
         if link is None:
             link = self._links[address] = self._begin(address)
@@ -92,7 +92,5 @@ class Relay:
             if sent_s > oldest_s:
                 self._fault(step, address)
 
-    def _fault(self, step: pb.Step, address: str) -> None:
-        peer = self._peers.get(step.client_id)
-        if peer is not None:
-            peer.send(step_fault(step, HopUnavailable("a hop of the chain is not reachable", address)))
+    def _fault(self, step: pb.Step | pb.Next, address: str) -> None:
+        self._peers.send_faults(step, HopUnavailable("a hop of the chain is not reachable", address), step.rows)

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 import torch
@@ -33,12 +33,25 @@ class SessionSampler:
 
     It lives as long as the session is open in one epoch: each open brings what the next one is made from.
 
+    Args:
+        num_tokens_left: that the answer may still have.
+        end_token_ids: those that end it.
+
     Attributes:
         vocab_size: how many logits there are for each token.
     """
 
-    def __init__(self, sampler: Sampler, speculator: Speculator | None, vocab_size: int) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        speculator: Speculator | None,
+        vocab_size: int,
+        num_tokens_left: int,
+        end_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.vocab_size = vocab_size
+        self._num_tokens_left = num_tokens_left
+        self._end_token_ids = end_token_ids
         self._sampler = sampler
         self._speculator = speculator
         self._num_draws_since_state = _NUM_DRAWS_PER_STATE
@@ -86,7 +99,8 @@ class SessionSampler:
             )
         except (InvalidRequest, InternalError) as failure:
             raise MalformedMessage("sampler", failure.message) from None
-        return cls(sampler, make_speculator(message, draft_model), vocab_size)
+        speculator = make_speculator(message, draft_model)
+        return cls(sampler, speculator, vocab_size, message.num_tokens_left, frozenset(message.end_token_ids))
 
     @property
     def takes_likeliest(self) -> bool:
@@ -114,9 +128,9 @@ class SessionSampler:
 
     def choose(
         self, num_choices: int, draft_ids: Sequence[int], choice: Callable[[int], SampledToken]
-    ) -> pb.SampledRow:
+    ) -> "ChosenTokens":
         """Takes tokens up to the first that was not drafted, so that the random stream gives just the numbers that it
-        gives without draft tokens, and drafts what may follow.
+        gives without draft tokens, or that ends the answer; and drafts what may follow.
 
         Args:
             draft_ids: those that the step checked, one fewer than `num_choices`.
@@ -126,6 +140,10 @@ class SessionSampler:
         for index in range(num_choices):
             token = choice(index)
             row.tokens.append(_to_message(token))
+            self._num_tokens_left -= 1
+            if self._num_tokens_left <= 0 or token.token_id in self._end_token_ids:
+                row.is_last = True
+                break
             if index == len(draft_ids) or token.token_id != draft_ids[index]:
                 break
         token_ids = [token.token_id for token in row.tokens]
@@ -134,8 +152,8 @@ class SessionSampler:
             if self._num_draws_since_state >= _NUM_DRAWS_PER_STATE:
                 self._num_draws_since_state = 0
                 row.state = self._sampler.state()
-        row.draft_token_ids.extend(self._drafted(len(draft_ids), token_ids))
-        return row
+        drafted = () if row.is_last else self._drafted(len(draft_ids), token_ids)
+        return ChosenTokens(row, drafted)
 
     def _drafted(self, num_checked: int, token_ids: Sequence[int]) -> Sequence[int]:
         if self._speculator is None:
@@ -152,6 +170,14 @@ class SessionSampler:
     def sample(self, logits: Tensor) -> SampledToken:
         """As of `Sampler`."""
         return self._sampler.sample(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """What was chosen for one row, and what is drafted behind it; no token at all for a row without results."""
+
+    sampled: pb.SampledRow = field(default_factory=pb.SampledRow)
+    draft_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +202,7 @@ def in_parts(rows: Sequence[SamplingRow], max_logits: int = 64 << 20) -> Iterato
 
 def sample_rows(
     edges: Edges, rows: Sequence[SamplingRow], error_of: Callable[[Exception], CorollaError]
-) -> list[pb.SampledRow | CorollaError]:
+) -> list[ChosenTokens | CorollaError]:
     """Chooses tokens for all rows; one entry for each, in order. A row that fails disturbs no other one.
 
     Args:
@@ -184,7 +210,7 @@ def sample_rows(
     """
     parts = [each.hidden for each in rows]
     logits = edges.head(parts[0] if len(parts) == 1 else torch.cat(parts))
-    sampled: list[pb.SampledRow | CorollaError] = []
+    sampled: list[ChosenTokens | CorollaError] = []
     likeliest = scores = None
     if any(each.sampler.takes_likeliest for each in rows):
         # On the device; only ids come from there.

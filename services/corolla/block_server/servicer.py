@@ -85,6 +85,8 @@ class BlockServicer:
             pb.Close: self._close,
             pb.Truncate: self._truncate,
             pb.Holds: self._holds,
+            pb.Next: self._next,
+            pb.Credit: self._credit,
             pb.Handover: self._handover,
             pb.HandoverTokens: self._handover_tokens,
         }
@@ -223,10 +225,19 @@ class BlockServicer:
         try:
             self._engine.submit(self._queued_step(step, frame, peer))
         except CorollaError as error:
-            # A caller that uses another client's id gets the answer itself: that client may have a step of this number.
-            is_own = peer.client_id in (b"", step.client_id)
-            recipient = self._peers.get(step.client_id) if is_own else None
-            (recipient or peer).send(step_fault(step, error, list(step.rows)))
+            if peer.client_id in (b"", step.client_id):
+                self._peers.send_faults(step, error, step.rows, peer)
+            else:
+                # A caller that uses another client's id gets the answer itself: that client may have such a step.
+                peer.send(step_fault(step, error, step.rows, step.client_id))
+
+    def _next(self, frame: Frame, peer: Peer) -> None:
+        message: pb.Next = frame.control  # type: ignore[assignment]
+        self._checks.next_rows(message, peer)
+        self._engine.first_hop.on_next(message)
+
+    def _credit(self, frame: Frame, peer: Peer) -> None:
+        self._engine.last_hop.on_credit(frame.control, peer)  # type: ignore[arg-type]
 
     def _resend(self, frame: Frame, peer: Peer) -> None:
         step = frame.control.step  # type: ignore[attr-defined]
@@ -235,7 +246,7 @@ class BlockServicer:
             self._checks.num_tokens(step)
             self._checks.resent(step)
         except CorollaError as error:
-            peer.send(step_fault(step, error, list(step.rows)))
+            peer.send(step_fault(step, error, step.rows, step.client_id))
             return
         step.dtype, step.hidden_size = self._identity.dtype, self._identity.hidden_size
         # After the opens that came before it, and not during an iteration.

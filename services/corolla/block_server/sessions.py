@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Final, Generic
 
 from corolla.block_server.hop_session import AnyCache, HopSession, OpenRequest, SessionEvent, SessionState
 from corolla.block_server.kv.pages import PagePool, too_few_pages
@@ -13,6 +13,10 @@ from corolla.wire.span import Span
 
 if TYPE_CHECKING:
     from corolla.block_server.prompts import BlockPrompts
+
+
+_NUM_ENDED: Final = 4096
+"""Ended sessions that are remembered: for as long as a step of theirs may still come."""
 
 
 class SessionTable(Generic[AnyCache]):
@@ -36,6 +40,8 @@ class SessionTable(Generic[AnyCache]):
         # Least recently used first.
         self._sessions: dict[bytes, HopSession[AnyCache]] = {}
         self._versions = itertools.count(1)
+        # Oldest first.
+        self._ended_epochs: dict[bytes, int] = {}
         self.num_evicted = 0
         self.is_draining = False
 
@@ -120,6 +126,7 @@ class SessionTable(Generic[AnyCache]):
         cache.allocate(request.max_tokens, request.text)
         if session.request.client_id != request.client_id:
             session.newest_step_id = 0  # each client counts by itself
+        session.newest_ring_position, session.ring = -1, None
         session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
         session.version = next(self._versions)
         session.apply(event)
@@ -169,6 +176,19 @@ class SessionTable(Generic[AnyCache]):
         """Whether a step comes for the first time; see `HopSession.note_step`."""
         session = self._sessions.get(session_id)
         return session is None or session.note_step(epoch, client_id, step_id)
+
+    def note_ring_step(self, session_id: bytes, epoch: int, client_id: bytes, position: int) -> bool:
+        """Whether a step of a ring comes for the first time; see `HopSession.note_ring_step`."""
+        session = self._sessions.get(session_id)
+        return session is None or session.note_ring_step(epoch, client_id, position)
+
+    def has_ended(self, session_id: bytes, epoch: int) -> bool:
+        """Whether the session's own client has ended it, or its turn: what still goes round is of no use to it."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return self._ended_epochs.get(session_id, 0) >= epoch
+        is_parked = session.state is SessionState.PARKED
+        return session.request.epoch > epoch or (session.request.epoch == epoch and is_parked)
 
     def for_step(
         self,
@@ -245,6 +265,9 @@ class SessionTable(Generic[AnyCache]):
         session = self._sessions.get(session_id)
         if session is not None and session.request.epoch <= epoch:
             self._free(session)
+        self._ended_epochs[session_id] = epoch
+        while len(self._ended_epochs) > _NUM_ENDED:
+            del self._ended_epochs[next(iter(self._ended_epochs))]
 
     def in_version(self, session_id: bytes, version: int) -> HopSession[AnyCache]:
         """The session as it was opened with this version. Raises HopSessionLost where it ended or was opened again."""

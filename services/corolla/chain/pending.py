@@ -4,23 +4,23 @@ A step goes out on the stream to the first hop, its result comes back on the str
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from corolla.chassis.errors import CorollaError, HopUnavailable, InternalError
+from corolla.chain.token_stream import TokenStream
+from corolla.chassis.errors import CorollaError, HopUnavailable
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What one row of a step gave: raw bytes of `num_tokens` hidden states, or the tokens that the last hop chose."""
+    """What one row of a step gave: raw bytes of `num_tokens` hidden states."""
 
     payload: Buffer
     num_tokens: int
     dtype: int
     hidden_size: int
-    sampled: pb.SampledRow | None = None
 
 
 RowFuture = asyncio.Future[RowResult]
@@ -39,14 +39,34 @@ class _Open:
 
 
 class PendingReplies:
-    """Steps and openings without an answer yet, by their numbers."""
+    """Steps and openings without an answer yet, by their numbers; streams of tokens, by their sessions.
 
-    def __init__(self) -> None:
+    Args:
+        on_discarded: is called with the number of tokens that came for nobody.
+    """
+
+    def __init__(self, on_discarded: Callable[[int], None] = lambda num_tokens: None) -> None:
         self._steps: dict[int, _Step] = {}
         self._opens: dict[int, _Open] = {}
+        self._token_streams: dict[bytes, TokenStream] = {}
+        self._on_discarded = on_discarded
 
     def __len__(self) -> int:
-        return len(self._steps) + len(self._opens)
+        return len(self._steps) + len(self._opens) + len(self._token_streams)
+
+    def add_token_stream(self, session_id: bytes, stream: TokenStream) -> None:
+        """To be removed by `remove_token_stream`."""
+        self._token_streams[session_id] = stream
+
+    def remove_token_stream(self, session_id: bytes, stream: TokenStream) -> None:
+        """Nobody reads it any more."""
+        if self._token_streams.get(session_id) is stream:
+            del self._token_streams[session_id]
+            self._on_discarded(stream.num_unread_tokens)
+
+    def has_token_stream(self, addresses: frozenset[str]) -> bool:
+        """Whether tokens go round these hops."""
+        return any(stream.addresses == addresses for stream in self._token_streams.values())
 
     def add_step(self, number: int, rows: Sequence[pb.StepRow], addresses: frozenset[str]) -> list[RowFuture]:
         """One future for each row, in order; the step is forgotten when all are done."""
@@ -69,22 +89,25 @@ class PendingReplies:
 
     def on_result(self, result: pb.Result, payload: Buffer) -> None:
         """Hands each row its part."""
+        if result.step_id == 0:
+            for row, sampled in zip(result.rows, result.sampled, strict=False):
+                stream = self._token_streams.get(row.session_id)
+                if stream is None or not stream.push(row, sampled):
+                    self._on_discarded(len(sampled.tokens))
+            return
         step = self._steps.get(result.step_id)
         if step is None:
             return
         view = memoryview(payload)
         num_tokens = sum(row.num_result_tokens for row in result.rows)
-        sampled_rows = result.sampled if len(result.sampled) == len(result.rows) else [None] * len(result.rows)
         token_bytes = len(view) // num_tokens if num_tokens else 0
         start = 0
-        for row, sampled in zip(result.rows, sampled_rows, strict=True):
+        for row in result.rows:
             end = start + row.num_result_tokens * token_bytes
             asked, future = step.rows.get(row.session_id, (None, None))
             # The fence: only the answer to just this step of just this epoch counts.
             if asked is not None and _agree(asked, row) and future is not None and not future.done():
-                future.set_result(
-                    RowResult(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size, sampled)
-                )
+                future.set_result(RowResult(view[start:end], row.num_result_tokens, result.dtype, result.hidden_size))
             start = end
 
     def on_opened(self, opened: pb.Opened) -> None:
@@ -99,6 +122,11 @@ class PendingReplies:
             if opening is not None and not opening.answer.done():
                 opening.answer.set_exception(error)
             return
+        if fault.step_id == 0:
+            for row in fault.rows:
+                if (stream := self._token_streams.get(row.session_id)) is not None:
+                    stream.fail(row, error)
+            return
         step = self._steps.get(fault.step_id)
         if step is not None:
             affected = [row.session_id for row in fault.rows] or list(step.rows)
@@ -112,6 +140,9 @@ class PendingReplies:
         for step in list(self._steps.values()):
             if address in step.addresses:
                 fail([future for _, future in step.rows.values()], error)
+        for stream in self._token_streams.values():
+            if address in stream.addresses:
+                stream.end(error)
 
     def _settle(self, number: int) -> None:
         step = self._steps.get(number)
@@ -130,14 +161,6 @@ def fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)
-
-
-def sampled_of(result: RowResult, row: pb.StepRow) -> pb.SampledRow:
-    """The tokens that came back for a row. Raises InternalError where the hop does not keep the protocol."""
-    sampled = result.sampled
-    if sampled is None or not 1 <= len(sampled.tokens) <= row.num_result_tokens:
-        raise InternalError("the last hop chooses at least one token, and no more than a row has results")
-    return sampled
 
 
 async def wait_for_result(future: RowFuture, timeout_s: float) -> RowResult:

@@ -6,18 +6,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final, Protocol, TypeVar
-from weakref import WeakValueDictionary
 
 from corolla.chain.history import StepShapes, TokenHistory
 from corolla.chain.identity import SessionIdentity
-from corolla.chain.microbatches import Microbatcher
-from corolla.chain.pending import RowFuture, RowResult, discard, sampled_of, wait_for_result
+from corolla.chain.pending import RowFuture, discard, wait_for_result
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP, Replayer, ReplayInputs
 from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions, Reservations
 from corolla.chain.routes import Routes
 from corolla.chain.streams import DataPlane
+from corolla.chain.token_stream import RoundTokens, TokenStream
 from corolla.chassis.errors import CorollaError, HopLeaving, InternalError
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.sampler_record import SamplerRecord
@@ -31,6 +30,9 @@ MIN_CHUNK_TOKENS: Final = 64
 """Fewer rows than this multiply a matrix at a clearly higher price each."""
 
 _CHUNKS_PER_HOP: Final = 4
+
+_CREDIT_TOKENS: Final = 32
+"""So far may hops run ahead of what was read; half of it has come when they are granted more."""
 
 
 def chunk_tokens(num_tokens: int, num_hops: int, max_tokens: int) -> int:
@@ -60,7 +62,6 @@ class ChainSession:
 
     Attributes:
         num_cached_tokens: tokens that all hops held when the session was opened.
-        draft_tokens: what the last hop drafted behind the newest token.
     """
 
     def __init__(
@@ -69,21 +70,19 @@ class ChainSession:
         plane: DataPlane,
         recovery: Recovery,
         budget: RecoveryBudget,
-        microbatcher_of: Callable[[ChainBinding], Microbatcher],
         limits: ChainLimits,
         sampler: SamplerRecord,
     ) -> None:
         self.num_cached_tokens = binding.num_cached_tokens
-        self.draft_tokens: Sequence[int] = ()
         self._binding = binding
         self._plane = plane
         self._recovery = recovery
         self._budget = budget
-        self._microbatcher_of = microbatcher_of
-        self._microbatcher = microbatcher_of(binding)
         self._limits = limits
         self._sampler = sampler
         self._history = TokenHistory()
+        self._newest_id = 0
+        self._tokens: TokenStream | None = None
 
     @property
     def chain(self) -> common_pb2.Chain:
@@ -110,11 +109,6 @@ class ChainSession:
         return len(self._history.token_ids)
 
     @property
-    def max_draft_tokens(self) -> int:
-        """How many draft tokens a hop takes in one step."""
-        return self._chunk_tokens - 1
-
-    @property
     def has_draft_model(self) -> bool:
         """Whether the hop that chooses the tokens drafts by a small model."""
         return self._plane.has_draft_model(self.chain.hops[-1].address)
@@ -133,18 +127,20 @@ class ChainSession:
             return
         self._history.append(token_ids[:position], is_prompt=True)
         await self._recovery.fill(self._binding, self, states, self._budget)
-        self._microbatcher = self._microbatcher_of(self._binding)
 
-    async def prefill(self, token_ids: Sequence[int], reader: TokenReader) -> None:
+    async def prefill(self, token_ids: Sequence[int], reader: TokenReader, *, waits: bool = False) -> None:
         """Processes a prompt of at least one token in chunks, several at a time so that all hops work.
 
         The reader gets the token that follows.
+
+        Args:
+            waits: whether the hops go on only when `decode` is called.
         """
         if not token_ids:
             raise InternalError("a prompt to process has at least one token")
         start = self.position
-        sampled = await self._with_recovery(lambda: self._send_prompt(token_ids[self.position - start :]))
-        self._read(sampled, reader)
+        rounds = await self._with_recovery(lambda: self._send_prompt(token_ids[self.position - start :], waits=waits))
+        self._read(rounds.sampled, reader)
 
     async def fork_from(self, source: "ChainSession", token_ids: Sequence[int], reader: TokenReader) -> None:
         """Forks the prompt that `source` processed; on the same chain the hops compute only its last token.
@@ -160,28 +156,59 @@ class ChainSession:
         row = self._row(token_ids[-1:], 1)
         row.source_session_id = source.identity.session_id
         try:
-            sampled = await self._microbatcher.step(row)
+            self._begin(row)
+            rounds = await self._next_round()
         except CorollaError as failure:
             # Whatever hops hold by now is the prompt's beginning: they held nothing before.
             await self._recover(failure)
-            sampled = await self._with_recovery(lambda: self._microbatcher.step(self._row(token_ids[-1:], 1)))
+            rounds = await self._with_recovery(lambda: self._round(token_ids[-1]))
         self._history.append(token_ids[-1:], is_prompt=True)
-        self._read(sampled, reader)
+        self._read(rounds.sampled, reader)
 
-    async def decode(self, token_id: int, draft_tokens: Sequence[int], reader: TokenReader) -> int:
-        """Processes the text's last token, and often draft tokens that follow it, in one step.
+    async def decode(self, reader: TokenReader) -> tuple[int, int]:
+        """Hands the reader the tokens of the next round: one, or several where draft tokens were right.
 
         The position moves to the last token that the reader took: hops keep draft tokens as far as they were right, and
         forget the rest at the next step, which begins there.
 
         Returns:
-            How many tokens the reader took, at least one.
+            How many draft tokens were checked, and how many tokens the reader took, at least one.
         """
-        token_ids = [token_id, *draft_tokens]
-        sampled = await self._with_recovery(lambda: self._microbatcher.step(self._row(token_ids, len(token_ids))))
-        num_taken = self._read(sampled, reader)
+        newest_id = self._newest_id
+        if self._tokens is not None and self._tokens.num_unread_tokens:
+            rounds = await self._round(newest_id)
+        else:
+            rounds = await self._with_recovery(lambda: self._round(newest_id))
+        num_taken = self._read(rounds.sampled, reader)
+        token_ids = [newest_id, *(token.token_id for token in rounds.sampled.tokens)]
         self._history.append(token_ids[:num_taken], is_prompt=False)
-        return num_taken
+        return rounds.num_drafted, num_taken
+
+    def end_ring(self) -> None:
+        """No more tokens are wanted. The hops learn of it when the session is closed, parked or opened anew."""
+        if self._tokens is not None:
+            self._plane.end_ring(self.identity.session_id, self._tokens)
+            self._tokens = None
+
+    async def _round(self, newest_id: int) -> RoundTokens:
+        """The next round's tokens, which the text's last token begins where nothing goes round."""
+        if self._tokens is None:
+            self._begin(self._row([newest_id], 1))
+        elif self.position + _CREDIT_TOKENS // 2 > self._tokens.credit_end:
+            self._plane.grant(self.chain.hops[-1], self.identity, self._tokens, self.position + _CREDIT_TOKENS)
+        return await self._next_round()
+
+    def _begin(self, row: pb.StepRow, *, waits: bool = False) -> None:
+        end = row.position + row.num_tokens
+        self._tokens = self._plane.begin_ring(
+            self.chain.hops, row, 0 if waits else end + _CREDIT_TOKENS, self._binding.max_step_tokens
+        )
+
+    async def _next_round(self) -> RoundTokens:
+        stream = self._tokens
+        if stream is None:
+            raise InternalError("nothing goes round")
+        return await stream.next(self._limits.step_timeout_s)
 
     def _read(self, sampled: pb.SampledRow, reader: TokenReader) -> int:
         """Hands the reader what was chosen, until it wants no more; returns how many tokens it took."""
@@ -193,7 +220,9 @@ class ChainSession:
         # Of a stream that was read further than its tokens were taken, the state is of no use.
         is_all = len(taken) == len(sampled.tokens)
         self._sampler.accept(taken, sampled.state if is_all else b"")
-        self.draft_tokens = sampled.draft_token_ids if is_all else ()
+        self._newest_id = taken[-1]
+        if sampled.is_last:
+            self.end_ring()
         return len(taken)
 
     # --- replayed by a recovery -----------------------------------------------------------------------------------
@@ -215,6 +244,7 @@ class ChainSession:
             recorded: the chain under which the session will be found again. Nobody would ask other hops later to free
                 it, so they free it now.
         """
+        self.end_ring()
         session_id, epoch = self.identity.session_id, self.identity.epoch
         self._send_digests(position)
         for hop in recorded.hops:
@@ -226,12 +256,9 @@ class ChainSession:
 
     def close(self) -> None:
         """Frees the session's pages on every hop, which may keep what they hold for texts that begin alike."""
+        self.end_ring()
         self._send_digests(self.position)
         self._plane.close_session(self._holders(), self.identity)
-
-    def leave_microbatches(self) -> None:
-        """No more decode steps come; the microbatch must not wait for them."""
-        self._microbatcher.leave(self.identity.session_id)
 
     def _send_digests(self, num_tokens: int) -> None:
         """Sends every hop the page hashes of the tokens that it holds."""
@@ -260,12 +287,11 @@ class ChainSession:
                 await self._recover(failure)
 
     async def _recover(self, failure: CorollaError) -> None:
-        self.leave_microbatches()
+        self.end_ring()
         await self._recovery.recover(self._binding, [self], failure, self._budget)
-        self._microbatcher = self._microbatcher_of(self._binding)
 
-    async def _send_prompt(self, token_ids: Sequence[int]) -> pb.SampledRow:
-        """Sends all chunks. Returns what was chosen behind the last one."""
+    async def _send_prompt(self, token_ids: Sequence[int], *, waits: bool) -> RoundTokens:
+        """Sends all chunks. Returns what was chosen behind the last one, with which the ring begins."""
         under_way: list[tuple[Sequence[int], RowFuture]] = []
         num_hops = len(self.chain.hops)
         try:
@@ -274,26 +300,28 @@ class ChainSession:
                 if len(under_way) == MAX_CHUNKS_UNDER_WAY_PER_HOP * num_hops:
                     await self._receive_chunk(*under_way.pop(0))
                 # A hop computes a chunk in one piece, and sessions that decode on the chain wait for it.
-                is_shared = self._microbatcher.num_sessions > 0
+                is_shared = self._plane.has_ring(self.chain.hops)
                 most = self._limits.prefill_chunk_tokens_during_decode if is_shared else self._chunk_tokens
                 size = chunk_tokens(len(token_ids), num_hops, min(most, self._chunk_tokens))
                 chunk = token_ids[start : start + size]
                 start += len(chunk)
                 position = self.position + sum(len(chunk) for chunk, _ in under_way)
-                row = self._row(chunk, int(start == len(token_ids)), position)
+                if start == len(token_ids):
+                    self._begin(self._row(chunk, 1, position), waits=waits)
+                    break
+                row = self._row(chunk, 0, position)
                 under_way.append((chunk, self._plane.step(self.chain.hops, [row], samples=True)[0]))
-            while len(under_way) > 1:
+            while under_way:
                 await self._receive_chunk(*under_way.pop(0))
-            last_chunk, last = under_way.pop()
-            result = await self._receive_chunk(last_chunk, last)
+            rounds = await self._next_round()
         finally:
             discard(future for _, future in under_way)
-        return sampled_of(result, row)
+        self._history.append(chunk, is_prompt=True)
+        return rounds
 
-    async def _receive_chunk(self, token_ids: Sequence[int], future: RowFuture) -> RowResult:
-        result = await wait_for_result(future, self._limits.step_timeout_s)
+    async def _receive_chunk(self, token_ids: Sequence[int], future: RowFuture) -> None:
+        await wait_for_result(future, self._limits.step_timeout_s)
         self._history.append(token_ids, is_prompt=True)
-        return result
 
     def _row(self, token_ids: Sequence[int], num_result_tokens: int, position: int | None = None) -> pb.StepRow:
         return pb.StepRow(
@@ -312,7 +340,7 @@ def _token_of(token: pb.SampledToken) -> SampledToken:
 
 
 class ChainSessions:
-    """Opens sessions, and owns what they share: reservations, recovery and the microbatches of each chain."""
+    """Opens sessions, and owns what they share: reservations and recovery."""
 
     def __init__(
         self,
@@ -326,8 +354,6 @@ class ChainSessions:
         self._recovery = Recovery(routes, self._reservations, replayer, plane.handovers, limits, on_recovery)
         self._plane = plane
         self._limits = limits
-        # A chain's microbatch lives as long as a session has it.
-        self._microbatchers: WeakValueDictionary[bytes, Microbatcher] = WeakValueDictionary()
 
     @asynccontextmanager
     async def open(
@@ -353,32 +379,16 @@ class ChainSessions:
             self._plane,
             self._recovery,
             RecoveryBudget(self._limits.max_recoveries, on_recovery, until_s),
-            self._microbatcher_of,
             self._limits,
             sampler,
         )
         try:
             yield session
         finally:
-            session.leave_microbatches()
+            session.end_ring()
 
     async def free(self, identity: SessionIdentity, chain: common_pb2.Chain) -> None:
         """Frees a session that is open nowhere in this process, as after its deletion."""
         # Where a connection fails, the session's lease will end.
         await asyncio.gather(*(self._plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
         self._plane.close_session(chain.hops, identity)
-
-    async def close(self) -> None:
-        for microbatcher in list(self._microbatchers.values()):
-            await microbatcher.close()
-
-    def _microbatcher_of(self, binding: ChainBinding) -> Microbatcher:
-        key = binding.chain.SerializeToString(deterministic=True)
-        microbatcher = self._microbatchers.get(key)
-        if microbatcher is None:
-            microbatcher = Microbatcher(
-                list(binding.chain.hops), self._plane,
-                max_step_tokens=binding.max_step_tokens, step_timeout_s=self._limits.step_timeout_s,
-            )  # fmt: skip
-            self._microbatchers[key] = microbatcher
-        return microbatcher

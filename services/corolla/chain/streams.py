@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -13,6 +13,7 @@ from typing import Final
 from corolla.chain.handovers import Handovers
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.pending import PendingReplies, RowFuture, discard, fail
+from corolla.chain.token_stream import TokenStream
 from corolla.chassis.errors import CorollaError, FingerprintMismatch, HopLeaving, HopUnavailable, NotComputed, QueueFull
 from corolla.chassis.status import from_reason
 from corolla.chassis.tasks import TaskGroup
@@ -55,6 +56,7 @@ class DataPlane:
         limits: when a server is asked whether it lives, and when it is given up.
         open_timeout_s: how long a server that lives may take to open a session. Its event loop may be well while the
             thread that computes is stuck.
+        on_discarded: is called with the number of tokens that hops chose and nobody wants any more.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class DataPlane:
         limits: StreamLimits | None = None,
         open_timeout_s: float = 15.0,
         connect: Connect = connect,
+        on_discarded: Callable[[int], None] = lambda num_tokens: None,
     ) -> None:
         self.client_id = secrets.token_bytes(16)
         self._fingerprint = fingerprint
@@ -73,12 +76,12 @@ class DataPlane:
         self._servers: dict[str, _Server] = {}
         self._numbers = itertools.count(1)
         self._open_timeout_s = open_timeout_s
-        self._pending = PendingReplies()
+        self._pending = PendingReplies(on_discarded)
         self.handovers = Handovers()
 
     @property
     def num_pending(self) -> int:
-        """Steps and openings without an answer yet."""
+        """Steps and openings without an answer yet, and sessions whose tokens go round."""
         return len(self._pending)
 
     async def connect(self, address: str) -> pb.Welcome:
@@ -163,13 +166,68 @@ class DataPlane:
             hops: all hops of the chain.
             hidden: the rows' inputs of the first block, one row after the other; None where they bring token ids.
             scratch_hops: bit `i` for a hop that computes the rows in their scratch sessions.
-            samples: whether the last hop chooses tokens.
+            samples: whether the step belongs to a session whose tokens the last hop chooses.
         """
         step = pb.Step(rows=rows, scratch_hops=scratch_hops, blocks=hops[0].span, route=hops[1:], samples=samples)
         if hidden is None:
             return self._send_step(hops, step, b"")
         step.dtype, step.hidden_size = hidden.dtype, hidden.hidden_size
         return self._send_step(hops, step, hidden.payload)
+
+    def begin_ring(
+        self, hops: Sequence[common_pb2.Hop], row: pb.StepRow, credit_end: int, max_step_tokens: int
+    ) -> TokenStream:
+        """Sends the step by which a session's tokens begin to go round; to be ended by `end_ring`.
+
+        Args:
+            row: with token ids, and results for at least one of them.
+            credit_end: see `grant`.
+            max_step_tokens: that each hop takes in one step.
+        """
+        addresses = frozenset(hop.address for hop in hops)
+        stream = TokenStream(row.epoch, row.position, credit_end, addresses)
+        self._pending.add_token_stream(row.session_id, stream)
+        ring = pb.Ring(first_address=hops[0].address, credit_end=credit_end, max_step_tokens=max_step_tokens)
+        step = pb.Step(
+            client_id=self.client_id, rows=[row], blocks=hops[0].span, route=hops[1:], samples=True, ring=ring
+        )
+        try:
+            self._send(hops[0].address, step)
+        except HopUnavailable as error:
+            stream.end(error)
+        except BaseException:
+            self._pending.remove_token_stream(row.session_id, stream)
+            raise
+        if lost := self._lost(hops[1:]):
+            stream.end(lost)
+        return stream
+
+    def grant(self, hop: common_pb2.Hop, identity: SessionIdentity, stream: TokenStream, credit_end: int) -> None:
+        """Lets steps of a session begin at positions below `credit_end`.
+
+        Args:
+            hop: the last one.
+        """
+        stream.credit_end = credit_end
+        try:
+            self._send(hop.address, pb.Credit(session_id=identity.session_id, epoch=identity.epoch, end=credit_end))
+        except HopUnavailable as error:
+            stream.end(error)
+
+    def end_ring(self, session_id: bytes, stream: TokenStream) -> None:
+        """Nobody reads the session's tokens any more. The hops learn of it as its turn ends, or it is opened anew."""
+        self._pending.remove_token_stream(session_id, stream)
+
+    def has_ring(self, hops: Sequence[common_pb2.Hop]) -> bool:
+        """Whether tokens of some session go round these hops."""
+        return self._pending.has_token_stream(frozenset(hop.address for hop in hops))
+
+    def _lost(self, hops: Iterable[common_pb2.Hop]) -> HopUnavailable | None:
+        """Of a hop without a stream: what comes from there would find no way back."""
+        for hop in hops:
+            if hop.address not in self._servers:
+                return HopUnavailable("a hop of the chain was lost", hop.address)
+        return None
 
     def resend(
         self, source: common_pb2.Hop, hops: Sequence[common_pb2.Hop], rows: Sequence[pb.StepRow], scratch_hops: int
@@ -193,10 +251,8 @@ class DataPlane:
         except BaseException:
             discard(futures)
             raise
-        for hop in hops[1:]:
-            if hop.address not in self._servers:
-                # Its result or fault would find no way back.
-                fail(futures, HopUnavailable("a hop of the chain was lost", hop.address))
+        if lost := self._lost(hops[1:]):
+            fail(futures, lost)
         return futures
 
     def notify(self, address: str, control: pb.Close | pb.Truncate | pb.Holds) -> None:
@@ -219,7 +275,7 @@ class DataPlane:
         if streams:
             await asyncio.wait([stream.ended for stream in streams])
 
-    def _send(self, address: str, control: pb.Open | pb.Step | pb.Resend, payload: Buffer = b"") -> None:
+    def _send(self, address: str, control: pb.Open | pb.Step | pb.Resend | pb.Credit, payload: Buffer = b"") -> None:
         server = self._servers.get(address)
         if server is None:
             raise HopUnavailable("a hop of the chain is not reachable", address)

@@ -58,6 +58,11 @@ class ClientMetrics:
         self.accepted_tokens = counter(
             "corolla_accepted_draft_tokens", "Draft tokens that were right: steps that were saved."
         )
+        self.discarded_tokens = counter(
+            "corolla_discarded_tokens",
+            "Tokens that hops chose after their answer had ended by a stop sequence, a time limit or its caller, or "
+            "that went round once more after a recovery.",
+        )
         self.success = counter("corolla_request_success", "Finished answers by why they ended.", ["finished_reason"])
         self.recoveries = counter(
             "corolla_session_recoveries",

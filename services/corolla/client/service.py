@@ -70,7 +70,6 @@ class ClientService:
         self._control: ControlPlane | None = None
         self._plane: DataPlane | None = None
         self._routes: Routes | None = None
-        self._sessions: ChainSessions | None = None
         self._transcripts: Transcripts | None = None
 
     @property
@@ -107,6 +106,7 @@ class ClientService:
             ),
             settings.open_timeout_s,
             self._connect,
+            self._metrics.discarded_tokens.inc,
         )
         routes = self._routes = Routes(
             control,
@@ -117,7 +117,7 @@ class ClientService:
         )
         clock = asyncio.get_running_loop().time
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
-        sessions = self._sessions = ChainSessions(routes, plane, _limits(settings), self._metrics.count_recovery)
+        sessions = ChainSessions(routes, plane, _limits(settings), self._metrics.count_recovery)
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = ChatTemplate(tokenizer)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
@@ -170,7 +170,7 @@ class ClientService:
         self._hub.stop()
         await self._rpc.stop(self.settings.grace_s)
         await self._tasks.close()
-        for part in (self._transcripts, self._sessions, self._routes, self._plane, self._control):
+        for part in (self._transcripts, self._routes, self._plane, self._control):
             if part is not None:
                 await part.close()
         self._metrics_endpoint.close()

@@ -1,6 +1,6 @@
 """Where a session's sampler stands: enough to make it anew on any hop. Pure: the seed of a new stream is passed in."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from corolla.decoding.parameters import SamplingParams
 from corolla.v1 import blocks_pb2 as pb
@@ -20,7 +20,9 @@ class SamplerRecord:
         generated_ids: tokens of the answer that were chosen already.
         state: of the random stream, as a hop sent it.
         num_draws: choices since that state, or since the seed.
-        drafts: what the hop is to draft; its `num_tokens_left` counts from the beginning of the answer.
+        max_new_tokens: of the answer, with those that were chosen already.
+        end_token_ids: tokens that end the answer.
+        drafts: what the hop is to draft.
     """
 
     def __init__(
@@ -32,6 +34,8 @@ class SamplerRecord:
         generated_ids: Sequence[int] = (),
         state: bytes = b"",
         num_draws: int = 0,
+        max_new_tokens: int,
+        end_token_ids: Iterable[int] = (),
         drafts: pb.Drafts | None = None,
     ) -> None:
         self.params = params
@@ -40,6 +44,8 @@ class SamplerRecord:
         self._seed = seed % _NUM_SEEDS
         self._prompt_ids = prompt_ids
         self._generated_ids = list(generated_ids)
+        self._max_new_tokens = max_new_tokens
+        self._end_token_ids = sorted(end_token_ids)
         self._drafts = drafts
 
     def accept(self, token_ids: Sequence[int], state: bytes = b"") -> None:
@@ -64,6 +70,8 @@ class SamplerRecord:
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             num_logprobs=params.num_logprobs,
+            num_tokens_left=self._max_new_tokens - len(self._generated_ids),
+            end_token_ids=self._end_token_ids,
         )
         if not params.is_greedy:
             message.seed, message.state, message.num_skipped = self._seed, self.state, self.num_draws
@@ -73,5 +81,4 @@ class SamplerRecord:
             message.token_ids.extend(self._generated_ids)
         if self._drafts is not None:
             message.drafts.CopyFrom(self._drafts)
-            message.drafts.num_tokens_left -= len(self._generated_ids)
         return message

@@ -106,7 +106,7 @@ def make_speculator(message: pb.Sampler, draft_model: DraftModel | None) -> Spec
         return None
     drafter.extend(message.token_ids)
     length = DraftLength(drafts.max_tokens, rates, is_adaptive=drafts.is_adaptive)
-    return Speculator(drafter, length, drafts.num_tokens_left)
+    return Speculator(drafter, length, message.num_tokens_left)
 
 
 class LookupDrafter:

@@ -86,6 +86,12 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """Pong, answer to Ping"""
     FRAME_KIND_END: _FrameKind.ValueType  # 18
     """End, the last frame"""
+    FRAME_KIND_NEXT: _FrameKind.ValueType  # 19
+    """Of a ring:
+    Next, last hop to first hop
+    """
+    FRAME_KIND_CREDIT: _FrameKind.ValueType  # 20
+    """Credit, caller to last hop, not answered"""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper): ...
 
@@ -130,6 +136,12 @@ FRAME_KIND_PONG: FrameKind.ValueType  # 17
 """Pong, answer to Ping"""
 FRAME_KIND_END: FrameKind.ValueType  # 18
 """End, the last frame"""
+FRAME_KIND_NEXT: FrameKind.ValueType  # 19
+"""Of a ring:
+Next, last hop to first hop
+"""
+FRAME_KIND_CREDIT: FrameKind.ValueType  # 20
+"""Credit, caller to last hop, not answered"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 class _TensorType:
@@ -391,6 +403,8 @@ class Sampler(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_LEFT_FIELD_NUMBER: _builtins.int
+    END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """As SamplingParameters, with all values set."""
     top_k: _builtins.int
@@ -407,6 +421,8 @@ class Sampler(_message.Message):
     num_skipped: _builtins.int
     """How many choices were drawn from there already."""
     num_prompt_tokens: _builtins.int
+    num_tokens_left: _builtins.int
+    """How many tokens the answer may still have, and the tokens that end it: what follows is not begun."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The text so far, the answer's tokens behind those of the prompt; empty where neither penalties nor drafts need it."""
@@ -415,6 +431,8 @@ class Sampler(_message.Message):
     def drafts(self) -> Global___Drafts:
         """Drafts for the step that follows."""
 
+    @_builtins.property
+    def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -432,10 +450,12 @@ class Sampler(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_prompt_tokens: _builtins.int = ...,
         drafts: Global___Drafts | None = ...,
+        num_tokens_left: _builtins.int = ...,
+        end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "num_logprobs", b"num_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "num_skipped", b"num_skipped", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "state", b"state", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "drafts", b"drafts", "end_token_ids", b"end_token_ids", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "num_skipped", b"num_skipped", "num_tokens_left", b"num_tokens_left", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "state", b"state", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
@@ -471,25 +491,21 @@ class Drafts(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     IS_ADAPTIVE_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_LEFT_FIELD_NUMBER: _builtins.int
     source: Global___Drafts.Source.ValueType
     max_tokens: _builtins.int
     """Of one step, at most."""
     is_adaptive: _builtins.bool
     """Whether the number of draft tokens follows their success and cost; else it is always the most."""
-    num_tokens_left: _builtins.int
-    """How many tokens the session may still choose; no draft token is behind the last one but one."""
     def __init__(
         self,
         *,
         source: Global___Drafts.Source.ValueType = ...,
         max_tokens: _builtins.int = ...,
         is_adaptive: _builtins.bool = ...,
-        num_tokens_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_adaptive", b"is_adaptive", "max_tokens", b"max_tokens", "num_tokens_left", b"num_tokens_left", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_adaptive", b"is_adaptive", "max_tokens", b"max_tokens", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -605,6 +621,7 @@ class StepRow(_message.Message):
     SOURCE_SESSION_ID_FIELD_NUMBER: _builtins.int
     SCRATCH_SESSION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     position: _builtins.int
@@ -618,6 +635,8 @@ class StepRow(_message.Message):
     """
     scratch_session_id: _builtins.bytes
     """Takes the session's place on the hops that Step.scratch_hops names."""
+    client_id: _builtins.bytes
+    """Hello.client_id of the originating client, in a step whose own client_id is empty."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The new tokens, where the step brings them to block 0 instead of hidden states. Behind the first hop only those of
@@ -635,10 +654,11 @@ class StepRow(_message.Message):
         source_session_id: _builtins.bytes = ...,
         scratch_session_id: _builtins.bytes = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        client_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_result_tokens", b"num_result_tokens", "num_tokens", b"num_tokens", "position", b"position", "scratch_session_id", b"scratch_session_id", "session_id", b"session_id", "source_session_id", b"source_session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "epoch", b"epoch", "num_result_tokens", b"num_result_tokens", "num_tokens", b"num_tokens", "position", b"position", "scratch_session_id", b"scratch_session_id", "session_id", b"session_id", "source_session_id", b"source_session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -657,12 +677,13 @@ class Step(_message.Message):
     ROUTE_FIELD_NUMBER: _builtins.int
     SCRATCH_HOPS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Unique per client; the result and any fault carry it. A session's steps have rising ids: one that comes again, or
-    after a later one, is neither computed nor answered.
+    after a later one, is neither computed nor answered. 0 in a ring, where positions rise instead.
     """
     client_id: _builtins.bytes
-    """Hello.client_id of the originating client."""
+    """Hello.client_id of the originating client; empty where the rows have several."""
     dtype: Global___TensorType.ValueType
     """Of the payload; absent where the rows bring token ids."""
     hidden_size: _builtins.int
@@ -682,6 +703,10 @@ class Step(_message.Message):
     def route(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Hop]:
         """The hops still to come after this one, in order."""
 
+    @_builtins.property
+    def ring(self) -> Global___Ring:
+        """Set where the tokens that the last hop chooses go round."""
+
     def __init__(
         self,
         *,
@@ -694,14 +719,108 @@ class Step(_message.Message):
         route: _abc.Iterable[_common_pb2.Hop] | None = ...,
         scratch_hops: _builtins.int = ...,
         samples: _builtins.bool = ...,
+        ring: Global___Ring | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "ring", b"ring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "client_id", b"client_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "route", b"route", "rows", b"rows", "samples", b"samples", "scratch_hops", b"scratch_hops", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "client_id", b"client_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "ring", b"ring", "route", b"route", "rows", b"rows", "samples", b"samples", "scratch_hops", b"scratch_hops", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
+class Ring(_message.Message):
+    """A decode that goes round without the client service: the last hop sends the tokens that it chooses to the client and, as
+    what the next step begins with, to the first hop. A client begins it by a step of one row. The first hop forms the steps
+    that follow, microbatches of all sessions that go the same way, whichever client they are of.
+
+    The ring of a session ends with the last token that its sampler may choose, with its turn, or with a fault.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_ADDRESS_FIELD_NUMBER: _builtins.int
+    MICROBATCH_FIELD_NUMBER: _builtins.int
+    MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    CREDIT_END_FIELD_NUMBER: _builtins.int
+    first_address: _builtins.str
+    """Of the first hop: host:port."""
+    microbatch: _builtins.int
+    """Number of the first hop, which Next brings back; 0 in the step by which a client begins."""
+    max_step_tokens: _builtins.int
+    """In the step by which a client begins: tokens of one step, draft tokens included, at most."""
+    credit_end: _builtins.int
+    """There, too: as of Credit."""
+    def __init__(
+        self,
+        *,
+        first_address: _builtins.str = ...,
+        microbatch: _builtins.int = ...,
+        max_step_tokens: _builtins.int = ...,
+        credit_end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_end", b"credit_end", "first_address", b"first_address", "max_step_tokens", b"max_step_tokens", "microbatch", b"microbatch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ring: _TypeAlias = Ring  # noqa: Y015
+
+@_typing.final
+class Next(_message.Message):
+    """What the next steps of a microbatch's sessions begin with; those that do not go on now are left out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MICROBATCH_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    microbatch: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]: ...
+    def __init__(
+        self,
+        *,
+        microbatch: _builtins.int = ...,
+        rows: _abc.Iterable[Global___StepRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["microbatch", b"microbatch", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Next: _TypeAlias = Next  # noqa: Y015
+
+@_typing.final
+class Credit(_message.Message):
+    """How far a session may go round before its client has taken more: a step may begin at positions below `end`, which
+    never falls. What waits for it goes on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    epoch: _builtins.int
+    end: _builtins.int
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "epoch", b"epoch", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class Resend(_message.Message):
@@ -739,6 +858,7 @@ class Result(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     SAMPLED_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
+    """0 for rows that went round."""
     dtype: Global___TensorType.ValueType
     hidden_size: _builtins.int
     @_builtins.property
@@ -773,26 +893,24 @@ class SampledRow(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: _builtins.int
-    DRAFT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
     state: _builtins.bytes
     """Now and then: the random stream's state behind the last one."""
+    is_last: _builtins.bool
+    """The ring of the session ends with these."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]: ...
-    @_builtins.property
-    def draft_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What may follow the last one: to be checked in the next step, as far as there is room."""
-
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[Global___SampledToken] | None = ...,
-        draft_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         state: _builtins.bytes = ...,
+        is_last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_token_ids", b"draft_token_ids", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_last", b"is_last", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -951,6 +1069,7 @@ class Fault(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     step_id: _builtins.int
+    """0 for rows that went round."""
     reason: _builtins.str
     """Label in the error tree, such as "POSITION_GAP"; whoever does not know it takes it for "INTERNAL". NON_FINITE,
     STEP_FAILED and OUT_OF_MEMORY say that the hop has no output for the rows, each by itself; another hop may have one.

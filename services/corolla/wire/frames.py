@@ -39,6 +39,8 @@ _CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
     pb.FRAME_KIND_PING: pb.Ping,
     pb.FRAME_KIND_PONG: pb.Pong,
     pb.FRAME_KIND_END: pb.End,
+    pb.FRAME_KIND_NEXT: pb.Next,
+    pb.FRAME_KIND_CREDIT: pb.Credit,
 }
 _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in _CONTROL_CLASSES.items()}
 

@@ -45,11 +45,6 @@ class Answer:
         self._deltas: list[Delta] = []
 
     @property
-    def num_tokens_left(self) -> int:
-        """How many more it may have."""
-        return self._decider.max_new_tokens - len(self.token_ids)
-
-    @property
     def text(self) -> str:
         """All text of the deltas so far."""
         return "".join(self._parts)

@@ -331,10 +331,12 @@ class Answering:
             generated_ids=received_ids,
             state=state,
             num_draws=num_draws if params.is_greedy else num_draws + len(received_ids),
-            drafts=self._drafts(options.speculation, max_tokens),
+            max_new_tokens=max_tokens,
+            end_token_ids=() if options.ignore_eos else self._limits.eos_token_ids,
+            drafts=self._drafts(options.speculation),
         )
 
-    def _drafts(self, speculation: SpeculationOptions, max_tokens: int) -> blocks_pb2.Drafts | None:
+    def _drafts(self, speculation: SpeculationOptions) -> blocks_pb2.Drafts | None:
         defaults = self._speculation
         source = _DRAFT_SOURCES.get(speculation.mode or defaults.mode)
         if source is None:
@@ -343,7 +345,6 @@ class Answering:
             source=source,
             max_tokens=min(speculation.max_draft_tokens or defaults.max_draft_tokens, defaults.max_draft_tokens),
             is_adaptive=defaults.is_adaptive,
-            num_tokens_left=max_tokens,
         )
 
     async def _begun_answer(self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions) -> Answer:

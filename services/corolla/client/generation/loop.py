@@ -13,20 +13,18 @@ CountDrafts = Callable[[int, int], None]
 
 
 class AnswerReader:
-    """Reads an answer's tokens as the chain chooses them.
+    """Reads an answer's tokens as they come from the chain.
 
     Args:
         started_s: when the request began, by `time.monotonic()`.
     """
 
     def __init__(self, answer: Answer, started_s: float) -> None:
-        self.newest = 0
         self._answer = answer
         self._started_s = started_s
 
     def read(self, token: SampledToken) -> bool:
         """Takes the next token; whether another one is wanted behind it."""
-        self.newest = token.token_id
         self._answer.accept(token, time.monotonic() - self._started_s)
         return self.wants_more
 
@@ -51,7 +49,7 @@ class SharedPrompt:
 
     async def prefill(self, session: ChainSession, new_ids: Sequence[int], reader: AnswerReader) -> None:
         """Processes the prompt in the first session, which waits until the others have forked."""
-        await session.prefill(new_ids, reader)
+        await session.prefill(new_ids, reader, waits=self._num_forks_left > 0)
         self._processed.set()
         if self._num_forks_left > 0:
             await self._forked.wait()
@@ -74,7 +72,7 @@ class SharedPrompt:
 async def generate(
     session: ChainSession, answer: Answer, reader: AnswerReader, prefill: Prefill, count_drafts: CountDrafts
 ) -> AsyncGenerator[Delta, None]:
-    """Generates one answer token by token. While a step's tokens become text, the next step is already under way.
+    """Generates one answer token by token. While tokens become text, the hops are already computing the next ones.
 
     A step may carry draft tokens. Every token is the choice of the session's sampler from the chain's logits, in order
     and with the same random stream; a draft token only decides whether the logits after it are there already. So the
@@ -83,21 +81,10 @@ async def generate(
     """
     await prefill(reader)
     while reader.wants_more:
-        step = asyncio.create_task(_step(session, reader, answer.num_tokens_left, count_drafts))
-        try:
-            await asyncio.sleep(0)  # the step is sent before the text is decoded
-            for delta in answer.deltas():
-                yield delta
-            await step
-        finally:
-            step.cancel()
+        for delta in answer.deltas():
+            yield delta
+        num_drafted, num_taken = await session.decode(reader)
+        if num_drafted:
+            count_drafts(num_drafted, num_taken - 1)
     for delta in answer.deltas():
         yield delta
-
-
-async def _step(session: ChainSession, reader: AnswerReader, num_tokens_left: int, count_drafts: CountDrafts) -> None:
-    # The answer's last token needs no step, so a draft token at it is of no use.
-    draft_tokens = session.draft_tokens[: max(0, min(num_tokens_left - 1, session.max_draft_tokens))]
-    num_taken = await session.decode(reader.newest, draft_tokens, reader)
-    if draft_tokens:
-        count_drafts(len(draft_tokens), num_taken - 1)

@@ -1,0 +1,96 @@
+"""The last hop of a ring: what was chosen goes on as the next step, as far as the client's credit reaches."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from corolla.block_server.hop_session import HopSession
+from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.peers import Peer, PeerTable
+from corolla.block_server.row_sampling import ChosenTokens
+from corolla.block_server.sessions import SessionTable
+from corolla.chassis.errors import HopSessionLost
+from corolla.v1 import blocks_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class RowChoice:
+    """A row that was computed here, its session, and what was chosen for it."""
+
+    row: pb.StepRow
+    session: HopSession[SessionCache]
+    chosen: ChosenTokens
+
+
+class LastHop:
+    """Sends on what goes round from here.
+
+    Args:
+        is_first: takes what goes round over a chain of one hop.
+        relay: sends it to another server, by its address.
+    """
+
+    def __init__(
+        self,
+        sessions: SessionTable[SessionCache],
+        peers: PeerTable,
+        is_first: Callable[[pb.Next], None],
+        relay: Callable[[str, pb.Next], None],
+    ) -> None:
+        self._sessions = sessions
+        self._peers = peers
+        self._is_first = is_first
+        self._relay = relay
+
+    def next_rows(self, choices: Iterable[RowChoice]) -> list[pb.StepRow]:
+        """What the next steps of these sessions begin with; those without credit are held until they have some."""
+        next_rows: list[pb.StepRow] = []
+        for choice in choices:
+            ring, sampled = choice.session.ring, choice.chosen.sampled
+            if ring is None or sampled.is_last or not sampled.tokens:
+                continue
+            row = choice.row
+            newest_id = sampled.tokens[-1].token_id
+            token_ids = [newest_id, *choice.chosen.draft_token_ids[: max(0, ring.max_step_tokens - 1)]]
+            next_row = pb.StepRow(
+                session_id=row.session_id,
+                epoch=row.epoch,
+                position=row.position + row.num_tokens - row.num_result_tokens + len(sampled.tokens),
+                num_tokens=len(token_ids),
+                num_result_tokens=len(token_ids),
+                token_ids=token_ids,
+                client_id=choice.session.request.client_id,
+            )
+            if next_row.position < ring.credit_end:
+                next_rows.append(next_row)
+            else:
+                ring.held_row = next_row
+        return next_rows
+
+    def send_next(self, step: pb.Step, rows: Sequence[pb.StepRow]) -> None:
+        """Tells the first hop that a step of its came round, and what goes on. Nobody waits for a step of a client."""
+        if rows or step.ring.microbatch:
+            self._send(step.blocks.start, step.ring.first_address, pb.Next(microbatch=step.ring.microbatch, rows=rows))
+
+    def on_credit(self, credit: pb.Credit, peer: Peer) -> None:
+        """A session may go round further. What it does not hold any more, its client learns."""
+        session = self._sessions.get(credit.session_id)
+        if session is None:
+            if not self._sessions.has_ended(credit.session_id, credit.epoch):
+                row = pb.StepRow(session_id=credit.session_id, epoch=credit.epoch, position=credit.end)
+                step = pb.Step(client_id=peer.client_id)
+                self._peers.send_faults(step, HopSessionLost("the session is not held here"), [row], peer)
+            return
+        ring = session.ring
+        if (session.request.epoch, session.request.client_id) != (credit.epoch, peer.client_id) or ring is None:
+            return
+        ring.credit_end = max(ring.credit_end, credit.end)
+        held = ring.held_row
+        if held is not None and held.position < ring.credit_end:
+            ring.held_row = None
+            self._send(session.request.blocks.start, ring.first_address, pb.Next(rows=[held]))
+
+    def _send(self, first_block: int, address: str, message: pb.Next) -> None:
+        if first_block == 0:
+            self._is_first(message)
+        else:
+            self._relay(address, message)
