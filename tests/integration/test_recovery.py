@@ -14,7 +14,7 @@ from corolla.block_server.engine import Failures
 from corolla.block_server.hop_session import SessionState
 from corolla.block_server.runner import BatchOutput, RowWork
 from corolla.block_server.service import BlockServer
-from corolla.chain.session import ChainSession
+from corolla.chain.session import ChainSession, TokenReader
 from corolla.chassis.errors import (
     CorollaError,
     HopUnavailable,
@@ -269,10 +269,10 @@ async def test_a_conversation_whose_stream_broke_between_two_steps_goes_on(
     """As while its caller does not read. When the next step is taken, the stream is there again."""
     decode, reached, go_on = ChainSession.decode, asyncio.Event(), asyncio.Event()
 
-    async def decode_later(self: ChainSession, *step: Any) -> int:
+    async def decode_later(self: ChainSession, reader: TokenReader) -> tuple[int, int]:
         reached.set()
         await go_on.wait()
-        return await decode(self, *step)
+        return await decode(self, reader)
 
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected, _ = await undisturbed(swarm)

@@ -199,6 +199,7 @@ class Client:
             prefill_chunk_tokens_during_decode=max(1, scenario.prefill_chunk_tokens // 2),
             step_timeout_s=15.0, lease_ms=round(LEASE_S * 1000),
             max_replayed_tokens=64, merges_replayed_steps=scenario.merges_replayed_steps,
+            max_tokens_ahead=scenario.max_tokens_ahead,
         )  # fmt: skip
         self.sessions = WatchedSessions(routes, self.plane, limits, metrics.count_recovery)
         self.transcripts = Transcripts(control, LEASE_S, TaskGroup())

@@ -1,6 +1,6 @@
 """Mistakes that a change could make, each as a patch of the real code. The simulation must find every one of them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -11,10 +11,10 @@ from corolla.block_server.hop_session import OpenRequest, SessionEvent
 from corolla.block_server.kv.prefixes import PrefixPages
 from corolla.block_server.sessions import SessionTable
 from corolla.chain.history import StepShapes
-from corolla.chain.pending import PendingReplies, RowResult
 from corolla.chain.recovery_plan import HopState
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession
+from corolla.chain.token_stream import RoundTokens, TokenStream
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 
@@ -31,20 +31,14 @@ def _no_fence() -> AbstractContextManager[object]:
     """A client accepts a result of any step of the session, of any epoch and position."""
 
     def make(_right: Callable[..., Any]) -> Callable[..., Any]:
-        def on_result(self: PendingReplies, result: pb.Result, payload: Any) -> None:
-            sampled_rows = list(result.sampled) or [pb.SampledRow()] * len(result.rows)
-            for row, sampled in zip(result.rows, sampled_rows, strict=True):
-                for step in list(self._steps.values()):
-                    asked, future = step.rows.get(row.session_id, (None, None))
-                    if asked is None or future is None or future.done():
-                        continue
-                    if asked.num_result_tokens == row.num_result_tokens:
-                        future.set_result(RowResult(b"", row.num_result_tokens, 0, 0, sampled))
-                        break
+        def push(self: TokenStream, row: pb.StepRow, sampled: pb.SampledRow) -> bool:
+            self._rounds.append(RoundTokens(row.num_result_tokens - 1, sampled))
+            self._arrived.set()
+            return True
 
-        return on_result
+        return push
 
-    return _replaced(PendingReplies, "on_result", make)
+    return _replaced(TokenStream, "push", make)
 
 
 def _stale_epoch() -> AbstractContextManager[object]:
@@ -101,12 +95,12 @@ def _token_twice() -> AbstractContextManager[object]:
     """A step that came back is written into the history twice."""
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        async def decode(self: Any, token_id: int, draft_tokens: Sequence[int], reader: Any) -> int:
-            recovered = self._budget.num_attempts
-            num_taken: int = await right(self, token_id, draft_tokens, reader)
+        async def decode(self: Any, reader: Any) -> tuple[int, int]:
+            recovered, newest_id = self._budget.num_attempts, self._newest_id
+            taken: tuple[int, int] = await right(self, reader)
             if self._budget.num_attempts > recovered:
-                self._history.append([token_id], is_prompt=False)
-            return num_taken
+                self._history.append([newest_id], is_prompt=False)
+            return taken
 
         return decode
 

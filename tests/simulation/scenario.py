@@ -155,6 +155,7 @@ class Scenario:
     max_batch_tokens: int
     prefill_chunk_tokens: int
     merges_replayed_steps: bool
+    max_tokens_ahead: int
     compute_s: tuple[float, ...]
     conversations: tuple[Conversation, ...]
     faults: tuple[Fault, ...]
@@ -238,6 +239,7 @@ def _plain(seed: int) -> Scenario:
         max_batch_tokens=dice.choice((8, 32)),
         prefill_chunk_tokens=dice.choice((3, 5, 8, 16)),
         merges_replayed_steps=dice.random() < 0.7,
+        max_tokens_ahead=dice.choice((1, 2, 4, 32)),
         compute_s=tuple(dice.uniform(0.02, 0.08) for _ in spans),
         conversations=conversations,
         faults=_faults(dice, spans, num_blocks, num_clients, len(conversations)),

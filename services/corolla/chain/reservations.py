@@ -53,6 +53,7 @@ class ChainLimits:
         recovery_patience_s: how long a request waits for a server that was lost, or for one that can replace it.
         max_replayed_tokens: of all recoveries at a time, so that a server's death does not become a stampede.
         merges_replayed_steps: whether tokens that were processed one by one are replayed in chunks.
+        max_tokens_ahead: so far hops go on choosing tokens that nobody has read yet.
     """
 
     prefill_chunk_tokens: int
@@ -63,6 +64,7 @@ class ChainLimits:
     recovery_patience_s: float = 30.0
     max_replayed_tokens: int = 8192
     merges_replayed_steps: bool = True
+    max_tokens_ahead: int = 32
 
 
 @dataclass(frozen=True, slots=True)

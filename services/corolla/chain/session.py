@@ -31,9 +31,6 @@ MIN_CHUNK_TOKENS: Final = 64
 
 _CHUNKS_PER_HOP: Final = 4
 
-_CREDIT_TOKENS: Final = 32
-"""So far may hops run ahead of what was read; half of it has come when they are granted more."""
-
 
 def chunk_tokens(num_tokens: int, num_hops: int, max_tokens: int) -> int:
     """Tokens of each chunk of a prompt of `num_tokens`, at most `max_tokens`; the last chunk may have fewer.
@@ -194,15 +191,14 @@ class ChainSession:
         """The next round's tokens, which the text's last token begins where nothing goes round."""
         if self._tokens is None:
             self._begin(self._row([newest_id], 1))
-        elif self.position + _CREDIT_TOKENS // 2 > self._tokens.credit_end:
-            self._plane.grant(self.chain.hops[-1], self.identity, self._tokens, self.position + _CREDIT_TOKENS)
+        elif self.position + self._limits.max_tokens_ahead // 2 >= self._tokens.credit_end:
+            credit_end = self.position + self._limits.max_tokens_ahead
+            self._plane.grant(self.chain.hops[-1], self.identity, self._tokens, credit_end)
         return await self._next_round()
 
     def _begin(self, row: pb.StepRow, *, waits: bool = False) -> None:
-        end = row.position + row.num_tokens
-        self._tokens = self._plane.begin_ring(
-            self.chain.hops, row, 0 if waits else end + _CREDIT_TOKENS, self._binding.max_step_tokens
-        )
+        credit_end = 0 if waits else row.position + row.num_tokens + self._limits.max_tokens_ahead
+        self._tokens = self._plane.begin_ring(self.chain.hops, row, credit_end, self._binding.max_step_tokens)
 
     async def _next_round(self) -> RoundTokens:
         stream = self._tokens

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.block_server.row_sampling import SamplingRow, SessionSampler, in_parts, sample_rows
+from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, SessionSampler, in_parts, sample_rows
 from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, NonFiniteOutput
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.prompt_lookup import PromptLookup
@@ -26,8 +26,8 @@ from tests.checkpoints import make_tiny_checkpoint
 
 VOCABULARY_SIZE = 30
 PROMPT = (3, 1, 4, 1, 5)
-LOOKUP = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=4, num_tokens_left=1000)
-ADAPTIVE = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=4, is_adaptive=True, num_tokens_left=5000)
+LOOKUP = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=4)
+ADAPTIVE = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=4, is_adaptive=True)
 
 NUM_TOKENS = 4000
 WINDOW = 400
@@ -59,7 +59,7 @@ def sampler_of(record: SamplerRecord) -> SessionSampler:
 
 
 def record_of(params: SamplingParams, **options: Any) -> SamplerRecord:
-    return SamplerRecord(params, params.seed or 0, PROMPT, **options)
+    return SamplerRecord(params, params.seed or 0, PROMPT, max_new_tokens=NUM_TOKENS + 1, **options)
 
 
 def row(hidden: torch.Tensor, params: SamplingParams, draft_ids: Sequence[int] = ()) -> SamplingRow:
@@ -71,14 +71,14 @@ def as_error(failure: Exception) -> CorollaError:
     return failure if isinstance(failure, CorollaError) else InternalError("unexpected")
 
 
-def choose(sampler: SessionSampler, logits: torch.Tensor) -> pb.SampledRow:
+def choose(sampler: SessionSampler, logits: torch.Tensor) -> ChosenTokens:
     """The next token after a step without draft tokens."""
     return sampler.choose(1, (), lambda _index: sampler.sample(logits))
 
 
-def ids_of(sampled: pb.SampledRow | CorollaError) -> list[int]:
-    assert isinstance(sampled, pb.SampledRow)
-    return [token.token_id for token in sampled.tokens]
+def ids_of(chosen: ChosenTokens | CorollaError) -> list[int]:
+    assert isinstance(chosen, ChosenTokens)
+    return [token.token_id for token in chosen.sampled.tokens]
 
 
 @pytest.mark.parametrize("params", PARAMS)
@@ -95,8 +95,8 @@ def test_each_row_gets_what_its_sampler_chooses_alone(edges: Edges, params: Samp
     assert ids_of(drafted) == expected[:3]
     assert ids_of(first) == edges.head(hidden[0]).argmax(-1).tolist()
     assert ids_of(last) == edges.head(hidden[2]).argmax(-1).tolist()
-    assert isinstance(drafted, pb.SampledRow)
-    assert [len(token.top_token_ids) for token in drafted.tokens] == [params.num_logprobs or 0] * 3
+    assert isinstance(drafted, ChosenTokens)
+    assert [len(token.top_token_ids) for token in drafted.sampled.tokens] == [params.num_logprobs or 0] * 3
 
 
 def test_a_row_that_is_not_finite_leaves_the_other_rows_unaffected(edges: Edges) -> None:
@@ -120,10 +120,10 @@ def test_a_sampler_that_is_made_anew_continues_where_the_last_one_stood(
     for length in lengths:
         sampler = sampler_of(record)
         for _ in range(length):
-            sampled = choose(sampler, logits[len(chosen)])
-            assert len(sampled.draft_token_ids) <= LOOKUP.max_tokens
-            chosen.extend(ids_of(sampled))
-            record.accept(chosen[-1:], sampled.state)
+            choice = choose(sampler, logits[len(chosen)])
+            assert len(choice.draft_token_ids) <= LOOKUP.max_tokens
+            chosen.extend(ids_of(choice))
+            record.accept(chosen[-1:], choice.sampled.state)
         if len(chosen) < len(expected):
             choose(sampler, logits[len(chosen)])  # lost on its way
     assert chosen == expected
@@ -137,16 +137,15 @@ def test_a_state_of_which_not_all_tokens_were_taken_does_not_count() -> None:
     record = record_of(params)
     sampler = sampler_of(record)
     # All at once, as when many draft tokens are right; the answer's reader wants three of them.
-    sampled = sampler.choose(20, expected[:19], lambda index: sampler.sample(logits[index]))
-    assert ids_of(sampled) == expected[:20]
-    assert sampled.state
+    choice = sampler.choose(20, expected[:19], lambda index: sampler.sample(logits[index]))
+    assert ids_of(choice) == expected[:20]
+    assert choice.sampled.state
     record.accept(expected[:3])
     assert ids_of(choose(sampler_of(record), logits[3])) == expected[3:4]
 
 
 def test_draft_tokens_stop_before_the_end_of_the_answer() -> None:
-    drafts = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=4, num_tokens_left=7)
-    record = SamplerRecord(SamplingParams(), 0, [1, 2, 3, 1, 2, 3, 1], drafts=drafts)
+    record = SamplerRecord(SamplingParams(), 0, [1, 2, 3, 1, 2, 3, 1], max_new_tokens=7, drafts=LOOKUP)
     sampler = sampler_of(record)
     logits = torch.eye(VOCABULARY_SIZE)
     num_drafted = []
@@ -155,19 +154,53 @@ def test_draft_tokens_stop_before_the_end_of_the_answer() -> None:
     assert num_drafted == [4, 4, 3, 2, 1, 0, 0]
 
 
+@pytest.mark.parametrize(
+    "end_token_ids, max_new_tokens, expected",
+    [((), 5, [3, 1, 4, 1, 5]), ((4,), 9, [3, 1, 4]), ((9,), 4, [3, 1, 4, 1])],
+    ids=["neither", "end token", "limit"],
+)
+@pytest.mark.parametrize("num_choices", [1, 3, 8])
+def test_nothing_is_chosen_behind_the_token_that_ends_an_answer(
+    end_token_ids: Sequence[int], max_new_tokens: int, expected: list[int], num_choices: int
+) -> None:
+    """However many draft tokens of one step are right."""
+    wanted = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    sampler = sampler_of(
+        SamplerRecord(SamplingParams(), 0, PROMPT, max_new_tokens=max_new_tokens, end_token_ids=end_token_ids)
+    )
+    logits = torch.eye(VOCABULARY_SIZE)
+    chosen: list[int] = []
+    is_last = False
+    while not is_last:
+        following = wanted[len(chosen) :]
+        drafts = following[: num_choices - 1]
+        choice = sampler.choose(num_choices, drafts, lambda index, ids=following: sampler.sample(logits[ids[index]]))
+        chosen.extend(ids_of(choice))
+        is_last = choice.sampled.is_last
+    assert chosen == expected
+    assert not choice.draft_token_ids
+
+
+def test_an_answer_that_goes_on_elsewhere_has_as_many_tokens_left() -> None:
+    record = SamplerRecord(SamplingParams(), 0, PROMPT, generated_ids=[1, 2], max_new_tokens=4)
+    record.accept([3])
+    choice = choose(sampler_of(record), torch.eye(VOCABULARY_SIZE)[5])
+    assert choice.sampled.is_last
+
+
 def test_a_drafter_that_fails_does_not_fail_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: PromptLookup, num_tokens: int) -> list[int]:
         raise MemoryError
 
-    record = SamplerRecord(SamplingParams(), 0, [1, 2, 3, 1, 2, 3, 1], drafts=LOOKUP)
+    record = SamplerRecord(SamplingParams(), 0, [1, 2, 3, 1, 2, 3, 1], max_new_tokens=100, drafts=LOOKUP)
     sampler = sampler_of(record)
     logits = torch.eye(VOCABULARY_SIZE)
     assert len(choose(sampler, logits[2]).draft_token_ids) > 0
     with monkeypatch.context() as patch:
         patch.setattr(PromptLookup, "draft", fail)
         assert ids_of(choose(sampler, logits[3])) == [3]
-    sampled = choose(sampler, logits[1])
-    assert (ids_of(sampled), list(sampled.draft_token_ids)) == ([1], [])
+    choice = choose(sampler, logits[1])
+    assert (ids_of(choice), list(choice.draft_token_ids)) == ([1], [])
 
 
 def test_many_rows_of_a_large_vocabulary_come_in_parts(edges: Edges) -> None:

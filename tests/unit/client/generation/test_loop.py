@@ -29,29 +29,24 @@ NUM_TRIES = 8
 
 
 class NoChain:
-    """A session whose steps take no time. It drafts `num_drafted` tokens, and the first one is always right."""
-
-    max_draft_tokens = 8
+    """A session whose rounds take no time. Of `num_drafted` draft tokens in each, the first one is always right."""
 
     def __init__(self, num_drafted: int) -> None:
         self._dice = random.Random(1)
         self._num_drafted = num_drafted
-        self.draft_tokens: Sequence[int] = ()
-        self.num_asked_drafts: list[int] = []
 
     async def prefill(self, token_ids: Sequence[int], reader: TokenReader) -> None:
         self._choose(reader)
 
-    async def decode(self, token_id: int, draft_tokens: Sequence[int], reader: TokenReader) -> int:
-        self.num_asked_drafts.append(len(draft_tokens))
-        if draft_tokens and not reader.read(SampledToken(draft_tokens[0])):
-            return 1
-        return self._choose(reader) + bool(draft_tokens)
+    async def decode(self, reader: TokenReader) -> tuple[int, int]:
+        num_taken = 1
+        if self._choose(reader) and self._num_drafted:
+            self._choose(reader)
+            num_taken += 1
+        return self._num_drafted, num_taken
 
-    def _choose(self, reader: TokenReader) -> int:
-        reader.read(SampledToken(self._dice.randrange(4, VOCABULARY_SIZE), -1.0, ((5, -1.0), (6, -2.0))))
-        self.draft_tokens = [self._dice.randrange(4, VOCABULARY_SIZE) for _ in range(self._num_drafted)]
-        return 1
+    def _choose(self, reader: TokenReader) -> bool:
+        return reader.read(SampledToken(self._dice.randrange(4, VOCABULARY_SIZE), -1.0, ((5, -1.0), (6, -2.0))))
 
 
 async def token_seconds(stop: Sequence[str], session: NoChain, counts: list[tuple[int, int]]) -> list[float]:
@@ -67,13 +62,11 @@ async def token_seconds(stop: Sequence[str], session: NoChain, counts: list[tupl
     return [later - earlier for earlier, later in itertools.pairwise(stamps)]
 
 
-async def test_draft_tokens_go_with_the_next_step_as_far_as_the_answer_has_room() -> None:
+async def test_draft_tokens_are_counted_and_those_that_were_right() -> None:
     counts: list[tuple[int, int]] = []
-    session = NoChain(3)
-    await token_seconds((), session, counts)
-    # Each step gives two tokens. The answer has 4000, and nothing is drafted for its last one.
-    assert session.num_asked_drafts == [3] * 1998 + [2, 0]
-    assert counts == [(3, 1)] * 1998 + [(2, 1)]
+    await token_seconds((), NoChain(3), counts)
+    # The first token comes with the prompt, two with each round, and no more than the answer has room for.
+    assert counts == [(3, 1)] * 1999 + [(3, 0)]
 
 
 @pytest.mark.parametrize("num_drafted", [0, 3], ids=["plain", "draft tokens"])
