@@ -1,14 +1,16 @@
 """Mistakes that a change could make, each as a patch of the real code. The simulation must find every one of them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 from unittest.mock import patch
 
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.hop_session import OpenRequest, SessionEvent
+from corolla.block_server.hop_session import HopSession, OpenRequest, SessionEvent
 from corolla.block_server.kv.prefixes import PrefixPages
+from corolla.block_server.ring.first_hop import FirstHop
+from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.sessions import SessionTable
 from corolla.chain.history import StepShapes
 from corolla.chain.recovery_plan import HopState
@@ -51,12 +53,60 @@ def _stale_epoch() -> AbstractContextManager[object]:
 
         return for_step
 
-    return _replaced(SessionTable, "for_step", make)
+    @contextmanager
+    def both() -> Iterator[None]:
+        with (
+            _replaced(SessionTable, "for_step", make),
+            _replaced(SessionTable, "has_ended", lambda _right: lambda self, session_id, epoch: False),
+        ):
+            yield
+
+    return both()
 
 
 def _step_again() -> AbstractContextManager[object]:
     """A hop computes a step as often as it comes."""
     return _replaced(SessionTable, "note_step", lambda _right: lambda self, *_step: True)
+
+
+def _round_again() -> AbstractContextManager[object]:
+    """A token goes round as often as it comes."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def note_ring_step(self: HopSession[Any], epoch: int, client_id: bytes, position: int) -> bool:
+            right(self, epoch, client_id, position)
+            self.newest_ring_position = -1
+            return True
+
+        return note_ring_step
+
+    return _replaced(HopSession, "note_ring_step", make)
+
+
+def _credit_forgotten() -> AbstractContextManager[object]:
+    """The last hop does not take in what a client grants."""
+    return _replaced(LastHop, "on_credit", lambda _right: lambda self, credit, peer: None)
+
+
+def _place_forgotten() -> AbstractContextManager[object]:
+    """A microbatch whose sessions are gone keeps its place."""
+    return _replaced(FirstHop, "settle", lambda _right: lambda self: None)
+
+
+def _first_hop_of_before() -> AbstractContextManager[object]:
+    """A session that is opened anew goes round to the first hop that it had before."""
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        addresses: dict[bytes, str] = {}
+
+        def send_next(self: LastHop, step: pb.Step, rows: Sequence[pb.StepRow]) -> None:
+            for row in rows:
+                step.ring.first_address = addresses.setdefault(row.session_id, step.ring.first_address)
+            right(self, step, rows)
+
+        return send_next
+
+    return _replaced(LastHop, "send_next", make)
 
 
 def _position_zero() -> AbstractContextManager[object]:
@@ -217,6 +267,10 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "no fence": _no_fence,
     "stale epoch": _stale_epoch,
     "step again": _step_again,
+    "round again": _round_again,
+    "credit forgotten": _credit_forgotten,
+    "place forgotten": _place_forgotten,
+    "first hop of before": _first_hop_of_before,
     "position zero": _position_zero,
     "not closed": _not_closed,
     "pages not freed": _pages_not_freed,

@@ -5,6 +5,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, SessionSampler, in_parts, sample_rows
 from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, NonFiniteOutput
-from corolla.decoding.parameters import SamplingParams
+from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.prompt_lookup import PromptLookup
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.decoding.sampling import Sampler
@@ -154,6 +155,10 @@ def test_draft_tokens_stop_before_the_end_of_the_answer() -> None:
     assert num_drafted == [4, 4, 3, 2, 1, 0, 0]
 
 
+def sampled_from(sampler: SessionSampler, logits: torch.Tensor, index: int) -> SampledToken:
+    return sampler.sample(logits[index])
+
+
 @pytest.mark.parametrize(
     "end_token_ids, max_new_tokens, expected",
     [((), 5, [3, 1, 4, 1, 5]), ((4,), 9, [3, 1, 4]), ((9,), 4, [3, 1, 4, 1])],
@@ -174,7 +179,7 @@ def test_nothing_is_chosen_behind_the_token_that_ends_an_answer(
     while not is_last:
         following = wanted[len(chosen) :]
         drafts = following[: num_choices - 1]
-        choice = sampler.choose(num_choices, drafts, lambda index, ids=following: sampler.sample(logits[ids[index]]))
+        choice = sampler.choose(num_choices, drafts, partial(sampled_from, sampler, logits[following]))
         chosen.extend(ids_of(choice))
         is_last = choice.sampled.is_last
     assert chosen == expected

@@ -1,0 +1,232 @@
+"""First and last hop of a ring: what goes on, what waits, what comes too late. Sessions are real, nothing computes."""
+
+from collections.abc import Sequence
+
+import pytest
+from google.protobuf.message import Message
+
+from corolla.block_server.hop_session import HopSession, OpenRequest, RingPlace
+from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.kv.session_pages import SessionPages
+from corolla.block_server.kv.tables import GroupRule
+from corolla.block_server.peers import Peer, PeerTable
+from corolla.block_server.ring.first_hop import FirstHop
+from corolla.block_server.ring.last_hop import LastHop, RowChoice
+from corolla.block_server.row_sampling import ChosenTokens
+from corolla.block_server.sessions import SessionTable
+from corolla.chassis.errors import CorollaError, HopSessionLost, QueueFull
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+from corolla.wire.frames import Buffer
+from corolla.wire.span import Span
+from tests.unread_stream import UnreadStream
+
+SPAN = Span(0, 2)
+ROUTE = (common_pb2.Hop(address="b:1", span=common_pb2.BlockSpan(start=2, end=4)),)
+CLIENT = b"c" * 16
+
+
+class Ring:
+    """A first hop whose steps are only noted, over a table of real sessions."""
+
+    def __init__(self) -> None:
+        pool = PagePool(num_pages=100, page_tokens=4)
+        self.sessions: SessionTable[SessionPages] = SessionTable(pool, lambda: SessionPages(pool, [GroupRule()]))
+        self.steps: list[pb.Step] = []
+        self.faults: list[tuple[str, list[bytes]]] = []
+        self.is_full = False
+        self.first_hop = FirstHop(self.sessions, self._submit, self._fault)  # type: ignore[arg-type]
+        self.relayed: list[tuple[str, pb.Next]] = []
+        self.peers = PeerTable()
+        self.last_hop = LastHop(
+            self.sessions,  # type: ignore[arg-type]
+            self.peers,
+            self.first_hop.on_next,
+            lambda address, message: self.relayed.append((address, message)),
+        )
+
+    def open(self, name: bytes, epoch: int = 1, credit_end: int = 100, blocks: Span = SPAN) -> HopSession[SessionPages]:
+        request = OpenRequest(
+            session_id=name * 16, epoch=epoch, tenant="t", client_id=CLIENT, resume=True, max_tokens=12, blocks=blocks,
+            lease_s=10.0, transient=True,
+        )  # fmt: skip
+        session = self.sessions.open(request, 0.0)
+        session.ring = RingPlace("a:1", ROUTE, 8, credit_end)
+        return session
+
+    def come_round(self, microbatch: int, *names: bytes, position: int = 5, epoch: int = 1) -> None:
+        rows = [
+            pb.StepRow(session_id=name * 16, epoch=epoch, position=position, num_tokens=1, client_id=CLIENT)
+            for name in names
+        ]
+        self.first_hop.on_next(pb.Next(microbatch=microbatch, rows=rows))
+
+    @property
+    def sent(self) -> list[tuple[int, bytes]]:
+        """Number and sessions of each microbatch."""
+        return [(step.ring.microbatch, b"".join(row.session_id[:1] for row in step.rows)) for step in self.steps]
+
+    def _submit(self, step: pb.Step) -> None:
+        if self.is_full:
+            raise QueueFull("full")
+        self.steps.append(step)
+
+    def _fault(self, step: pb.Step | pb.Next, error: CorollaError, rows: Sequence[pb.StepRow]) -> None:
+        self.faults.append((error.reason, [row.session_id[:1] for row in rows]))
+
+
+def test_as_many_microbatches_are_under_way_as_hops_and_rows_wait_for_one_of_them() -> None:
+    ring = Ring()
+    for name in (b"1", b"2", b"3", b"4"):
+        ring.open(name)
+        ring.come_round(0, name)
+    assert ring.sent == [(1, b"1"), (2, b"2")]
+    assert ring.first_hop.num_waiting == 2
+    ring.come_round(1, b"1", position=6)
+    assert ring.sent[2:] == [(3, b"34")]
+    ring.come_round(2, b"2", position=6)
+    assert ring.sent[3:] == [(4, b"12")]
+    step = ring.steps[-1]
+    assert (step.route[0], step.samples, step.client_id) == (ROUTE[0], True, b"")
+    assert [row.client_id for row in step.rows] == [CLIENT] * 2
+
+
+def test_what_comes_round_twice_or_late_begins_nothing() -> None:
+    ring = Ring()
+    session = ring.open(b"1", epoch=2)
+    session.newest_ring_position = 5
+    ring.come_round(0, b"1", epoch=2, position=5)
+    ring.come_round(0, b"1", epoch=1, position=9)
+    assert (ring.steps, ring.faults) == ([], [])
+    ring.come_round(0, b"1", epoch=2, position=6)
+    assert ring.sent == [(1, b"1")]
+
+
+def test_the_client_of_a_session_that_is_lost_learns_of_it_and_that_of_an_ended_one_does_not() -> None:
+    ring = Ring()
+    ring.open(b"1")
+    ring.sessions.end(b"1" * 16, 1)
+    ring.open(b"2")
+    ring.sessions.truncate(b"2" * 16, 1, 0, idle=True)
+    ring.come_round(0, b"1", b"2", b"3")
+    assert ring.faults == [(HopSessionLost.reason, [b"3"])]
+    assert not ring.steps
+
+
+def test_a_microbatch_whose_sessions_are_gone_gives_its_place_back() -> None:
+    ring = Ring()
+    for name in (b"1", b"2", b"3"):
+        ring.open(name)
+        ring.come_round(0, name)
+    assert ring.sent == [(1, b"1"), (2, b"2")]
+    ring.sessions.end(b"1" * 16, 1)
+    ring.first_hop.settle()
+    assert ring.sent[2:] == [(3, b"3")]
+    # Opened anew: what is under way of the epoch before does not come round any more.
+    ring.open(b"2", epoch=2)
+    ring.open(b"4")
+    ring.come_round(0, b"4")
+    assert ring.first_hop.num_waiting == 1
+    ring.first_hop.settle()
+    assert ring.sent[3:] == [(4, b"4")]
+    for name in (b"2", b"3", b"4"):
+        ring.sessions.end(name * 16, 2)
+    ring.first_hop.settle()
+    assert ring.first_hop.num_waiting == 0
+
+
+def test_a_microbatch_that_cannot_be_queued_fails_its_rows_and_keeps_no_place() -> None:
+    ring = Ring()
+    ring.open(b"1")
+    ring.is_full = True
+    for position in (5, 6, 7):
+        ring.come_round(0, b"1", position=position)
+    assert ring.faults == [(QueueFull.reason, [b"1"])] * 3
+    ring.is_full = False
+    ring.come_round(0, b"1", position=8)
+    assert [names for _, names in ring.sent] == [b"1"]
+
+
+def choice(session: HopSession[SessionPages], row: pb.StepRow, *token_ids: int, drafts: Sequence[int] = (),
+           is_last: bool = False) -> RowChoice:  # fmt: skip
+    tokens = [pb.SampledToken(token_id=token_id) for token_id in token_ids]
+    sampled = pb.SampledRow(tokens=tokens, is_last=is_last)
+    return RowChoice(row, session, ChosenTokens(sampled, drafts))  # type: ignore[arg-type]
+
+
+def row_of(session: HopSession[SessionPages], position: int, num_tokens: int, num_result_tokens: int) -> pb.StepRow:
+    request = session.request
+    return pb.StepRow(session_id=request.session_id, epoch=request.epoch, position=position, num_tokens=num_tokens,
+                      num_result_tokens=num_result_tokens)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_result_tokens, token_ids, position",
+    [(1, 1, [7], 6), (4, 1, [7], 9), (4, 4, [1, 2, 7], 8)],
+    ids=["one token", "end of a prompt", "draft tokens"],
+)
+def test_the_next_step_begins_with_the_newest_token_behind_those_that_hops_hold(
+    num_tokens: int, num_result_tokens: int, token_ids: list[int], position: int
+) -> None:
+    ring = Ring()
+    session = ring.open(b"1")
+    row = row_of(session, 5, num_tokens, num_result_tokens)
+    (next_row,) = ring.last_hop.next_rows([choice(session, row, *token_ids, drafts=range(20))])
+    assert (next_row.position, next_row.token_ids[0], next_row.client_id) == (position, 7, CLIENT)
+    # As many draft tokens as a step has room for.
+    assert next_row.token_ids[1:] == list(range(7))
+    assert next_row.num_tokens == next_row.num_result_tokens == 8
+
+
+def test_an_answer_that_ended_does_not_go_on() -> None:
+    ring = Ring()
+    session = ring.open(b"1")
+    row = row_of(session, 5, 1, 1)
+    assert ring.last_hop.next_rows([choice(session, row, 7, is_last=True), choice(session, row)]) == []
+    # A first hop has to know of each of its microbatches that it came round; a client's step is none of them.
+    step = pb.Step(blocks=common_pb2.BlockSpan(start=2, end=4), ring=pb.Ring(first_address="a:1"))
+    ring.last_hop.send_next(step, [])
+    assert ring.relayed == []
+    step.ring.microbatch = 3
+    ring.last_hop.send_next(step, [])
+    assert ring.relayed == [("a:1", pb.Next(microbatch=3))]
+
+
+@pytest.mark.parametrize("blocks", [Span(2, 4), Span(0, 4)], ids=["several hops", "one hop"])
+def test_a_session_without_credit_waits_until_it_has_some(blocks: Span) -> None:
+    ring = Ring()
+    session = ring.open(b"1", credit_end=6, blocks=blocks)
+    peer = Peer(CLIENT, UnreadStream())
+    assert ring.last_hop.next_rows([choice(session, row_of(session, 5, 1, 1), 7)]) == []
+    for epoch, end in ((1, 6), (2, 100), (1, 3)):
+        ring.last_hop.on_credit(pb.Credit(session_id=b"1" * 16, epoch=epoch, end=end), peer)
+    assert (ring.relayed, ring.steps) == ([], [])
+    for _ in range(2):
+        ring.last_hop.on_credit(pb.Credit(session_id=b"1" * 16, epoch=1, end=7), peer)
+    rows = [row for _, message in ring.relayed for row in message.rows] + [
+        row for step in ring.steps for row in step.rows
+    ]
+    assert [(row.position, list(row.token_ids)) for row in rows] == [(6, [7])]
+    # It has used that up.
+    assert ring.last_hop.next_rows([choice(session, row_of(session, 6, 1, 1), 8)]) == []
+
+
+def test_a_client_that_grants_credit_to_a_lost_session_learns_of_it() -> None:
+    ring = Ring()
+
+    frames: list[Message] = []
+
+    class Sent(UnreadStream):
+        def send(self, control: Message, payload: Buffer = b"") -> None:
+            frames.append(control)
+
+    peer = Peer(CLIENT, Sent())
+    ring.peers.add(peer)
+    ring.open(b"2")
+    ring.sessions.end(b"2" * 16, 1)
+    for name in (b"1", b"2"):
+        ring.last_hop.on_credit(pb.Credit(session_id=name * 16, epoch=1, end=7), peer)
+    (fault,) = frames
+    assert isinstance(fault, pb.Fault)
+    assert [row.session_id[:1] for row in fault.rows] == [b"1"]
+    assert fault.reason == HopSessionLost.reason
