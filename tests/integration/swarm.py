@@ -33,6 +33,8 @@ _HERE: dict[str, Any] = {"host": "127.0.0.1", "metrics_host": "127.0.0.1", "metr
 _ONE_THREAD: dict[str, Any] = {"threads": 1}
 # A tiny model has nothing to gain by better kernels.
 _UNTUNED: dict[str, Any] = {"tuning_budget_s": 0.0}
+# Servers of one process share its event loop, and tests hold up what one computes.
+_IN_A_THREAD: dict[str, Any] = {"max_inline_ms": 0.0}
 _NUM_DATABASES = 16
 
 
@@ -170,6 +172,7 @@ class Swarm:
             **_HERE,
             **_ONE_THREAD,
             **_UNTUNED,
+            **_IN_A_THREAD,
             **self._server_settings,
         }
         given |= settings_of_this

@@ -1,7 +1,8 @@
 """The loop: take what is ready, compute it, send it on.
 
-Session state changes only between iterations, on the event loop; torch runs only within one, in a thread of its own.
-Copies of keys and values have that thread between iterations.
+Session state changes only between iterations, on the event loop; torch runs only within one. Short decode steps are
+computed on the event loop itself, so that a step changes threads nowhere on its way; all else has a thread of its own,
+copies of keys and values between iterations too.
 """
 
 import asyncio
@@ -73,6 +74,7 @@ class Engine:
         clock: in seconds; of leases and of the durations of iterations.
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
+        max_inline_s: decode steps that take less are computed on the event loop, which answers nobody meanwhile.
 
     Attributes:
         first_hop, last_hop: of what goes round from here, and to here.
@@ -91,9 +93,11 @@ class Engine:
         *,
         fail: Callable[[], None],
         edges: Edges | None = None,
+        max_inline_s: float = 0.0,
     ) -> None:
         self.clock = clock
         self.failures = Failures(fail)
+        self._max_inline_s = max_inline_s
         self._computation = Computation(runner, edges, clock)
         self._scheduler = scheduler
         self._sessions = sessions
@@ -111,6 +115,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self.decode_step_seconds = 0.0
+        self._iteration_s = 0.0
         self.decode_speed = DecodeSpeed()
 
     def submit(self, queued: QueuedStep[StepWork]) -> None:
@@ -275,7 +280,11 @@ class Engine:
     async def _iterate(self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted]) -> None:
         started_s = self.clock()
         failpoints.passed("before_forward")
-        computed = await self._in_compute_thread(lambda: self._computation.compute(admitted, steps[0].blocks))
+        is_inline = _is_plain_decode(steps) and 0 < self._iteration_s < self._max_inline_s
+        if is_inline:
+            computed = self._computation.compute(admitted, steps[0].blocks)
+        else:
+            computed = await self._in_compute_thread(lambda: self._computation.compute(admitted, steps[0].blocks))
         failpoints.passed("after_forward")
         seconds = self.clock() - started_s
         # Outputs leave before anything is observed: other hops wait for them.
@@ -289,6 +298,8 @@ class Engine:
         self.failures.succeeded()
         if not computed.has_raised:
             self._observe(steps, admitted, seconds, computed)
+        if is_inline:
+            await asyncio.sleep(0)  # the sockets have their turn
 
     async def _try_out(self) -> None:
         """After an iteration without any output: warms up once more, to see whether the rows are to blame."""
@@ -313,7 +324,8 @@ class Engine:
         is_decode = all(step.is_decode for step in steps)
         kind = "decode" if is_decode else "prefill"
         num_rows = sum(len(batch.rows) for batch in admitted)
-        if is_decode and all(step.num_tokens == len(step.session_ids) for step in steps):
+        if _is_plain_decode(steps):
+            self._iteration_s += (0.1 if self._iteration_s else 1.0) * (seconds - self._iteration_s)
             # What the planner reckons with is the blocks' time: every chain has the edges once.
             block_seconds = seconds - computed.edge_seconds
             self.decode_step_seconds += 0.1 * (block_seconds - self.decode_step_seconds)
@@ -328,3 +340,8 @@ class Engine:
                 tokens["decode" if row.num_tokens == 1 else "prefill"] += row.num_tokens
         for kind, num_tokens in tokens.items():
             self._metrics.tokens.labels(kind).inc(num_tokens)
+
+
+def _is_plain_decode(steps: Sequence[QueuedStep[StepWork]]) -> bool:
+    """Whether each row is one next token."""
+    return all(step.is_decode and step.num_tokens == len(step.session_ids) for step in steps)

@@ -205,7 +205,7 @@ class BlockServer:
         self._relay = Relay(fingerprint, self._peers, self._connect)
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
-            fail=self._fail, edges=edges,
+            fail=self._fail, edges=edges, max_inline_s=settings.max_inline_ms / 1000,
         )  # fmt: skip
         await asyncio.to_thread(engine.warm_up)
         engine.decode_speed.observe(await asyncio.to_thread(measure_decode_step, runner), len(span))

@@ -93,6 +93,13 @@ class BlockServerSettings(ServiceSettings):
         description="Prompt tokens of one iteration while others decode here: fewer keep answers flowing evenly, more "
         "process prompts sooner. Fast GPUs want more.",
     )
+    max_inline_ms: float = Field(
+        10.0,
+        ge=0,
+        le=1000,
+        description="Decode steps that take less are computed where the sockets are served, so that no step changes "
+        "threads; control frames wait meanwhile. 0: none.",
+    )
     max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")
     max_queued_steps: int = Field(1024, ge=1, description="Steps that may wait; further ones are refused.")
     admin_host: str = Field("127.0.0.1", description="Address that AdminService is served on.")
