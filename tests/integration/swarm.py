@@ -102,7 +102,7 @@ class Swarm:
         # All run in this process: one that is held up must not take a Redis that lives for one that does not.
         patience: dict[str, Any] = {} if self._own_redis else {"redis_timeout_ms": 5000}
         settings = RouterSettings(
-            port=0, redis_url=SecretStr(self.redis_url), **{**_HERE, **patience, **self._router_settings}
+            redis_url=SecretStr(self.redis_url), **{"port": 0, **_HERE, **patience, **self._router_settings}
         )
         self.router = RouterProcess(settings)
         await self.router.start()

@@ -18,6 +18,7 @@ import pytest
 from redis.asyncio import Redis
 
 from corolla.chassis.errors import CorollaError
+from corolla.local.ports import Ports
 from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
@@ -130,10 +131,11 @@ FAULTS: dict[str, Fault] = {
 
 @asynccontextmanager
 async def swarm_with_router_of_its_own(folder: Path, model: Path) -> AsyncIterator[Swarm]:
-    async with Swarm(folder, model, ["0:2", "2:5"], router=ROUTER, own_redis=True) as swarm:
-        settings = swarm.router.settings.model_copy(update={"port": swarm.router.port})
+    # Of a port that it got from the system, others might have made a connection when it comes back.
+    router = {**ROUTER, "port": Ports().free()}
+    async with Swarm(folder, model, ["0:2", "2:5"], router=router, own_redis=True) as swarm:
         await swarm.router.stop()
-        child = RouterChild(settings, swarm.redis_url)
+        child = RouterChild(swarm.router.settings, swarm.redis_url)
         swarm.router = child  # type: ignore[assignment]
         await child.start()
         await until(lambda: is_placed(swarm))

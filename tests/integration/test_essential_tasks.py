@@ -5,6 +5,7 @@ import os
 import queue
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +19,7 @@ from corolla.chassis.failpoints import VARIABLE
 from corolla.chassis.lifecycle import EXIT_FAILED
 from corolla.local.events import StackEvent
 from corolla.local.options import StackOptions
-from corolla.local.ports import Ports
+from corolla.local.ports import Ports, is_free
 from corolla.local.stack import Stack
 from tests.checkpoints import make_tiny_checkpoint
 
@@ -41,15 +42,17 @@ def test_a_router_whose_placement_statistics_fail_reports_it_and_ends(redis_url:
     }  # fmt: skip
     router = subprocess.Popen([sys.executable, "-m", "corolla.router"], env=environment, stderr=subprocess.PIPE)
     try:
+        # A channel that failed to connect waits ever longer; by then the router might have come and gone.
+        while is_free(port):
+            assert router.poll() is None
+            time.sleep(0.02)
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             watch = channel.unary_stream(
                 "/grpc.health.v1.Health/Watch",
                 health_pb2.HealthCheckRequest.SerializeToString,
                 health_pb2.HealthCheckResponse.FromString,
             )
-            statuses = [
-                each.status for each in until_broken(watch(health_pb2.HealthCheckRequest(), wait_for_ready=True))
-            ]
+            statuses = [each.status for each in until_broken(watch(health_pb2.HealthCheckRequest(), timeout=60))]
         assert statuses[-2:] == [SERVING, NOT_SERVING]
         _, log = router.communicate(timeout=30)
         assert router.returncode == EXIT_FAILED
