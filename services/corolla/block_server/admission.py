@@ -83,7 +83,7 @@ class Admission:
     def _goes_round(self, row: pb.StepRow, client_id: bytes) -> bool:
         """Whether a row of a ring comes for the first time, of a session that its client has not ended."""
         is_new = self._sessions.note_ring_step(row.session_id, row.epoch, client_id, row.position)
-        return is_new and not self._sessions.has_ended(row.session_id, row.epoch)
+        return is_new and not self._sessions.has_ended(row.session_id, row.epoch, client_id)
 
     def _admit_row(
         self,

@@ -13,7 +13,7 @@ from corolla.block_server.relay import Relay
 from corolla.block_server.ring.last_hop import LastHop, RowChoice
 from corolla.block_server.row_sampling import ChosenTokens
 from corolla.chassis import failpoints
-from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput
+from corolla.chassis.errors import CorollaError, HopSessionLost, NonFiniteOutput
 from corolla.chassis.handlers import where
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
@@ -69,6 +69,7 @@ class Delivery:
             for error, failed_rows in failed.values():
                 self.fault(batch.work.step, error, failed_rows, batch.work.sender)
             if not rows:
+                self._last_hop.give_up(batch.work.step)
                 continue
             failpoints.passed("before_send")
             try:
@@ -80,6 +81,7 @@ class Delivery:
                 # An output is brought here from its device only now, and that may fail.
                 log.error("output not sent", extra={"where": where(failure)})
                 self.fault(batch.work.step, error_of(failure), rows, batch.work.sender)
+                self._last_hop.give_up(batch.work.step)
                 num_undelivered += len(rows)
             failpoints.passed("after_send")
         return num_undelivered
@@ -96,15 +98,14 @@ class Delivery:
         self._peers.send_faults(step, error, rows, sender)
 
     def _send_tokens(self, work: StepWork, chosen: list[RowChoice]) -> None:
-        """What was chosen, to the clients; and what the next steps begin with, to the first hop."""
+        """What the next steps begin with, to the first hop, which waits for it; what was chosen, to the clients."""
         step = work.step
         sampled = {id(each.row): each.chosen.sampled for each in chosen}
-        next_rows = self._last_hop.next_rows(chosen) if step.HasField("ring") else []
+        if step.HasField("ring"):
+            self._last_hop.send_next(step, self._last_hop.next_rows(chosen))
         for client_id, rows in rows_by_client(step, [each.row for each in chosen]).items():
             result = pb.Result(step_id=step.step_id, rows=rows, sampled=[sampled[id(row)] for row in rows])
             self._answer(work, client_id, result)
-        if step.HasField("ring"):
-            self._last_hop.send_next(step, next_rows)
 
     def _send_on(self, work: StepWork, rows: list[pb.StepRow], parts: list[torch.Tensor], kept: set[bytes]) -> None:
         step = work.step
@@ -138,7 +139,7 @@ class Delivery:
         if peer is not None:
             peer.send(result, payload)
         elif work.sender is not None:
-            error = InternalError("the last hop has no stream from the client")
+            error = HopSessionLost("the last hop has no stream from the client")
             work.sender.send(step_fault(work.step, error, result.rows, client_id))
 
     def _keep(self, rows: list[pb.StepRow], payload: Buffer, kept: set[bytes]) -> None:

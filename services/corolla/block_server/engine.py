@@ -10,7 +10,7 @@ import logging
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
@@ -104,8 +104,9 @@ class Engine:
         self._outputs = outputs
         self._relay = relay
         self._metrics = metrics
-        self.first_hop = FirstHop(sessions, self._submit_microbatch, self._fault)
+        self.first_hop = FirstHop(sessions, self._submit_microbatch, self._fault, clock)
         self.last_hop = LastHop(sessions, peers, self.first_hop.on_next, relay.send)
+        relay.on_lost = self.last_hop.give_up
         self._delivery = Delivery(outputs, peers, relay, self.last_hop, metrics)
         self._admission = Admission(sessions, outputs, self._delivery.fault, clock)
         self._commands: deque[tuple[Callable[[], None], int | None]] = deque()
@@ -115,7 +116,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self.decode_step_seconds = 0.0
-        self._iteration_s = 0.0
+        self._row_s = 0.0
         self.decode_speed = DecodeSpeed()
 
     def submit(self, queued: QueuedStep[StepWork]) -> None:
@@ -128,9 +129,11 @@ class Engine:
         for row in step.rows:
             tenant_tokens[self._sessions.tenant_of(row.session_id)] += row.num_tokens
         session_ids = frozenset(row.session_id for row in step.rows)
-        self.submit(QueuedStep(session_ids, tenant_tokens, True, Span.of(step.blocks), StepWork(step, b"", None)))
+        queued = QueuedStep(session_ids, tenant_tokens, True, Span.of(step.blocks), StepWork(step, b"", None))
+        self._scheduler.add(queued, is_bounded=False)
+        self._wake.set()
 
-    def _fault(self, step: pb.Step | pb.Next, error: CorollaError, rows: Sequence[pb.StepRow]) -> None:
+    def _fault(self, step: pb.Next, error: CorollaError, rows: Sequence[pb.StepRow]) -> None:
         self._delivery.fault(step, error, rows)
 
     def between_iterations(self, command: Callable[[], None], *, max_released_pages: int | None = None) -> None:
@@ -230,9 +233,17 @@ class Engine:
                 steps = self._scheduler.next_batch()
                 if not steps and not self._copies and not await self._read_ahead():
                     break
-                admitted = [batch for step in steps if (batch := self._admission.admit(step)).rows]
+                admitted = list(self._admitted(steps))
                 if admitted:
                     await self._iterate(steps, admitted)
+
+    def _admitted(self, steps: Sequence[QueuedStep[StepWork]]) -> Iterator[Admitted]:
+        for step in steps:
+            admitted = self._admission.admit(step)
+            if admitted.rows:
+                yield admitted
+            else:
+                self.last_hop.give_up(step.item.step)
 
     def close(self) -> None:
         self._compute_thread.shutdown(wait=True, cancel_futures=True)
@@ -267,6 +278,8 @@ class Engine:
         return False
 
     def _run_commands(self) -> None:
+        if self._commands:
+            self._commands.append((self.first_hop.settle, 0))
         while self._commands:
             command, _ = self._commands.popleft()
             try:
@@ -274,13 +287,11 @@ class Engine:
             except Exception as failure:
                 # One bad command must not end the loop on which every session depends.
                 log.error("command failed", extra={"where": where(failure)})
-            if not self._commands:
-                self.first_hop.settle()
 
     async def _iterate(self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted]) -> None:
         started_s = self.clock()
         failpoints.passed("before_forward")
-        is_inline = _is_plain_decode(steps) and 0 < self._iteration_s < self._max_inline_s
+        is_inline = self._is_short(steps, admitted)
         if is_inline:
             computed = self._computation.compute(admitted, steps[0].blocks)
         else:
@@ -300,6 +311,13 @@ class Engine:
             self._observe(steps, admitted, seconds, computed)
         if is_inline:
             await asyncio.sleep(0)  # the sockets have their turn
+
+    def _is_short(self, steps: Sequence[QueuedStep[StepWork]], admitted: Sequence[Admitted]) -> bool:
+        """Whether an iteration is expected to take less than a step that is computed on the event loop may."""
+        if not (0 < self._row_s < self._max_inline_s) or not _is_plain_decode(steps):
+            return False
+        num_rows = sum(len(batch.rows) for batch in admitted)
+        return num_rows * self._row_s < self._max_inline_s and not any(map(_samples_on_cpu, admitted))
 
     async def _try_out(self) -> None:
         """After an iteration without any output: warms up once more, to see whether the rows are to blame."""
@@ -325,7 +343,9 @@ class Engine:
         kind = "decode" if is_decode else "prefill"
         num_rows = sum(len(batch.rows) for batch in admitted)
         if _is_plain_decode(steps):
-            self._iteration_s += (0.1 if self._iteration_s else 1.0) * (seconds - self._iteration_s)
+            # More rows take longer, but less each: so this errs on the long side for batches that grow.
+            row_s = seconds / num_rows
+            self._row_s += (0.1 if self._row_s else 1.0) * (row_s - self._row_s)
             # What the planner reckons with is the blocks' time: every chain has the edges once.
             block_seconds = seconds - computed.edge_seconds
             self.decode_step_seconds += 0.1 * (block_seconds - self.decode_step_seconds)
@@ -345,3 +365,9 @@ class Engine:
 def _is_plain_decode(steps: Sequence[QueuedStep[StepWork]]) -> bool:
     """Whether each row is one next token."""
     return all(step.is_decode and step.num_tokens == len(step.session_ids) for step in steps)
+
+
+def _samples_on_cpu(admitted: Admitted) -> bool:
+    """Whether choosing the tokens takes more than a look at the most probable one."""
+    samplers = (session.request.sampler for _, session, _ in admitted.rows if admitted.samples)
+    return any(sampler is not None and not sampler.takes_likeliest for sampler in samplers)

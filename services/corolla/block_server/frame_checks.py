@@ -156,8 +156,10 @@ class FrameChecks:
     def next_rows(self, message: pb.Next, peer: Peer) -> None:
         """What came round to this hop, the first one."""
         identity = self._identity
-        if peer.client_id or identity.span.start != 0:
+        if peer.client_id:
             raise MalformedMessage("next", "goes from a last hop to a first one")
+        if identity.span.start != 0:
+            raise HopSessionLost("this server holds other blocks")
         for row in message.rows:
             if len(row.client_id) != ID_BYTES or row.source_session_id or row.scratch_session_id:
                 raise MalformedMessage("client_id", "each row names its client, and no session but its own")

@@ -161,7 +161,7 @@ class RingPlace:
         max_step_tokens: of one step, draft tokens included.
         credit_end: steps may begin at positions below this.
         held_row: what the next step begins with, while it waits for credit; on the last hop only.
-        route_key: equal where the route is.
+        route_key: equal where all of this is that a microbatch has in common.
     """
 
     first_address: str
@@ -172,7 +172,8 @@ class RingPlace:
     route_key: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.route_key = b"".join(hop.SerializeToString(deterministic=True) for hop in self.route)
+        ring = pb.Ring(first_address=self.first_address, max_step_tokens=self.max_step_tokens)
+        self.route_key = pb.Step(route=self.route, ring=ring).SerializeToString(deterministic=True)
 
     @classmethod
     def of(cls, step: pb.Step) -> Self:
@@ -296,7 +297,7 @@ class HopSession(Generic[AnyCache]):
         One that comes again must not be computed: it would forget what was computed since. Of another epoch or client,
         `check_step` refuses it.
         """
-        if (self.request.epoch, self.request.client_id) != (epoch, client_id):
+        if not self.is_open_as(epoch, client_id):
             return True
         is_new = step_id > self.newest_step_id
         self.newest_step_id = max(self.newest_step_id, step_id)
@@ -304,11 +305,15 @@ class HopSession(Generic[AnyCache]):
 
     def note_ring_step(self, epoch: int, client_id: bytes, position: int) -> bool:
         """As `note_step` of a step that goes round: in one epoch these begin at rising positions."""
-        if (self.request.epoch, self.request.client_id) != (epoch, client_id):
+        if not self.is_open_as(epoch, client_id):
             return True
         is_new = position > self.newest_ring_position
         self.newest_ring_position = max(self.newest_ring_position, position)
         return is_new
+
+    def is_open_as(self, epoch: int, client_id: bytes) -> bool:
+        """Whether its client opened it in this epoch."""
+        return (self.request.epoch, self.request.client_id) == (epoch, client_id)
 
     def is_filled_by(self, epoch: int, transfer_id: bytes) -> bool:
         """Whether the parts of this handover belong here."""

@@ -7,7 +7,7 @@ notifies the clients of all recent ones, and they ignore those that were answere
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -37,6 +37,9 @@ class Relay:
     Args:
         connect: begins streams to other hops.
         clock: in seconds.
+
+    Attributes:
+        on_lost: is called with each microbatch of a ring that may not have arrived.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Relay:
         self._clock = clock
         self._connect = connect
         self._links: dict[str, _Link] = {}
+        self.on_lost: Callable[[pb.Step], None] = lambda step: None
 
     def send(self, address: str, step: pb.Step | pb.Next, payload: Buffer = b"") -> None:
         """Queues a step for another hop; if that cannot be reached, the originating clients get a fault."""
@@ -60,7 +64,7 @@ class Relay:
         try:
             link.stream.send(step, payload)
         except QueueFull:
-            self._fault(step, address)
+            self._lose(step, step.rows, address)
             return
         link.sent.append((self._clock(), step))
 
@@ -88,9 +92,21 @@ class Relay:
         if self._links.get(address) is link:
             del self._links[address]
         oldest_s = self._clock() - _REMEMBERED_S
-        for sent_s, step in link.sent:
-            if sent_s > oldest_s:
-                self._fault(step, address)
+        seen: set[tuple[bytes, int]] = set()
+        for sent_s, step in reversed(link.sent):
+            if sent_s <= oldest_s:
+                return
+            if isinstance(step, pb.Step) and not step.HasField("ring"):
+                self._lose(step, (), address)
+                continue
+            # Of what goes round only a session's newest step can be under way.
+            newest = [row for row in step.rows if (row.session_id, row.epoch) not in seen]
+            seen.update((row.session_id, row.epoch) for row in newest)
+            if newest:
+                self._lose(step, newest, address)
 
-    def _fault(self, step: pb.Step | pb.Next, address: str) -> None:
-        self._peers.send_faults(step, HopUnavailable("a hop of the chain is not reachable", address), step.rows)
+    def _lose(self, step: pb.Step | pb.Next, rows: Iterable[pb.StepRow], address: str) -> None:
+        """Some rows of a step may not arrive; no rows: all of a client's."""
+        self._peers.send_faults(step, HopUnavailable("a hop of the chain is not reachable", address), rows)
+        if isinstance(step, pb.Step) and step.ring.microbatch:
+            self.on_lost(step)

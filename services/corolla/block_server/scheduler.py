@@ -1,6 +1,6 @@
 """Which queued steps run together next. Pure: it holds no tensor, socket or clock.
 
-The unit is a step as it arrived: rows that a client service gathered stay together down the chain. An iteration takes
+The unit is a step as it arrived: rows that share a microbatch stay together down the chain. An iteration takes
 decode steps and then prefill chunks up to a token budget, at least one of each kind that waits, so that neither keeps
 the other out. One iteration computes one run of blocks; where steps of several runs wait, the runs take turns.
 
@@ -111,9 +111,9 @@ class Scheduler(Generic[Item]):
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, step: QueuedStep[Item]) -> None:
-        """Raises QueueFull."""
-        if len(self._queue) >= self._max_queued_steps:
+    def add(self, step: QueuedStep[Item], *, is_bounded: bool = True) -> None:
+        """Raises QueueFull, unless the step is of those whose number something else bounds."""
+        if is_bounded and len(self._queue) >= self._max_queued_steps:
             raise QueueFull("a block server has too many queued steps")
         self._queue.append(_Entry(step))
         if step.blocks not in self._turns:

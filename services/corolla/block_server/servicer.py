@@ -233,7 +233,11 @@ class BlockServicer:
 
     def _next(self, frame: Frame, peer: Peer) -> None:
         message: pb.Next = frame.control  # type: ignore[assignment]
-        self._checks.next_rows(message, peer)
+        try:
+            self._checks.next_rows(message, peer)
+        except CorollaError as error:
+            self._peers.send_faults(message, error, message.rows)
+            return
         self._engine.first_hop.on_next(message)
 
     def _credit(self, frame: Frame, peer: Peer) -> None:

@@ -127,6 +127,7 @@ class SessionTable(Generic[AnyCache]):
         if session.request.client_id != request.client_id:
             session.newest_step_id = 0  # each client counts by itself
         session.newest_ring_position, session.ring = -1, None
+        self._ended_epochs.pop(request.session_id, None)
         session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
         session.version = next(self._versions)
         session.apply(event)
@@ -182,13 +183,15 @@ class SessionTable(Generic[AnyCache]):
         session = self._sessions.get(session_id)
         return session is None or session.note_ring_step(epoch, client_id, position)
 
-    def has_ended(self, session_id: bytes, epoch: int) -> bool:
-        """Whether the session's own client has ended it, or its turn: what still goes round is of no use to it."""
+    def has_ended(self, session_id: bytes, epoch: int, client_id: bytes) -> bool:
+        """Whether this client itself has ended the session, or its turn: what still goes round is of no use to it."""
         session = self._sessions.get(session_id)
         if session is None:
             return self._ended_epochs.get(session_id, 0) >= epoch
-        is_parked = session.state is SessionState.PARKED
-        return session.request.epoch > epoch or (session.request.epoch == epoch and is_parked)
+        if session.request.client_id != client_id:
+            return False  # it has to learn that another client service has the session now
+        is_over = session.state in (SessionState.PARKED, SessionState.LEAVING_PARKED)
+        return session.request.epoch > epoch or (session.request.epoch == epoch and is_over)
 
     def for_step(
         self,
@@ -265,7 +268,7 @@ class SessionTable(Generic[AnyCache]):
         session = self._sessions.get(session_id)
         if session is not None and session.request.epoch <= epoch:
             self._free(session)
-        self._ended_epochs[session_id] = epoch
+        self._ended_epochs[session_id] = max(epoch, self._ended_epochs.pop(session_id, 0))
         while len(self._ended_epochs) > _NUM_ENDED:
             del self._ended_epochs[next(iter(self._ended_epochs))]
 

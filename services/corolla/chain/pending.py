@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from corolla.chain.token_stream import TokenStream
-from corolla.chassis.errors import CorollaError, HopUnavailable
+from corolla.chassis.errors import CorollaError, HopUnavailable, StaleEpoch
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 
@@ -55,7 +55,10 @@ class PendingReplies:
         return len(self._steps) + len(self._opens) + len(self._token_streams)
 
     def add_token_stream(self, session_id: bytes, stream: TokenStream) -> None:
-        """To be removed by `remove_token_stream`."""
+        """To be removed by `remove_token_stream`. Another turn of the session has none any more."""
+        earlier = self._token_streams.get(session_id)
+        if earlier is not None:
+            earlier.end(StaleEpoch("another turn of the session has begun"))
         self._token_streams[session_id] = stream
 
     def remove_token_stream(self, session_id: bytes, stream: TokenStream) -> None:

@@ -5,10 +5,12 @@ each microbatch once, of all sessions with the same route, whichever client they
 may be under way, so that no hop idles.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from corolla.block_server.hop_session import HopSession, RingPlace, SessionState
+from corolla.block_server.hop_session import RingPlace, SessionState
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.ring.microbatch_rules import MicrobatchRules
 from corolla.block_server.sessions import SessionTable
@@ -16,6 +18,15 @@ from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.span import Span
+
+_LONGEST_ROUND_S: Final = 5.0
+"""For so long a microbatch keeps its place at most; a longer round is no fault, and only costs some evenness."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    rows: Sequence[pb.StepRow]
+    sent_s: float
 
 
 @dataclass(slots=True)
@@ -26,32 +37,38 @@ class _Route:
     ring: RingPlace
     rules: MicrobatchRules
     waiting: list[pb.StepRow] = field(default_factory=list)
-    under_way: dict[int, Sequence[pb.StepRow]] = field(default_factory=dict)
+    under_way: dict[int, _Microbatch] = field(default_factory=dict)
 
     @property
     def num_rows_under_way(self) -> int:
-        return sum(map(len, self.under_way.values()))
+        return sum(len(microbatch.rows) for microbatch in self.under_way.values())
+
+
+_RouteKey = tuple[Span, bytes]
 
 
 class FirstHop:
     """Forms the microbatches that begin here.
 
     Args:
-        submit: queues a step, or raises.
+        submit: queues a step.
         fault: tells the clients of rows why they fail.
+        clock: in seconds.
     """
 
     def __init__(
         self,
         sessions: SessionTable[SessionCache],
         submit: Callable[[pb.Step], None],
-        fault: Callable[[pb.Step | pb.Next, CorollaError, Sequence[pb.StepRow]], None],
+        fault: Callable[[pb.Next, CorollaError, Sequence[pb.StepRow]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sessions = sessions
         self._submit = submit
         self._fault = fault
+        self._clock = clock
         # A route is kept while a row of it waits or is under way.
-        self._routes: dict[tuple[Span, bytes], _Route] = {}
+        self._routes: dict[_RouteKey, _Route] = {}
         self._newest_number = 0
 
     @property
@@ -64,33 +81,46 @@ class FirstHop:
         touched = [key for key, route in self._routes.items() if route.under_way.pop(message.microbatch, None)]
         for row in message.rows:
             session = self._sessions.get(row.session_id)
-            if session is None or session.ring is None or session.request.epoch != row.epoch:
-                if not self._sessions.has_ended(row.session_id, row.epoch):
+            is_open = session is not None and session.is_open_as(row.epoch, row.client_id)
+            if session is None or session.ring is None or not is_open:
+                if not self._sessions.has_ended(row.session_id, row.epoch, row.client_id):
                     self._fault(message, HopSessionLost("the session is not held here"), [row])
                 continue
-            if row.position <= session.newest_ring_position:
-                continue  # it came before
-            touched.append(self._add(row, session, session.ring))
+            key = (session.request.blocks, session.ring.route_key)
+            # What came before does not go round again.
+            if row.position > session.newest_ring_position and not self._is_waiting(key, row):
+                self._add(key, row, session.ring)
+                touched.append(key)
         for key in dict.fromkeys(touched):
             self._send_ready(key)
 
     def settle(self) -> None:
-        """Sessions may have ended, or been opened anew: what they had under way or waiting is forgotten."""
+        """Sessions may have ended, or been opened anew: what they had under way or waiting is forgotten.
+
+        What has been under way for very long gives up its place, too: the word that it came round may be lost.
+        """
+        oldest_s = self._clock() - _LONGEST_ROUND_S
         for key, route in list(self._routes.items()):
-            lost = [number for number, rows in route.under_way.items() if not any(map(self._is_current, rows))]
+            lost = [
+                number
+                for number, microbatch in route.under_way.items()
+                if microbatch.sent_s < oldest_s or not any(map(self._is_current, microbatch.rows))
+            ]
             for number in lost:
                 del route.under_way[number]
             route.waiting = [row for row in route.waiting if self._is_current(row)]
             self._send_ready(key)
 
-    def _add(self, row: pb.StepRow, session: HopSession[SessionCache], ring: RingPlace) -> tuple[Span, bytes]:
-        key = (session.request.blocks, ring.route_key)
+    def _is_waiting(self, key: _RouteKey, row: pb.StepRow) -> bool:
+        route = self._routes.get(key)
+        return route is not None and any(each.session_id == row.session_id for each in route.waiting)
+
+    def _add(self, key: _RouteKey, row: pb.StepRow, ring: RingPlace) -> None:
         route = self._routes.get(key)
         if route is None:
             rules = MicrobatchRules(max_under_way=len(ring.route) + 1, max_tokens=ring.max_step_tokens)
-            route = self._routes[key] = _Route(session.request.blocks, ring, rules)
+            route = self._routes[key] = _Route(key[0], ring, rules)
         route.waiting.append(row)
-        return key
 
     def _is_current(self, row: pb.StepRow) -> bool:
         """Whether a row is its session's newest step."""
@@ -99,7 +129,7 @@ class FirstHop:
             return False
         return session.request.epoch == row.epoch and session.newest_ring_position <= row.position
 
-    def _send_ready(self, key: tuple[Span, bytes]) -> None:
+    def _send_ready(self, key: _RouteKey) -> None:
         route = self._routes.get(key)
         if route is None:
             return
@@ -108,13 +138,8 @@ class FirstHop:
         ):
             rows, route.waiting = route.waiting[:num_leaving], route.waiting[num_leaving:]
             self._newest_number += 1
-            step = self._step(route, rows)
-            try:
-                self._submit(step)
-            except CorollaError as error:
-                self._fault(step, error, rows)
-            else:
-                route.under_way[self._newest_number] = rows
+            route.under_way[self._newest_number] = _Microbatch(rows, self._clock())
+            self._submit(self._step(route, rows))
         if not route.waiting and not route.under_way:
             del self._routes[key]
 

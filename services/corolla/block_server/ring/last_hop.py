@@ -1,4 +1,4 @@
-"""The last hop of a ring: what was chosen goes on as the next step, as far as the client's credit reaches."""
+"""The end of a ring's step: what was chosen goes on as the next one, as far as the client's credit reaches."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -71,17 +71,22 @@ class LastHop:
         if rows or step.ring.microbatch:
             self._send(step.blocks.start, step.ring.first_address, pb.Next(microbatch=step.ring.microbatch, rows=rows))
 
+    def give_up(self, step: pb.Step) -> None:
+        """Tells the first hop that no row of its microbatch comes round, on whichever hop it ended."""
+        if step.ring.microbatch:
+            self.send_next(step, ())
+
     def on_credit(self, credit: pb.Credit, peer: Peer) -> None:
         """A session may go round further. What it does not hold any more, its client learns."""
         session = self._sessions.get(credit.session_id)
-        if session is None:
-            if not self._sessions.has_ended(credit.session_id, credit.epoch):
+        if session is None or session.request.client_id != peer.client_id:
+            if not self._sessions.has_ended(credit.session_id, credit.epoch, peer.client_id):
                 row = pb.StepRow(session_id=credit.session_id, epoch=credit.epoch, position=credit.end)
                 step = pb.Step(client_id=peer.client_id)
                 self._peers.send_faults(step, HopSessionLost("the session is not held here"), [row], peer)
             return
         ring = session.ring
-        if (session.request.epoch, session.request.client_id) != (credit.epoch, peer.client_id) or ring is None:
+        if session.request.epoch != credit.epoch or ring is None:
             return
         ring.credit_end = max(ring.credit_end, credit.end)
         held = ring.held_row

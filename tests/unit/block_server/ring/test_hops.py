@@ -14,7 +14,7 @@ from corolla.block_server.ring.first_hop import FirstHop
 from corolla.block_server.ring.last_hop import LastHop, RowChoice
 from corolla.block_server.row_sampling import ChosenTokens
 from corolla.block_server.sessions import SessionTable
-from corolla.chassis.errors import CorollaError, HopSessionLost, QueueFull
+from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer
@@ -34,8 +34,8 @@ class Ring:
         self.sessions: SessionTable[SessionPages] = SessionTable(pool, lambda: SessionPages(pool, [GroupRule()]))
         self.steps: list[pb.Step] = []
         self.faults: list[tuple[str, list[bytes]]] = []
-        self.is_full = False
-        self.first_hop = FirstHop(self.sessions, self._submit, self._fault)  # type: ignore[arg-type]
+        self.now_s = 0.0
+        self.first_hop = FirstHop(self.sessions, self.steps.append, self._fault, lambda: self.now_s)  # type: ignore[arg-type]
         self.relayed: list[tuple[str, pb.Next]] = []
         self.peers = PeerTable()
         self.last_hop = LastHop(
@@ -66,12 +66,7 @@ class Ring:
         """Number and sessions of each microbatch."""
         return [(step.ring.microbatch, b"".join(row.session_id[:1] for row in step.rows)) for step in self.steps]
 
-    def _submit(self, step: pb.Step) -> None:
-        if self.is_full:
-            raise QueueFull("full")
-        self.steps.append(step)
-
-    def _fault(self, step: pb.Step | pb.Next, error: CorollaError, rows: Sequence[pb.StepRow]) -> None:
+    def _fault(self, step: pb.Next, error: CorollaError, rows: Sequence[pb.StepRow]) -> None:
         self.faults.append((error.reason, [row.session_id[:1] for row in rows]))
 
 
@@ -135,16 +130,64 @@ def test_a_microbatch_whose_sessions_are_gone_gives_its_place_back() -> None:
     assert ring.first_hop.num_waiting == 0
 
 
-def test_a_microbatch_that_cannot_be_queued_fails_its_rows_and_keeps_no_place() -> None:
+def test_a_microbatch_of_which_no_word_came_round_gives_its_place_back_in_time() -> None:
     ring = Ring()
     ring.open(b"1")
-    ring.is_full = True
-    for position in (5, 6, 7):
-        ring.come_round(0, b"1", position=position)
-    assert ring.faults == [(QueueFull.reason, [b"1"])] * 3
-    ring.is_full = False
-    ring.come_round(0, b"1", position=8)
-    assert [names for _, names in ring.sent] == [b"1"]
+    ring.open(b"2")
+    ring.come_round(0, b"1")
+    ring.come_round(0, b"2")
+    ring.open(b"3")
+    ring.come_round(0, b"3")
+    ring.first_hop.settle()
+    assert [names for _, names in ring.sent] == [b"1", b"2"]
+    ring.now_s += 6
+    ring.first_hop.settle()
+    assert [names for _, names in ring.sent] == [b"1", b"2", b"3"]
+
+
+def test_whichever_hop_loses_the_last_row_of_a_microbatch_says_so() -> None:
+    ring = Ring()
+    for name in (b"1", b"2", b"3"):
+        ring.open(name)
+        ring.come_round(0, name)
+    ring.last_hop.give_up(ring.steps[0])
+    assert ring.sent[2:] == [(3, b"3")]
+    behind = pb.Step(blocks=common_pb2.BlockSpan(start=2, end=4), ring=ring.steps[1].ring)
+    ring.last_hop.give_up(behind)
+    assert ring.relayed == [("a:1", pb.Next(microbatch=2))]
+
+
+def test_a_session_waits_at_most_once() -> None:
+    ring = Ring()
+    for name in (b"1", b"2", b"3"):
+        ring.open(name)
+        ring.come_round(0, name)
+    ring.come_round(0, b"3")
+    ring.come_round(0, b"3", position=6)
+    ring.come_round(1)
+    assert ring.sent[2:] == [(3, b"3")]
+
+
+def test_sessions_share_a_microbatch_only_where_all_that_they_say_of_their_ring_is_equal() -> None:
+    ring = Ring()
+    ring.open(b"1").ring = RingPlace("elsewhere:1", ROUTE, 8, 100)
+    ring.open(b"2").ring = RingPlace("a:1", ROUTE, 9, 100)
+    ring.open(b"3")
+    ring.open(b"4")
+    ring.come_round(0, b"1", b"2", b"3", b"4")
+    assert [(names, step.ring.first_address) for (_, names), step in zip(ring.sent, ring.steps, strict=True)] == [
+        (b"1", "elsewhere:1"), (b"2", "a:1"), (b"3", "a:1"), (b"4", "a:1"),
+    ]  # fmt: skip
+
+
+def test_a_client_whose_session_another_one_has_now_learns_of_it() -> None:
+    ring = Ring()
+    session = ring.open(b"1", epoch=2)
+    other = b"d" * 16
+    row = pb.StepRow(session_id=b"1" * 16, epoch=1, position=5, num_tokens=1, client_id=other)
+    ring.first_hop.on_next(pb.Next(rows=[row]))
+    assert ring.faults == [(HopSessionLost.reason, [b"1"])]
+    assert session.newest_ring_position == -1
 
 
 def choice(session: HopSession[SessionPages], row: pb.StepRow, *token_ids: int, drafts: Sequence[int] = (),
