@@ -9,7 +9,6 @@ from unittest.mock import patch
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import HopSession, OpenRequest, SessionEvent
 from corolla.block_server.kv.prefixes import PrefixPages
-from corolla.block_server.ring.first_hop import FirstHop
 from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.sessions import SessionTable
 from corolla.chain.history import StepShapes
@@ -86,11 +85,6 @@ def _round_again() -> AbstractContextManager[object]:
 def _credit_forgotten() -> AbstractContextManager[object]:
     """The last hop does not take in what a client grants."""
     return _replaced(LastHop, "on_credit", lambda _right: lambda self, credit, peer: None)
-
-
-def _place_forgotten() -> AbstractContextManager[object]:
-    """A microbatch whose sessions are gone keeps its place."""
-    return _replaced(FirstHop, "settle", lambda _right: lambda self: None)
 
 
 def _first_hop_of_before() -> AbstractContextManager[object]:
@@ -269,7 +263,6 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "step again": _step_again,
     "round again": _round_again,
     "credit forgotten": _credit_forgotten,
-    "place forgotten": _place_forgotten,
     "first hop of before": _first_hop_of_before,
     "position zero": _position_zero,
     "not closed": _not_closed,

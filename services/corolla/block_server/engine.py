@@ -278,15 +278,19 @@ class Engine:
         return False
 
     def _run_commands(self) -> None:
-        if self._commands:
-            self._commands.append((self.first_hop.settle, 0))
+        if not self._commands:
+            return
         while self._commands:
             command, _ = self._commands.popleft()
-            try:
-                command()
-            except Exception as failure:
-                # One bad command must not end the loop on which every session depends.
-                log.error("command failed", extra={"where": where(failure)})
+            self._run_command(command)
+        self._run_command(self.first_hop.settle)
+
+    def _run_command(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception as failure:
+            # One bad command must not end the loop on which every session depends.
+            log.error("command failed", extra={"where": where(failure)})
 
     async def _iterate(self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted]) -> None:
         started_s = self.clock()

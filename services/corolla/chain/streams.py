@@ -48,8 +48,8 @@ class DataPlane:
     """All streams of this client service.
 
     A step that takes long says nothing about why. So a silent server is asked whether it lives; one that does not say
-    so loses its stream, and whoever waits for it learns that at once. A server answers between two short steps, and while
-    it computes a long one.
+    so loses its stream, and whoever waits for it learns that at once. A server answers between two short steps, and
+    while it computes a long one.
 
     Args:
         fingerprint: the weights and protocol that every server must have.
