@@ -79,11 +79,11 @@ class WatchedAnswering(Answering):
 
     async def _stream_completion(
         self, job: Any, options: AnswerOptions, shared: Any, index: int
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[Sequence[Delta], None]:
         _INDEX.set(index)
-        async with aclosing(super()._stream_completion(job, options, shared, index)) as deltas:
-            async for delta in deltas:
-                yield delta
+        async with aclosing(super()._stream_completion(job, options, shared, index)) as all_deltas:
+            async for deltas in all_deltas:
+                yield deltas
 
 
 class WatchedSessions(ChainSessions):

@@ -106,6 +106,11 @@ class ChainSession:
         return len(self._history.token_ids)
 
     @property
+    def has_unread_tokens(self) -> bool:
+        """Whether `decode` has tokens at hand."""
+        return self._tokens is not None and self._tokens.num_unread_tokens > 0
+
+    @property
     def has_draft_model(self) -> bool:
         """Whether the hop that chooses the tokens drafts by a small model."""
         return self._plane.has_draft_model(self.chain.hops[-1].address)
@@ -172,7 +177,7 @@ class ChainSession:
             How many draft tokens were checked, and how many tokens the reader took, at least one.
         """
         newest_id = self._newest_id
-        if self._tokens is not None and self._tokens.num_unread_tokens:
+        if self.has_unread_tokens:
             rounds = await self._round(newest_id)
         else:
             rounds = await self._with_recovery(lambda: self._round(newest_id))

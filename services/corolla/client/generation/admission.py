@@ -133,7 +133,12 @@ class RequestMeter:
             self._metrics.running.inc()
             self._is_waiting = False
 
-    def count_token(self, completion_index: int) -> None:
+    def count_tokens(self, completion_index: int, num_tokens: int) -> None:
+        """So many tokens of one of the answers came together."""
+        for _ in range(num_tokens):
+            self._count_token(completion_index)
+
+    def _count_token(self, completion_index: int) -> None:
         now_s = time.monotonic()
         newest_s = self._newest_token_s.get(completion_index)
         self._newest_token_s[completion_index] = now_s

@@ -11,10 +11,10 @@ from corolla.decoding.stopping import FinishReason, StopDecider, StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one token adds to an answer.
+    """What a token adds to an answer, or several that came together.
 
     Attributes:
-        tokens: the token; none where the delta is only the end.
+        tokens: none where the delta is only the end.
         text: whole characters that can no longer become part of a stop sequence.
         finish_reason: set on the last one.
     """
@@ -22,6 +22,14 @@ class Delta:
     tokens: tuple[SampledToken, ...]
     text: str
     finish_reason: FinishReason | None
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """One or more deltas that follow each other, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    tokens = tuple(token for delta in deltas for token in delta.tokens)
+    return Delta(tokens, "".join(delta.text for delta in deltas), deltas[-1].finish_reason)
 
 
 class Answer:
@@ -58,7 +66,7 @@ class Answer:
             self._decode()
 
     def deltas(self) -> list[Delta]:
-        """What the tokens since the last call add."""
+        """What each of the tokens since the last call adds."""
         self._decode()
         deltas, self._deltas = self._deltas, []
         return deltas

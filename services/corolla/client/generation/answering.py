@@ -22,7 +22,7 @@ from corolla.chassis.errors import (
     StoreUnavailable,
 )
 from corolla.client.generation.admission import Admission, Caller, RequestMeter, Usage
-from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.answer import Answer, Delta, joined
 from corolla.client.generation.loop import AnswerReader, Prefill, SharedPrompt, generate
 from corolla.client.generation.merge import merge
 from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
@@ -144,17 +144,18 @@ class Answering:
             shared = SharedPrompt(num_completions - 1)
             if num_completions == 1:
                 only = self._stream_completion(job, options, shared, 0)
-                async for delta in await stack.enter_async_context(aclosing(only)):
-                    meter.count_token(0)
-                    if (left := unsent.select(delta)) is not None:
+                async for deltas in await stack.enter_async_context(aclosing(only)):
+                    meter.count_tokens(0, len(deltas))
+                    if (left := unsent.select(deltas)) is not None:
                         meter.count_finish(left.finish_reason)
                         yield 0, left
                 return
             streams = [
                 self._stream_completion(job, _seeded(options, index), shared, index) for index in range(num_completions)
             ]
-            async for index, delta in await stack.enter_async_context(aclosing(merge(streams))):
-                meter.count_token(index)
+            async for index, deltas in await stack.enter_async_context(aclosing(merge(streams))):
+                meter.count_tokens(index, len(deltas))
+                delta = joined(deltas)
                 meter.count_finish(delta.finish_reason)
                 yield index, delta
 
@@ -206,12 +207,11 @@ class Answering:
                     )
                     prefill = partial(session.prefill, text_ids[session.position :])
                     unsent = UnsentDeltas(options.resumption)
-                    deltas = self._deltas(session, answer, prefill, meter)
-                    async with aclosing(deltas):
-                        async for delta in deltas:
-                            meter.count_token(0)
-                            left = unsent.select(delta)
-                            if delta.finish_reason is not None:
+                    async with aclosing(self._deltas(session, answer, prefill, meter)) as all_deltas:
+                        async for deltas in all_deltas:
+                            meter.count_tokens(0, len(deltas))
+                            left = unsent.select(deltas)
+                            if deltas[-1].finish_reason is not None:
                                 # Before the caller learns of the end: the next turn may follow at once.
                                 _write_back(record, session, prompt_ids, answer, sampler, turn_name, record_turn)
                                 await turn.commit()
@@ -243,7 +243,7 @@ class Answering:
 
     async def _stream_completion(
         self, job: _Completion, options: AnswerOptions, shared: SharedPrompt, index: int
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[Sequence[Delta], None]:
         """One of the answers to a prompt, in a session that ends with it."""
         answer = await self._begun_answer(job.prompt_ids, job.max_tokens, options)
         sampler = self._sampler(options, job.tenant, job.prompt_ids, job.max_tokens, router_pb2.SessionRecord())
@@ -268,9 +268,9 @@ class Answering:
                     session = await stack.enter_async_context(self._open(job, text_ids, sampler, None))
                     await session.restore(text_ids)
                     prefill = partial(session.prefill, text_ids[session.position :])
-            deltas = self._deltas(session, answer, prefill, job.meter)
-            async for delta in await stack.enter_async_context(aclosing(deltas)):
-                yield delta
+            all_deltas = self._deltas(session, answer, prefill, job.meter)
+            async for deltas in await stack.enter_async_context(aclosing(all_deltas)):
+                yield deltas
 
     @asynccontextmanager
     async def _open(
@@ -290,7 +290,7 @@ class Answering:
 
     def _deltas(
         self, session: ChainSession, answer: Answer, prefill: Prefill, meter: RequestMeter
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[Sequence[Delta], None]:
         """An answer's deltas, those included that its caller has already."""
         return generate(session, answer, AnswerReader(answer, meter.started_s), prefill, meter.count_drafts)
 

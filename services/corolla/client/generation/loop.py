@@ -71,8 +71,11 @@ class SharedPrompt:
 
 async def generate(
     session: ChainSession, answer: Answer, reader: AnswerReader, prefill: Prefill, count_drafts: CountDrafts
-) -> AsyncGenerator[Delta, None]:
+) -> AsyncGenerator[Sequence[Delta], None]:
     """Generates one answer token by token. While tokens become text, the hops are already computing the next ones.
+
+    Tokens that came while the last ones were on their way to the caller are yielded together: whoever is slower than
+    the hops sends fewer and larger messages.
 
     A step may carry draft tokens. Every token is the choice of the session's sampler from the chain's logits, in order
     and with the same random stream; a draft token only decides whether the logits after it are there already. So the
@@ -81,10 +84,16 @@ async def generate(
     """
     await prefill(reader)
     while reader.wants_more:
-        for delta in answer.deltas():
-            yield delta
+        yield answer.deltas()
+        await _read_on(session, reader, count_drafts)
+    yield answer.deltas()
+
+
+async def _read_on(session: ChainSession, reader: AnswerReader, count_drafts: CountDrafts) -> None:
+    """Reads the next round's tokens, and all others that are at hand."""
+    while True:
         num_drafted, num_taken = await session.decode(reader)
         if num_drafted:
             count_drafts(num_drafted, num_taken - 1)
-    for delta in answer.deltas():
-        yield delta
+        if not (reader.wants_more and session.has_unread_tokens):
+            return

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.answer import Answer, Delta, joined
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.stopping import FinishReason
 
@@ -51,7 +51,7 @@ class Resumption:
     def unsent_of(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
         """Of a whole answer what has not come yet, and its end. Raises InvalidRequest where more came than there is."""
         unsent = UnsentDeltas(replace(self, received_ids=()))
-        return (left for delta in deltas if (left := unsent.select(delta)) is not None)
+        return (left for delta in deltas if (left := unsent.select([delta])) is not None)
 
     def _digest(self, purpose: str, tenant: str) -> bytes:
         return hashlib.sha256("\0".join((purpose, tenant, self.request_id)).encode()).digest()
@@ -64,11 +64,15 @@ class UnsentDeltas:
         self._num_received = 0 if resumption is None else resumption.num_received
         self._num_tokens = 0 if resumption is None else len(resumption.received_ids)
 
-    def select(self, delta: Delta) -> Delta | None:
-        """Returns the delta, None, or just the end of an answer whose last token has come.
+    def select(self, deltas: Sequence[Delta]) -> Delta | None:
+        """What of these is to be sent, as one; None: nothing. Just the end of an answer whose last token has come.
 
         Raises InvalidRequest where the answer ends, and more than all of it has come.
         """
+        left = [each for delta in deltas if (each := self._select(delta)) is not None]
+        return joined(left) if left else None
+
+    def _select(self, delta: Delta) -> Delta | None:
         self._num_tokens += len(delta.tokens)
         if self._num_tokens > self._num_received:
             return delta

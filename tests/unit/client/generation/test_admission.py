@@ -80,7 +80,7 @@ async def test_tokens_and_ends_are_counted() -> None:
     async with door.request(TENANT, 1, usage) as (_, meter):
         meter.count_prompt(3, 0, 0)
         for index in (0, 1, 0, 1, 0):
-            meter.count_token(index)
+            meter.count_tokens(index, 1)
         meter.count_finish(FinishReason.EOS)
     assert usage.completion_tokens == door.value("generation_tokens_total") == 5
     assert door.value("time_to_first_token_seconds_count") == 1

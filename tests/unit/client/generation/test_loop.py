@@ -35,6 +35,8 @@ class NoChain:
         self._dice = random.Random(1)
         self._num_drafted = num_drafted
 
+    has_unread_tokens = False
+
     async def prefill(self, token_ids: Sequence[int], reader: TokenReader) -> None:
         self._choose(reader)
 
@@ -50,15 +52,17 @@ class NoChain:
 
 
 async def token_seconds(stop: Sequence[str], session: NoChain, counts: list[tuple[int, int]]) -> list[float]:
-    """Processor time between each token of an answer and the next."""
+    """Processor time between what each round of an answer brings and the next."""
     answer = Answer(TOKENIZER, PROMPT, StopDecider(max_new_tokens=NUM_TOKENS), stop)
     stamps: list[float] = []
     chain = cast(ChainSession, session)
     reader = AnswerReader(answer, time.monotonic())
     deltas = generate(chain, answer, reader, partial(chain.prefill, PROMPT), lambda *each: counts.append(each))
-    async for _ in deltas:
+    num_tokens = 0
+    async for together in deltas:
         stamps.append(time.process_time())
-    assert len(stamps) == NUM_TOKENS
+        num_tokens += len(together)
+    assert num_tokens == NUM_TOKENS
     return [later - earlier for earlier, later in itertools.pairwise(stamps)]
 
 
@@ -67,6 +71,28 @@ async def test_draft_tokens_are_counted_and_those_that_were_right() -> None:
     await token_seconds((), NoChain(3), counts)
     # The first token comes with the prompt, two with each round, and no more than the answer has room for.
     assert counts == [(3, 1)] * 1999 + [(3, 0)]
+
+
+async def test_tokens_that_are_at_hand_are_read_together() -> None:
+    class Ahead(NoChain):
+        """The hops ran ahead of a slow caller: of each five tokens four are at hand."""
+
+        num_read = 0
+
+        @property
+        def has_unread_tokens(self) -> bool:  # type: ignore[override]
+            return self.num_read % 5 != 0
+
+        async def decode(self, reader: TokenReader) -> tuple[int, int]:
+            self.num_read += 1
+            return await super().decode(reader)
+
+    answer = Answer(TOKENIZER, PROMPT, StopDecider(max_new_tokens=13), ())
+    chain = cast(ChainSession, Ahead(0))
+    reader = AnswerReader(answer, time.monotonic())
+    together = [len(deltas) async for deltas in generate(chain, answer, reader, partial(chain.prefill, PROMPT), print)]
+    # The first token never waits for others.
+    assert together == [1, 5, 5, 2]
 
 
 @pytest.mark.parametrize("num_drafted", [0, 3], ids=["plain", "draft tokens"])
