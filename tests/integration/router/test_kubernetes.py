@@ -287,9 +287,10 @@ async def test_the_router_records_uncovered_and_restored_spans_on_its_pod(
         await asyncio.sleep(1)
         assert kubernetes.events == []
     await until(lambda: is_recorded("SpanUncovered"))
-    (event,) = kubernetes.events
+    messages = [each["message"] for each in kubernetes.events]
+    assert messages == [f"blocks 0:10 of {model} have no ready block server"]
+    event = kubernetes.events[0]
     assert event["type"] == "Warning"
-    assert event["message"] == f"blocks 0:10 of {model} have no ready block server"
     assert event["involvedObject"] == {
         "apiVersion": "v1", "kind": "Pod", "namespace": kubernetes.namespace, "name": "router-0", "uid": "router-uid",
     }  # fmt: skip
