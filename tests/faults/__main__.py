@@ -34,7 +34,7 @@ Row = Callable[[Stand, random.Random, int], Awaitable[int]]
 # Those that take longest come first, so that `all` leaves no long one for the end of those that run side by side.
 ROWS: dict[str, tuple[Row, int, str]] = {
     "kill": (kill, 100, "kill -9 of each hop at a random token"),
-    "cut": (cut, 18, "each wire of the swarm cut, in one direction or both"),
+    "cut": (cut, 21, "each wire of the swarm cut, in one direction or both"),
     "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
     "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
     "cancel": (cancel, 500, "callers that leave"),
