@@ -9,6 +9,7 @@ from types import ModuleType
 
 from benchmarks import (
     client_token,
+    crowd,
     hops,
     load,
     memory,
@@ -29,6 +30,7 @@ _ALL: tuple[ModuleType, ...] = (
     prefix,
     hops,
     client_token,
+    crowd,
     microbatches,
     load,
     memory,

@@ -75,6 +75,7 @@ class Engine:
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
         max_inline_s: decode steps that take less are computed on the event loop, which answers nobody meanwhile.
+        spin_s: so long it watches its sockets after an iteration, before its processor may sleep.
 
     Attributes:
         first_hop, last_hop: of what goes round from here, and to here.
@@ -94,10 +95,12 @@ class Engine:
         fail: Callable[[], None],
         edges: Edges | None = None,
         max_inline_s: float = 0.0,
+        spin_s: float = 0.0,
     ) -> None:
         self.clock = clock
         self.failures = Failures(fail)
         self._max_inline_s = max_inline_s
+        self._spin_s = spin_s
         self._computation = Computation(runner, edges, clock)
         self._scheduler = scheduler
         self._sessions = sessions
@@ -224,6 +227,7 @@ class Engine:
         """Iterates for ever."""
         while True:
             self._is_waiting = True
+            await self._spin()
             await self._wake.wait()
             self._is_waiting = False
             self._wake.clear()
@@ -236,6 +240,13 @@ class Engine:
                 admitted = list(self._admitted(steps))
                 if admitted:
                     await self._iterate(steps, admitted)
+
+    async def _spin(self) -> None:
+        """Watches the sockets for a moment: a processor that falls asleep is slower to answer, and to compute."""
+        if self._spin_s:
+            end_s = self.clock() + self._spin_s
+            while self.clock() < end_s and not self._wake.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0)
 
     def _admitted(self, steps: Sequence[QueuedStep[StepWork]]) -> Iterator[Admitted]:
         for step in steps:

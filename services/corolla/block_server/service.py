@@ -206,6 +206,7 @@ class BlockServer:
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
             fail=self._fail, edges=edges, max_inline_s=settings.max_inline_ms / 1000,
+            spin_s=settings.spin_us / 1e6,
         )  # fmt: skip
         await asyncio.to_thread(engine.warm_up)
         engine.decode_speed.observe(await asyncio.to_thread(measure_decode_step, runner), len(span))

@@ -100,6 +100,14 @@ class BlockServerSettings(ServiceSettings):
         description="Decode steps that take less are computed where the sockets are served, so that no step changes "
         "threads; control frames wait meanwhile. 0: none.",
     )
+    spin_us: int = Field(
+        0,
+        ge=0,
+        le=100_000,
+        description="Microseconds for which the server watches its sockets after a step before its processor may "
+        "sleep. For machines with a processor to spare for each busy block server: the next step begins sooner, and "
+        "the processor is busy meanwhile.",
+    )
     max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")
     max_queued_steps: int = Field(1024, ge=1, description="Steps that may wait; further ones are refused.")
     admin_host: str = Field("127.0.0.1", description="Address that AdminService is served on.")
