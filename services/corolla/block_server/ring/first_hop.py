@@ -31,12 +31,17 @@ class _Microbatch:
 
 @dataclass(slots=True)
 class _Route:
-    """Sessions that go round the same way: rows that wait here, and microbatches under way by their numbers."""
+    """Sessions that go round the same way.
+
+    Attributes:
+        waiting: rows that have come round, by their sessions, in the order in which they came.
+        under_way: microbatches by their numbers.
+    """
 
     blocks: Span
     ring: RingPlace
     rules: MicrobatchRules
-    waiting: list[pb.StepRow] = field(default_factory=list)
+    waiting: dict[bytes, pb.StepRow] = field(default_factory=dict)
     under_way: dict[int, _Microbatch] = field(default_factory=dict)
 
     @property
@@ -88,8 +93,8 @@ class FirstHop:
                 continue
             key = (session.request.blocks, session.ring.route_key)
             # What came before does not go round again.
-            if row.position > session.newest_ring_position and not self._is_waiting(key, row):
-                self._add(key, row, session.ring)
+            if row.position > session.newest_ring_position:
+                self._route(key, session.ring).waiting.setdefault(row.session_id, row)
                 touched.append(key)
         for key in dict.fromkeys(touched):
             self._send_ready(key)
@@ -108,19 +113,15 @@ class FirstHop:
             ]
             for number in lost:
                 del route.under_way[number]
-            route.waiting = [row for row in route.waiting if self._is_current(row)]
+            route.waiting = {name: row for name, row in route.waiting.items() if self._is_current(row)}
             self._send_ready(key)
 
-    def _is_waiting(self, key: _RouteKey, row: pb.StepRow) -> bool:
-        route = self._routes.get(key)
-        return route is not None and any(each.session_id == row.session_id for each in route.waiting)
-
-    def _add(self, key: _RouteKey, row: pb.StepRow, ring: RingPlace) -> None:
+    def _route(self, key: _RouteKey, ring: RingPlace) -> _Route:
         route = self._routes.get(key)
         if route is None:
             rules = MicrobatchRules(max_under_way=len(ring.route) + 1, max_tokens=ring.max_step_tokens)
             route = self._routes[key] = _Route(key[0], ring, rules)
-        route.waiting.append(row)
+        return route
 
     def _is_current(self, row: pb.StepRow) -> bool:
         """Whether a row is its session's newest step."""
@@ -134,9 +135,9 @@ class FirstHop:
         if route is None:
             return
         while num_leaving := route.rules.num_leaving(
-            [row.num_tokens for row in route.waiting], len(route.under_way), route.num_rows_under_way
+            [row.num_tokens for row in route.waiting.values()], len(route.under_way), route.num_rows_under_way
         ):
-            rows, route.waiting = route.waiting[:num_leaving], route.waiting[num_leaving:]
+            rows = [route.waiting.pop(name) for name in list(route.waiting)[:num_leaving]]
             self._newest_number += 1
             route.under_way[self._newest_number] = _Microbatch(rows, self._clock())
             self._submit(self._step(route, rows))

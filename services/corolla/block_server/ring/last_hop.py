@@ -25,7 +25,7 @@ class LastHop:
     """Sends on what goes round from here.
 
     Args:
-        is_first: takes what goes round over a chain of one hop.
+        first_hop: takes what goes round over a chain of one hop.
         relay: sends it to another server, by its address.
     """
 
@@ -33,12 +33,12 @@ class LastHop:
         self,
         sessions: SessionTable[SessionCache],
         peers: PeerTable,
-        is_first: Callable[[pb.Next], None],
+        first_hop: Callable[[pb.Next], None],
         relay: Callable[[str, pb.Next], None],
     ) -> None:
         self._sessions = sessions
         self._peers = peers
-        self._is_first = is_first
+        self._first_hop = first_hop
         self._relay = relay
 
     def next_rows(self, choices: Iterable[RowChoice]) -> list[pb.StepRow]:
@@ -96,6 +96,6 @@ class LastHop:
 
     def _send(self, first_block: int, address: str, message: pb.Next) -> None:
         if first_block == 0:
-            self._is_first(message)
+            self._first_hop(message)
         else:
             self._relay(address, message)
