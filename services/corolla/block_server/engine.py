@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from corolla.block_server.admission import Admission
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery
 from corolla.block_server.iteration import Admitted, BatchRunner, Computation, Computed, StepWork
@@ -28,6 +27,7 @@ from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.speed import DecodeSpeed
+from corolla.block_server.step_admission import StepAdmission
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, OutOfPages
 from corolla.chassis.handlers import where
@@ -111,7 +111,7 @@ class Engine:
         self.last_hop = LastHop(sessions, peers, self.first_hop.on_next, relay.send)
         relay.on_lost = self.last_hop.give_up
         self._delivery = Delivery(outputs, peers, relay, self.last_hop, metrics)
-        self._admission = Admission(sessions, outputs, self._delivery.fault, clock)
+        self._admission = StepAdmission(sessions, outputs, self._delivery.fault, clock)
         self._commands: deque[tuple[Callable[[], None], int | None]] = deque()
         self._copies: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._behind: deque[weakref.ref[SessionSampler]] = deque()
@@ -128,10 +128,10 @@ class Engine:
         self._wake.set()
 
     def _submit_microbatch(self, step: pb.Step) -> None:
-        tenant_tokens: Counter[str] = Counter()
-        for row in step.rows:
-            tenant_tokens[self._sessions.tenant_of(row.session_id)] += row.num_tokens
-        session_ids = frozenset(row.session_id for row in step.rows)
+        session_ids, tenant_tokens = (
+            frozenset(row.session_id for row in step.rows),
+            self._sessions.tenant_tokens(step.rows),
+        )
         queued = QueuedStep(session_ids, tenant_tokens, True, Span.of(step.blocks), StepWork(step, b"", None))
         self._scheduler.add(queued, is_bounded=False)
         self._wake.set()

@@ -1,5 +1,6 @@
 """Frames of callers, checked before they cost memory or time."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from corolla.block_server.hop_session import OpenRequest
@@ -155,20 +156,16 @@ class FrameChecks:
 
     def next_rows(self, message: pb.Next, peer: Peer) -> None:
         """What came round to this hop, the first one."""
-        identity = self._identity
         if peer.client_id:
             raise MalformedMessage("next", "goes from a last hop to a first one")
-        if identity.span.start != 0:
+        if self._identity.span.start != 0:
             raise HopSessionLost("this server holds other blocks")
         for row in message.rows:
             if len(row.client_id) != ID_BYTES or row.source_session_id or row.scratch_session_id:
                 raise MalformedMessage("client_id", "each row names its client, and no session but its own")
             if not 1 <= row.num_tokens == row.num_result_tokens == len(row.token_ids) <= MAX_VERIFIED_TOKENS:
                 raise MalformedMessage("rows", "bring one id for each token, and a choice is wanted behind each")
-            if max(row.token_ids) >= identity.vocab_size:
-                raise MalformedMessage("token_ids", f"must be ids below {identity.vocab_size}")
-            if row.position + row.num_tokens > identity.context_length:
-                raise MalformedMessage("position", f"the model's context has {identity.context_length} tokens")
+        self._token_ids(message.rows)
 
     def inputs(self, step: pb.Step, payload: Buffer, num_tokens: int) -> None:
         """What a step brings: hidden states of the rows or, to block 0, their token ids."""
@@ -184,10 +181,16 @@ class FrameChecks:
             return
         if step.blocks.start != 0 or len(payload) or any(len(row.token_ids) != row.num_tokens for row in step.rows):
             raise MalformedMessage("rows", "bring hidden states or, to block 0, one id for each token")
-        if any(max(row.token_ids) >= identity.vocab_size for row in step.rows):
-            raise MalformedMessage("token_ids", f"must be ids below {identity.vocab_size}")
-        if any(row.position + row.num_tokens > identity.context_length for row in step.rows):
-            raise MalformedMessage("position", f"the model's context has {identity.context_length} tokens")
+        self._token_ids(step.rows)
+
+    def _token_ids(self, rows: Iterable[pb.StepRow]) -> None:
+        """Of rows with an id for each token."""
+        identity = self._identity
+        for row in rows:
+            if max(row.token_ids) >= identity.vocab_size:
+                raise MalformedMessage("token_ids", f"must be ids below {identity.vocab_size}")
+            if row.position + row.num_tokens > identity.context_length:
+                raise MalformedMessage("position", f"the model's context has {identity.context_length} tokens")
 
     def _samples(self, step: pb.Step) -> None:
         if not step.route and step.blocks.end != self._identity.num_model_blocks:

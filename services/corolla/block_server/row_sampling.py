@@ -160,7 +160,7 @@ class SessionSampler:
             return ()
         try:
             self._speculator.observe(num_checked, len(token_ids) - 1)
-            return self._speculator.draft(token_ids, self._sampler)
+            return self._speculator.draft(token_ids, self._sampler, self._num_tokens_left)
         except Exception as failure:
             # The tokens are right; as after too little memory for the draft model, the answer goes on without drafts.
             log.error("nothing is drafted any more for an answer", extra={"where": where(failure)})

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -262,9 +261,7 @@ class BlockServicer:
         # An unreadable step is refused here, not within a batch with steps of others.
         self._checks.inputs(step, frame.payload, num_tokens)
         is_urgent = all(map(is_decode, step.rows))
-        tenant_tokens: Counter[str] = Counter()
-        for row in step.rows:
-            tenant_tokens[self._sessions.tenant_of(row.session_id)] += row.num_tokens
+        tenant_tokens = self._sessions.tenant_tokens(step.rows)
         return QueuedStep(session_ids, tenant_tokens, is_urgent, blocks, StepWork(step, frame.payload, peer))
 
     def _close(self, frame: Frame, peer: Peer) -> None:

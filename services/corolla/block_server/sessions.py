@@ -1,7 +1,8 @@
 """The sessions that this hop holds: epochs, owners, leases and reserved pages. Pure: time is passed in."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Generic
 
@@ -13,6 +14,7 @@ from corolla.wire.span import Span
 
 if TYPE_CHECKING:
     from corolla.block_server.prompts import BlockPrompts
+    from corolla.v1 import blocks_pb2 as pb
 
 
 _NUM_ENDED: Final = 4096
@@ -61,10 +63,13 @@ class SessionTable(Generic[AnyCache]):
         """Tokens of the longest session that could be opened now."""
         return self._new_cache().max_tokens_within(self.num_available_pages)
 
-    def tenant_of(self, session_id: bytes) -> str:
-        """Whose the session is; empty where it is not held."""
-        session = self._sessions.get(session_id)
-        return "" if session is None else session.request.tenant
+    def tenant_tokens(self, rows: Iterable["pb.StepRow"]) -> Mapping[str, int]:
+        """How many tokens of these rows are whose; of a session that is not held, nobody's: the empty name."""
+        tokens: Counter[str] = Counter()
+        for row in rows:
+            session = self._sessions.get(row.session_id)
+            tokens["" if session is None else session.request.tenant] += row.num_tokens
+        return tokens
 
     def num_pages_in_use(self, session_id: bytes) -> int:
         """Pages of a session that only its own end, or another open of it, makes available."""

@@ -39,7 +39,6 @@ class Speculator:
     """Drafts for one answer with the answer's own sampler, and learns from each of its steps. Its methods block.
 
     Args:
-        num_tokens_left: that the answer may still have.
         clock: in seconds.
     """
 
@@ -47,12 +46,10 @@ class Speculator:
         self,
         drafter: Drafter,
         length: DraftLength,
-        num_tokens_left: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._drafter = drafter
         self._length = length
-        self._num_tokens_left = num_tokens_left
         self._clock = clock
         self._evidence: int | None = None
         self._step_began_s: float | None = None
@@ -71,11 +68,14 @@ class Speculator:
         if self._step_began_s is not None:
             self._length.observe(self._evidence, num_drafted, num_accepted, self._clock() - self._step_began_s)
 
-    def draft(self, token_ids: Sequence[int], sampler: Sampler) -> list[int]:
-        """Drafts what follows `token_ids`, which the sampler chose since the last call."""
+    def draft(self, token_ids: Sequence[int], sampler: Sampler, num_tokens_left: int) -> list[int]:
+        """Drafts what follows `token_ids`, which the sampler chose since the last call.
+
+        Args:
+            num_tokens_left: that the answer may still have behind these.
+        """
         self._step_began_s = self._clock()
         self._evidence = None
-        self._num_tokens_left -= len(token_ids)
         self._drafter.extend(token_ids)
         if self._drafter.is_behind:
             self._drafter.read_chunk()
@@ -85,7 +85,7 @@ class Speculator:
         if self._evidence is None:
             return []
         # The answer's last token needs no step, so a draft token at it is of no use.
-        num_tokens = self._length.choose(self._evidence, max(0, self._num_tokens_left - 1))
+        num_tokens = self._length.choose(self._evidence, max(0, num_tokens_left - 1))
         if num_tokens == 0:
             return []
         try:
@@ -106,7 +106,7 @@ def make_speculator(message: pb.Sampler, draft_model: DraftModel | None) -> Spec
         return None
     drafter.extend(message.token_ids)
     length = DraftLength(drafts.max_tokens, rates, is_adaptive=drafts.is_adaptive)
-    return Speculator(drafter, length, message.num_tokens_left)
+    return Speculator(drafter, length)
 
 
 class LookupDrafter:

@@ -23,7 +23,7 @@ class Fault(Protocol):
     ) -> None: ...
 
 
-class Admission:
+class StepAdmission:
     """Admits rows to an iteration. To be asked between two iterations, in the order in which steps are computed.
 
     Args:
@@ -56,17 +56,15 @@ class Admission:
         offset = 0
         for row in step.rows:
             forked = forks.pop(row.session_id, None)
+            is_admitted = False
             try:
-                if not step.HasField("ring") or self._goes_round(row, step.client_id or row.client_id):
-                    self._admit_row(admitted, row, queued.blocks, offset, forked)
-                    if forked is not None:
-                        self._outputs.replace(row.session_id, forked_outputs[row.session_id])
-                elif isinstance(forked, SessionCache):
-                    forked.clear()
+                is_admitted = self._admit_row(admitted, row, queued.blocks, offset, forked)
             except CorollaError as error:
-                if isinstance(forked, SessionCache):
-                    forked.clear()
                 self._fault(step, error, [row], queued.item.sender)
+            if is_admitted and forked is not None:
+                self._outputs.replace(row.session_id, forked_outputs[row.session_id])
+            elif isinstance(forked, SessionCache):
+                forked.clear()
             offset += row.num_tokens
         return admitted
 
@@ -92,14 +90,18 @@ class Admission:
         blocks: Span,
         offset: int,
         forked: SessionCache | CorollaError | None,
-    ) -> None:
+    ) -> bool:
+        """Whether the row is to be computed; raises where its client has to learn why it is not."""
         step = admitted.work.step
+        client_id = step.client_id or row.client_id
+        if step.HasField("ring") and not self._goes_round(row, client_id):
+            return False
         if isinstance(forked, CorollaError):
             raise forked
         session = self._sessions.for_step(
             _session_id(step, row),
             row.epoch,
-            step.client_id or row.client_id,
+            client_id,
             row.position,
             row.num_tokens,
             blocks,
@@ -111,6 +113,7 @@ class Admission:
         if step.HasField("ring") and not step.ring.microbatch:
             session.ring = RingPlace.of(step)
         admitted.rows.append((row, session, offset))
+        return True
 
     def _fork(self, row: pb.StepRow, client_id: bytes, blocks: Span) -> SessionCache | CorollaError:
         try:
