@@ -71,7 +71,7 @@ class Wires:
         return self._directions.setdefault((pid, name), _Direction())
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        pid = await asyncio.to_thread(_owner, writer.get_extra_info("peername"))
+        pid = await asyncio.to_thread(_owner, writer.get_extra_info("peername"), writer.get_extra_info("sockname"))
         try:
             onward_reader, onward_writer = await asyncio.open_connection(self._target_host, self._port)
         except OSError:
@@ -94,11 +94,16 @@ class Wires:
             writer.close()
 
 
-def _owner(address: tuple[str, int]) -> int:
-    """The process whose end of a connection has this address; 0 when it is gone."""
+def _owner(local: tuple[str, int], remote: tuple[str, int]) -> int:
+    """The process whose end of a connection has the local address; 0 when it is gone.
+
+    Both addresses count: the kernel gives the same local port to connections with different remote ends, and those that
+    have ended keep theirs for a while.
+    """
     for connection in psutil.net_connections("tcp"):
         # An address of IPv4 may stand in the form of IPv6.
-        if connection.laddr and (connection.laddr.ip.rpartition(":")[2], connection.laddr.port) == address[:2]:
+        ends = [(end.ip.rpartition(":")[2], end.port) for end in (connection.laddr, connection.raddr) if end]
+        if ends == [local, remote]:
             return connection.pid or 0
     return 0
 
