@@ -43,7 +43,7 @@ ROWS: dict[str, tuple[Row, int, str]] = {
     "drain": (drain, 1, "rolling drain of every server under 16 streams"),
     "client": (client_service, 6, "kill -9 of a client service; its callers go on at another one"),
     "herd": (herd, 2, "one of two replicas dies with 64 live sessions"),
-    "library": (library, 12, "kill -9 of each hop while `generate` of transformers runs"),
+    "library": (library, 14, "kill -9 of each hop while `generate` of transformers runs"),
     "soak": (soak, 3, "a fault every 20 seconds"),
 }
 # Half a second is judged, which the processes that another row starts may take.

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.local.processes import ManagedProcess
@@ -16,6 +22,7 @@ from tests.faults.figures import Figures, say
 from tests.faults.stand import Stand
 
 _PROMPTED = "trained prompts for each block"
+_REMOTE_EDGES = "remote edges"
 _WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "greedy": (1, {}),
     "sampled batch": (3, {"do_sample": True, "top_p": 0.95}),
@@ -23,29 +30,30 @@ _WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "sampled beams": (1, {"num_beams": 3, "do_sample": True, "num_return_sequences": 2}),
     "prompt lookup": (1, {"prompt_lookup_num_tokens": 4}),
     _PROMPTED: (2, {}),
+    _REMOTE_EDGES: (3, {"do_sample": True, "top_p": 0.95, "repetition_penalty": 1.2}),
 }
 _MAX_NEW_TOKENS = 48
 
 
-class _At(LogitsProcessor):
-    """Does something at one step of `generate`, and changes nothing."""
+class _At(LogitsProcessor, StoppingCriteria):
+    """Does something at one step of `generate`, and changes nothing; as a criterion, it ends nothing."""
 
     def __init__(self, step: int, act: Any) -> None:
         self._num_left = step
         self._act = act
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         if self._num_left == 0:
             self._act()
         self._num_left -= 1
-        return scores
+        return scores if scores is not None else torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 async def library(stand: Stand, rng: random.Random, num_runs: int) -> int:
     """Each way of generating in turn, each hop in turn."""
     figures = Figures()
     folder = stand.stack.options.model
-    unsplit, remote = await asyncio.to_thread(_load, folder, stand.stack.router_address)
+    unsplit, with_local_edges, with_remote_edges = await asyncio.to_thread(_load, folder, stand.stack.router_address)
     for number in range(num_runs):
         figures.num_runs += 1
         way = list(_WAYS)[number % len(_WAYS)]
@@ -62,18 +70,20 @@ async def library(stand: Stand, rng: random.Random, num_runs: int) -> int:
             victims.append(asyncio.run_coroutine_threadsafe(stand.busiest(span), loop).result())
             stand.kill(victims[0])
 
-        options = {**options, "max_new_tokens": _MAX_NEW_TOKENS, "min_new_tokens": _MAX_NEW_TOKENS}
+        # No end token: each answer has all its tokens.
+        options = {**options, "max_new_tokens": _MAX_NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
         seed = rng.randrange(1 << 30)
-        # The unsplit model has no way to take such prompts; undisturbed, the chain equals one that was given a way.
+        remote = with_remote_edges if way == _REMOTE_EDGES else with_local_edges
         trained = _train(remote) if way == _PROMPTED else None
-        expected = await asyncio.to_thread(
-            _generate, unsplit if trained is None else remote, seed, prompt, options, trained
-        )
-        processors = LogitsProcessorList([_At(step, kill)])
+        # The unsplit model takes no such prompts, and draws rows from one random stream: these ways are compared with
+        # the undisturbed chain, which other tests compare with the unsplit model.
+        undisturbed = remote if way in (_PROMPTED, _REMOTE_EDGES) else unsplit
+        expected = await asyncio.to_thread(_generate, undisturbed, seed, prompt, options, trained)
+        disturbance: dict[str, Any] = {"logits_processor": LogitsProcessorList([_At(step, kill)])}
+        if way == _REMOTE_EDGES:
+            disturbance = {"stopping_criteria": StoppingCriteriaList([_At(step, kill)])}
         try:
-            given = await asyncio.to_thread(
-                _generate, remote, seed, prompt, {**options, "logits_processor": processors}, trained
-            )
+            given = await asyncio.to_thread(_generate, remote, seed, prompt, options | disturbance, trained)
             figures.check(given == expected, f"{way}: the tokens are not those of the undisturbed run")
         except Exception as failure:
             figures.check(False, f"{way}: the caller got {type(failure).__name__}: {failure}")
@@ -83,11 +93,16 @@ async def library(stand: Stand, rng: random.Random, num_runs: int) -> int:
     return figures.conclude(0.0)
 
 
-def _load(folder: str, router: str) -> tuple[Any, Any]:
+def _load(folder: str, router: str) -> tuple[Any, Any, Any]:
     loading: Any = AutoModelForCausalLM
     with LOADING:
         unsplit = loading.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    return unsplit, AutoDistributedModelForCausalLM.from_pretrained(folder, router=router)
+    library = AutoDistributedModelForCausalLM
+    return (
+        unsplit,
+        library.from_pretrained(folder, router=router),
+        library.from_pretrained(folder, edges="remote", router=router),
+    )
 
 
 def _train(remote: Any) -> Tensor:

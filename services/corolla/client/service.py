@@ -4,8 +4,6 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from transformers import GenerationConfig
-
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.reservations import ChainLimits
@@ -13,7 +11,7 @@ from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSessions
 from corolla.chain.streams import DataPlane
 from corolla.chassis.channels import Channels, open_channel
-from corolla.chassis.errors import CheckpointError, SettingsError
+from corolla.chassis.errors import SettingsError
 from corolla.chassis.handlers import service_handler
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
@@ -190,15 +188,5 @@ def _limits(settings: ClientSettings) -> ChainLimits:
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """From the generation config where there is one, as `generate` does; else from the model's own."""
-    try:
-        given = GenerationConfig.from_pretrained(checkpoint.folder).eos_token_id
-    except OSError:
-        given = checkpoint.config.eos_token_id
-    except ValueError:
-        raise CheckpointError(
-            f"{checkpoint.folder}/generation_config.json cannot be read; repair or remove it"
-        ) from None
-    if given is None:
-        return frozenset()
-    return frozenset([given] if isinstance(given, int) else given)
+    given = checkpoint.generation_config().eos_token_id
+    return frozenset() if given is None else frozenset([given] if isinstance(given, int) else given)

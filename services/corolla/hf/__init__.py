@@ -11,6 +11,7 @@ from corolla.hf.cache import RemotePastKeyValues
 from corolla.hf.families import CLASSES_BY_NAME, AutoDistributedModelForCausalLM
 from corolla.hf.generation import RemoteGenerationMixin
 from corolla.hf.modeling import DistributedModelForCausalLM
+from corolla.hf.remote_model import RemoteModelForCausalLM
 from corolla.hf.session import InferenceSession
 from corolla.hf.speculative import SPECULATIVE_CLASSES_BY_NAME
 
@@ -27,6 +28,7 @@ __all__ = [
     "InferenceSession",
     "RemoteBlocks",
     "RemoteGenerationMixin",
+    "RemoteModelForCausalLM",
     "RemotePastKeyValues",
     *CLASSES_BY_NAME,
     *SPECULATIVE_CLASSES_BY_NAME,

@@ -1,28 +1,40 @@
 """Where blocking code meets the data plane: one thread with an event loop for each model that a process uses."""
 
+import asyncio
 import os
+import secrets
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar, cast, get_args
+
+import torch
 
 from corolla.chain.control import ControlPlane
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.recovery import Recovery
-from corolla.chain.recovery_budget import RecoveryBudget
+from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import ChainLimits, OpenOptions, Reservations
 from corolla.chain.routes import Routes
+from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopUnavailable, StartupError
 from corolla.chassis.loop_thread import LoopStopped, LoopThread
 from corolla.chassis.tasks import TaskGroup
+from corolla.chassis.weight_formats import QuantizationName, full_dtype_name
+from corolla.decoding.sampler_record import SamplerRecord
 from corolla.hf.row_group import RowGroup
+from corolla.models.checkpoint import Checkpoint
 from corolla.wire.stream import between_servers
+from corolla.wire.tensors import DTYPES
 
 Result = TypeVar("Result")
+
+DEFAULT_ROUTER: Final = "127.0.0.1:50050"
 
 _SILENCE_S: Final = 5.0
 """Longer than in a client service: the caller's own work in this process keeps answers from being heard."""
@@ -53,6 +65,21 @@ class Connection:
         self._thread = LoopThread("corolla")
         self._planes = self.call(_connect(router, model, fingerprint, num_blocks))
         self.close = weakref.finalize(self, self._thread.stop, self._planes.close)
+
+    @classmethod
+    def to(cls, checkpoint: Checkpoint, router: str, dtype: str | torch.dtype, quantization: str) -> "Connection":
+        """To the block servers that run a checkpoint in a dtype and a quantisation.
+
+        Raises:
+            ValueError: they are none that block servers run.
+        """
+        dtype_name = full_dtype_name(str(dtype).removeprefix("torch."))
+        if dtype_name not in DTYPES:
+            raise ValueError(f"`dtype` must be what the block servers run: one of {', '.join(DTYPES)}.")
+        if quantization not in get_args(QuantizationName):
+            raise ValueError(f"`quantization` must be one of {', '.join(get_args(QuantizationName))}.")
+        fingerprint = checkpoint.fingerprint(dtype_name, quantization)
+        return cls.shared(router, checkpoint.name, fingerprint, checkpoint.num_blocks)
 
     @classmethod
     def shared(cls, router: str, model: str, fingerprint: str, num_blocks: int) -> "Connection":
@@ -86,6 +113,39 @@ class Connection:
         """Runs something soon in the connection's thread, unless that has ended."""
         if os.getpid() == self._process_id:
             self._thread.post(work)
+
+    def iterate(self, items: AsyncGenerator[Result, None]) -> Generator[Result, None, None]:
+        """What a generator yields, each run in the connection's thread; closing the iterator closes the generator."""
+        # An interrupted step may still be ending when the generator is to be closed.
+        turn = asyncio.Lock()
+        nothing_left: Final = object()
+
+        async def following() -> Result | object:
+            async with turn:
+                return await anext(items, nothing_left)
+
+        async def close() -> None:
+            async with turn:
+                await items.aclose()
+
+        try:
+            while (item := self.call(following())) is not nothing_left:
+                yield cast(Result, item)
+        finally:
+            with suppress(CorollaError):
+                self.call(close())
+
+    @asynccontextmanager
+    async def open_session(
+        self, tenant: str, open_options: OpenOptions, sampler: SamplerRecord
+    ) -> AsyncIterator[ChainSession]:
+        """A session on a chain whose last hop chooses the tokens; the hops free it with the context."""
+        identity = SessionIdentity(secrets.token_bytes(16), 1, tenant)
+        async with self._planes.sessions.open(identity, open_options, sampler, _ignore) as session:
+            try:
+                yield session
+            finally:
+                session.close()
 
     async def open_rows(
         self, new: Sequence[SessionIdentity], open_options: OpenOptions, earlier: RowGroup | None = None
@@ -145,6 +205,7 @@ class _Planes:
         self.reservations = Reservations(self.routes, self.data, LIMITS)
         replayer = Replayer(self.reservations, self.data, LIMITS)
         self.recovery = Recovery(self.routes, self.reservations, replayer, self.data.handovers, LIMITS)
+        self.sessions = ChainSessions(self.routes, self.data, LIMITS, _ignore)
 
     async def close(self) -> None:
         await self.tasks.close()
@@ -155,3 +216,7 @@ class _Planes:
 
 async def _connect(router: str, model: str, fingerprint: str, num_blocks: int) -> _Planes:
     return _Planes(router, model, fingerprint, num_blocks)
+
+
+def _ignore(report: RecoveryReport) -> None:
+    """A recovery is nobody's business here: the caller gets the same tokens."""

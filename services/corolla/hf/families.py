@@ -1,11 +1,12 @@
 """A class for each family, made from the table of families: `LlamaForCausalLM` gives `DistributedLlamaForCausalLM`."""
 
-from typing import Any, Final
+from typing import Any, Final, Literal, overload
 
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corolla.hf.modeling import DistributedModelForCausalLM
+from corolla.hf.remote_model import RemoteModelForCausalLM
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import FAMILIES, family_of
 
@@ -34,13 +35,34 @@ class AutoDistributedModelForCausalLM:
     def __init__(self) -> None:
         raise TypeError(f"{type(self).__name__} is made by `from_pretrained` or `from_config`.")
 
+    @overload
     @staticmethod
-    def from_pretrained(name_or_path: str, **options: Any) -> DistributedModelForCausalLM:
+    def from_pretrained(
+        name_or_path: str, *, edges: Literal["local"] = "local", **options: Any
+    ) -> DistributedModelForCausalLM: ...
+
+    @overload
+    @staticmethod
+    def from_pretrained(name_or_path: str, *, edges: Literal["remote"], **options: Any) -> RemoteModelForCausalLM: ...
+
+    @staticmethod
+    def from_pretrained(
+        name_or_path: str, *, edges: Literal["local", "remote"] = "local", **options: Any
+    ) -> DistributedModelForCausalLM | RemoteModelForCausalLM:
         """See `DistributedModelForCausalLM.from_pretrained`.
+
+        Args:
+            edges: where embedding, head and sampling run; `remote` needs no weights here, and gives a
+                `RemoteModelForCausalLM`.
 
         Raises:
             UnsupportedFamily: no row of the table of families serves it.
+            ValueError: `edges` is neither `local` nor `remote`.
         """
+        if edges == "remote":
+            return RemoteModelForCausalLM.from_pretrained(name_or_path, **options)
+        if edges != "local":
+            raise ValueError("`edges` must be `local` or `remote`.")
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=options.get("revision"))
         return MODEL_CLASSES[checkpoint.family.model_type].from_pretrained(name_or_path, **options)
 

@@ -1,18 +1,18 @@
 """Causal language models whose blocks are remote: embedding, final norm, head and sampling run here."""
 
 import copy
-from typing import Any, ClassVar, NoReturn, Self, cast, get_args
+from typing import Any, ClassVar, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from corolla.chassis.errors import CheckpointError
-from corolla.chassis.weight_formats import QuantizationName, full_dtype_name
+from corolla.chassis.weight_formats import full_dtype_name
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import RemotePastKeyValues
-from corolla.hf.connection import Connection
+from corolla.hf.connection import DEFAULT_ROUTER, Connection
 from corolla.hf.generation import RemoteGenerationMixin
 from corolla.hf.hop_sessions import RemoteSpan
 from corolla.hf.vocabulary import num_tokens_of, require_token_ids
@@ -20,8 +20,6 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES
-
-DEFAULT_ROUTER = "127.0.0.1:50050"
 
 # Apart from `return_dict`, what transformers hands from `generate` through to any model.
 _HARMLESS = frozenset({"return_dict", "tokenizer", "assistant_tokenizer"})
@@ -94,24 +92,20 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
                 f"{name_or_path} is of the family {checkpoint.family.model_type!r}, and {cls.__name__} is for "
                 f"{cls.model_type!r}; AutoDistributedModelForCausalLM takes any."
             )
-        dtype_name = full_dtype_name(str(dtype).removeprefix("torch."))
-        if dtype_name not in DTYPES:
-            raise ValueError(f"`dtype` must be what the block servers run: one of {', '.join(DTYPES)}.")
-        if quantization not in get_args(QuantizationName):
-            raise ValueError(f"`quantization` must be one of {', '.join(get_args(QuantizationName))}.")
-        fingerprint = checkpoint.fingerprint(dtype_name, quantization)
+        connection = Connection.to(checkpoint, router, dtype, quantization)
+        run_dtype = DTYPES[full_dtype_name(str(dtype).removeprefix("torch."))]
         remote = RemoteSpan(
-            connection=Connection.shared(router, checkpoint.name, fingerprint, checkpoint.num_blocks),
+            connection=connection,
             span=Span(0, checkpoint.num_blocks),
             hidden_size=checkpoint.hidden_size,
-            dtype=DTYPES[dtype_name],
+            dtype=run_dtype,
             tenant=tenant,
             context_length=checkpoint.context_length,
             reuses_prefixes=reuse_prefixes,
         )
-        edges = load_edges(checkpoint, dtype=DTYPES[dtype_name], device=device)
+        edges = load_edges(checkpoint, dtype=run_dtype, device=device)
         model = cls(copy.deepcopy(checkpoint.config), edges=edges, blocks=RemoteBlocks(remote))
-        model.generation_config = _generation_config(checkpoint)
+        model.generation_config = checkpoint.generation_config()
         return model
 
     @classmethod
@@ -213,13 +207,6 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         logits = computed.new_zeros(num_rows, num_last, computed.shape[-1])
         logits[mask[:, num_columns - num_last :].to(logits.device)] = computed
         return logits[:, (columns - (num_columns - num_last)).to(logits.device)]
-
-
-def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(checkpoint.folder)
-    except OSError:
-        return GenerationConfig.from_model_config(checkpoint.config)
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:

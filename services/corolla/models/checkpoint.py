@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.demo import DEMO_MODEL, demo_checkpoint
@@ -128,6 +128,19 @@ class Checkpoint:
         headers = {shard: read_header(shard) for shard in {self.weight_index[name] for name in names}}
         num_block_weights = sum(math.prod(headers[self.weight_index[name]][name].shape) for name in names)
         return self.vocab_size * self.hidden_size / num_block_weights
+
+    def generation_config(self) -> GenerationConfig:
+        """How answers are made unless somebody says otherwise: the checkpoint's own, else what its model's tells.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            return GenerationConfig.from_pretrained(self.folder)
+        except OSError:
+            return GenerationConfig.from_model_config(self.config)
+        except ValueError:
+            raise CheckpointError(f"{self.folder}/generation_config.json cannot be read; repair or remove it") from None
 
     @property
     def context_length(self) -> int:

@@ -25,10 +25,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return ModelPair.load(folder, stacks.start(folder, ["0:2", "2:5"]))
 
 
-def sharing(pair: ModelPair, tenant: str, **options: Any) -> DistributedModelForCausalLM:
+def sharing(pair: ModelPair, tenant: str, *, reuse_prefixes: bool = True) -> DistributedModelForCausalLM:
     folder, router = str(pair.remote.config.name_or_path), pair.stack.router
     return AutoDistributedModelForCausalLM.from_pretrained(
-        folder, router=router, tenant=tenant, **{"reuse_prefixes": True, **options}
+        folder, router=router, tenant=tenant, reuse_prefixes=reuse_prefixes
     )
 
 

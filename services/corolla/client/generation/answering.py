@@ -21,10 +21,10 @@ from corolla.chassis.errors import (
     RouterUnavailable,
     StoreUnavailable,
 )
+from corolla.chassis.merge import merge
 from corolla.client.generation.admission import Admission, Caller, RequestMeter, Usage
 from corolla.client.generation.answer import Answer, Delta, joined
 from corolla.client.generation.loop import AnswerReader, Prefill, SharedPrompt, generate
-from corolla.client.generation.merge import merge
 from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.text.tokenizer import TextTokenizer

@@ -3,7 +3,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from corolla.client.generation.merge import merge
+from corolla.chassis.merge import merge
 
 
 class Streams:

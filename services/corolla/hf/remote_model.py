@@ -1,0 +1,334 @@
+"""Causal language models that are remote as a whole: only token ids travel, and the last hop chooses each token."""
+
+import copy
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from corolla.chain.reservations import OpenOptions
+from corolla.chassis.errors import InvalidRequest
+from corolla.chassis.merge import merge
+from corolla.decoding.parameters import SampledToken, SamplingParams
+from corolla.decoding.sampler_record import SamplerRecord
+from corolla.hf.connection import DEFAULT_ROUTER, Connection
+from corolla.hf.vocabulary import require_token_ids
+from corolla.models.checkpoint import Checkpoint
+from corolla.v1 import blocks_pb2 as pb
+
+_NUM_SEEDS: Final = 2**63 - 1
+
+# Options of the generation config that a last hop, or this module, heeds.
+_HEEDED: Final = frozenset(
+    {
+        "do_sample", "eos_token_id", "max_length", "max_new_tokens", "max_time", "min_p", "num_return_sequences",
+        "pad_token_id", "prompt_lookup_num_tokens", "repetition_penalty", "stop_strings", "temperature", "top_k",
+        "top_p",
+    }
+)  # fmt: skip
+
+# Options that change nothing here, whatever they say: there is one cache, and neither beams nor an assistant.
+_IDLE: Final = frozenset(
+    {
+        "assistant_confidence_threshold", "assistant_lookbehind", "bos_token_id", "cache_config",
+        "cache_implementation", "decoder_start_token_id", "disable_compile", "early_stopping", "is_assistant",
+        "length_penalty", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
+        "target_lookbehind", "transformers_version", "use_cache",
+    }
+)  # fmt: skip
+
+
+class RemoteModelForCausalLM(GenerationMixin):
+    """A causal language model of which nothing is here but its configuration.
+
+    `generate` takes the common ways of decoding: greedy or sampled, by the block servers' own sampler. Whatever needs
+    logits in this process (beams, logits processors, guidance) asks for a `DistributedModelForCausalLM`.
+
+    Args:
+        checkpoint: which model it is.
+        connection: to its block servers.
+        tenant: who owns the sessions.
+        reuse_prefixes: whether the tenant's prompts share what hops computed for texts that begin alike.
+    """
+
+    main_input_name = "input_ids"
+
+    def __init__(self, checkpoint: Checkpoint, connection: Connection, tenant: str, *, reuse_prefixes: bool) -> None:
+        self.config: PretrainedConfig = copy.deepcopy(checkpoint.config)
+        self.generation_config: GenerationConfig = checkpoint.generation_config()
+        self._context_length = checkpoint.context_length
+        self._connection = connection
+        self._tenant = tenant
+        self._reuses_prefixes = reuse_prefixes
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        router: str = DEFAULT_ROUTER,
+        dtype: str | torch.dtype = torch.float32,
+        quantization: str = "none",
+        revision: str | None = None,
+        tenant: str = "public",
+        reuse_prefixes: bool = False,
+    ) -> Self:
+        """Reads the configuration, and connects to a router. See `DistributedModelForCausalLM.from_pretrained`."""
+        checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
+        connection = Connection.to(checkpoint, router, dtype, quantization)
+        return cls(checkpoint, connection, tenant, reuse_prefixes=reuse_prefixes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where `generate` returns its tokens, unless they were given elsewhere."""
+        return torch.device("cpu")
+
+    def generate(  # type: ignore[override]
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        tokenizer: Any = None,
+        streamer: BaseStreamer | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Prompts with their answers, as `generate` of transformers returns them.
+
+        Each row is a session of its own, so rows answer as fast as they can and none waits for another.
+
+        Args:
+            inputs: int64 `[B, T]`, padded on the left if at all; or as `input_ids`.
+            generation_config: else the model's own, with `options` applied.
+            attention_mask: `[B, T]`; 0 is padding.
+            stopping_criteria: are asked of each row by itself; they get no scores.
+            tokenizer: for `stop_strings`.
+            streamer: of a single row: gets the prompt, then tokens as they come.
+            options: those of a generation config. Sampled answers follow torch's random seed; their tokens are those
+                of a client service with the seed that is drawn from it.
+
+        Returns:
+            int64 `[B * num_return_sequences, T + N]`, where N is the longest answer; shorter ones are padded.
+
+        Raises:
+            ValueError: something is asked for that needs logits in this process, or a token id is outside the
+                vocabulary.
+            CorollaError: the chain failed.
+        """
+        given = inputs if inputs is not None else input_ids
+        if given is None or given.dim() != 2 or given.shape[1] == 0 or (inputs is not None and input_ids is not None):
+            raise ValueError("Give prompts as `inputs` or as `input_ids`, int64 [B, T], each of at least one token.")
+        has_length = any(each is not None for each in (options.get("max_length"), self.generation_config.max_length))
+        has_length |= generation_config is not None and generation_config.max_length is not None
+        upstream: Any = super()
+        config, unknown = upstream._prepare_generation_config(generation_config, **options)
+        _refuse(config, unknown)
+        criteria = _criteria(config, stopping_criteria, tokenizer)
+        max_new_tokens = _max_new_tokens(config, given.shape[1], has_length=has_length)
+        mask = torch.ones_like(given) if attention_mask is None else attention_mask
+        if mask.shape != given.shape or not bool((mask[:, -1] != 0).all()):
+            raise ValueError(
+                f"`attention_mask` must have the shape {list(given.shape)} of the tokens, and padding is on the left."
+            )
+        token_ids = given.repeat_interleave(config.num_return_sequences or 1, dim=0)
+        mask = mask.repeat_interleave(config.num_return_sequences or 1, dim=0).bool()
+        require_token_ids("input_ids", token_ids[mask], self.config.get_text_config().vocab_size)
+        if streamer is not None and len(token_ids) > 1:
+            raise ValueError("`streamer` takes a single row; streams of several would be mixed.")
+        rows = self._rows(token_ids, mask, config, max_new_tokens)
+        if streamer is not None:
+            streamer.put(token_ids.cpu())
+        self._answer(rows, criteria, streamer)
+        if streamer is not None:
+            streamer.end()
+        return _joined(token_ids, rows, config)
+
+    def _rows(self, token_ids: Tensor, mask: Tensor, config: GenerationConfig, max_new_tokens: int) -> list["_Row"]:
+        params = _sampling_params(config)
+        end_token_ids = _end_token_ids(config)
+        drafts = None
+        if config.prompt_lookup_num_tokens:
+            drafts = pb.Drafts(
+                source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=config.prompt_lookup_num_tokens, is_adaptive=True
+            )
+        seeds = torch.randint(_NUM_SEEDS, (len(token_ids),)).tolist() if config.do_sample else [0] * len(token_ids)
+        rows = []
+        for ids, its_mask, seed in zip(token_ids.cpu(), mask.cpu(), seeds, strict=True):
+            prompt_ids: list[int] = ids[its_mask].tolist()
+            if len(prompt_ids) + max_new_tokens > self._context_length:
+                raise ValueError(
+                    f"A prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones exceed the model's context of "
+                    f"{self._context_length} tokens."
+                )
+            sampler = SamplerRecord(
+                params, seed, prompt_ids, max_new_tokens=max_new_tokens, end_token_ids=end_token_ids, drafts=drafts
+            )
+            rows.append(_Row(ids.tolist(), prompt_ids, sampler, max_new_tokens, end_token_ids))
+        return rows
+
+    def _answer(self, rows: Sequence["_Row"], criteria: StoppingCriteriaList, streamer: BaseStreamer | None) -> None:
+        """Reads all rows' tokens; this thread asks the criteria and feeds the streamer while the hops go on."""
+        answers = self._connection.iterate(merge([self._tokens_of(row) for row in rows]))
+        with closing(answers):
+            for index, new_ids in answers:
+                for token_id in rows[index].take(new_ids, criteria):
+                    if streamer is not None:
+                        streamer.put(torch.tensor([token_id]))
+
+    async def _tokens_of(self, row: "_Row") -> AsyncGenerator[Sequence[int], None]:
+        """Runs in the connection's thread. Yields the tokens that are at hand, again and again."""
+        options = OpenOptions(
+            max_tokens=len(row.prompt_ids) + row.max_new_tokens,
+            transient=True,
+            texts=[row.prompt_ids] if self._reuses_prefixes else None,
+        )
+        async with self._connection.open_session(self._tenant, options, row.sampler) as session:
+            await session.restore(row.prompt_ids)
+            reader = _Reader(row)
+            await session.prefill(row.prompt_ids[session.position :], reader)
+            while True:
+                while reader.wants_more and session.has_unread_tokens:
+                    await session.decode(reader)
+                yield reader.taken()
+                if not reader.wants_more:
+                    return
+                await session.decode(reader)
+
+
+@dataclass(slots=True)
+class _Row:
+    """One sequence.
+
+    Attributes:
+        shown_ids: of the prompt, padding included.
+        prompt_ids: without padding.
+        answer_ids: as far as they were taken.
+        is_stopped: whether a criterion ended it.
+    """
+
+    shown_ids: list[int]
+    prompt_ids: list[int]
+    sampler: SamplerRecord
+    max_new_tokens: int
+    end_token_ids: frozenset[int]
+    answer_ids: list[int] = field(default_factory=list)
+    is_stopped: bool = False
+
+    def take(self, new_ids: Sequence[int], criteria: StoppingCriteriaList) -> Sequence[int]:
+        """Appends tokens up to the one at which a criterion ends the row; returns which."""
+        if self.is_stopped:
+            return ()
+        for count, token_id in enumerate(new_ids, 1):
+            self.answer_ids.append(token_id)
+            if criteria and _are_met(criteria, [*self.shown_ids, *self.answer_ids]):
+                self.is_stopped = True
+                return new_ids[:count]
+        return new_ids
+
+
+class _Reader:
+    """Reads one row's tokens until its last one."""
+
+    def __init__(self, row: _Row) -> None:
+        self._row = row
+        self._num_left = row.max_new_tokens
+        self._has_ended = False
+        self._new_ids: list[int] = []
+
+    def read(self, token: SampledToken) -> bool:
+        """Takes the next token; whether another one is wanted behind it."""
+        self._new_ids.append(token.token_id)
+        self._num_left -= 1
+        self._has_ended = self._num_left == 0 or token.token_id in self._row.end_token_ids
+        return self.wants_more
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the row goes on, as far as is known in this thread."""
+        return not (self._has_ended or self._row.is_stopped)
+
+    def taken(self) -> Sequence[int]:
+        """The tokens since the last call."""
+        new_ids, self._new_ids = self._new_ids, []
+        return new_ids
+
+
+def _are_met(criteria: StoppingCriteriaList, token_ids: Sequence[int]) -> bool:
+    without_scores: Any = None
+    return bool(criteria(torch.tensor([token_ids]), without_scores).any())
+
+
+def _refuse(config: GenerationConfig, unknown: dict[str, Any]) -> None:
+    """Raises ValueError for whatever is asked for and needs more than this process has."""
+    idle_values = GenerationConfig._get_default_generation_params()
+    options = {name: value for name, value in config.to_dict().items() if name not in _HEEDED | _IDLE}
+    known = GenerationConfig().to_dict().keys()
+    asked = [name for name in options.keys() & known if options[name] not in (None, False, idle_values.get(name))]
+    asked += [name for name, value in unknown.items() if value is not None and value is not False]
+    if asked:
+        raise ValueError(
+            f"`{min(asked)}` is not supported with remote edges: block servers choose the tokens, and no logits come "
+            "here. Load the model with local edges."
+        )
+
+
+def _criteria(config: GenerationConfig, given: StoppingCriteriaList | None, tokenizer: Any) -> StoppingCriteriaList:
+    """What ends a row besides its length and its end tokens, which the last hop heeds."""
+    criteria = StoppingCriteriaList(given or [])
+    if config.max_time is not None:
+        criteria.append(MaxTimeCriteria(max_time=config.max_time))
+    if config.stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("`stop_strings` needs the model's `tokenizer`.")
+        criteria.append(StopStringCriteria(stop_strings=config.stop_strings, tokenizer=tokenizer))
+    return criteria
+
+
+def _max_new_tokens(config: Any, num_columns: int, *, has_length: bool) -> int:
+    if config.max_new_tokens is not None:
+        max_new_tokens: int = config.max_new_tokens
+    elif has_length:
+        max_new_tokens = (config.max_length or 0) - num_columns
+    else:
+        max_new_tokens = config.max_length or 0
+    if max_new_tokens < 1:
+        raise ValueError(f"The prompt has {num_columns} tokens, and there is no room for a new one; see `max_length`.")
+    return max_new_tokens
+
+
+def _sampling_params(config: GenerationConfig) -> SamplingParams:
+    if not config.do_sample:
+        return SamplingParams(repetition_penalty=config.repetition_penalty or 1.0)
+    if not config.temperature or config.temperature < 0:
+        raise ValueError("`temperature` must be above 0; `do_sample=False` is greedy.")
+    try:
+        return SamplingParams(
+            temperature=config.temperature,
+            top_k=config.top_k or 0,
+            top_p=1.0 if config.top_p is None else config.top_p,
+            min_p=config.min_p or 0.0,
+            repetition_penalty=config.repetition_penalty or 1.0,
+        )
+    except InvalidRequest as refusal:
+        raise ValueError(str(refusal)) from None
+
+
+def _end_token_ids(config: GenerationConfig) -> frozenset[int]:
+    given = config.eos_token_id
+    return frozenset() if given is None else frozenset([given] if isinstance(given, int) else given)
+
+
+def _joined(token_ids: Tensor, rows: Sequence[_Row], config: GenerationConfig) -> Tensor:
+    """Prompts and answers, padded on the right as transformers does."""
+    longest = max(len(row.answer_ids) for row in rows)
+    padding = min(_end_token_ids(config), default=0) if config.pad_token_id is None else config.pad_token_id
+    answers = [row.answer_ids + [padding] * (longest - len(row.answer_ids)) for row in rows]
+    return torch.cat([token_ids, torch.tensor(answers, device=token_ids.device)], dim=1)
