@@ -24,6 +24,7 @@ from corolla.chassis.errors import (
 from corolla.chassis.tasks import TaskGroup
 from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import candidates, chain_of
+from corolla.planning.pairing import with_partners
 from corolla.planning.planner import Candidate, plan_around_suspects, plan_blocks
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.span import Span
@@ -156,7 +157,8 @@ class Routes:
         for wanted_tokens in (num_tokens, 0):
             usable = self._candidates(wanted_tokens, excluded)
             with contextlib.suppress(NoChain, OutOfPages):
-                return chain_of(plan_around_suspects(usable, self._num_blocks).hops, self._fingerprint)
+                planned = with_partners(plan_around_suspects(usable, self._num_blocks), usable)
+                return chain_of(planned.hops, self._fingerprint)
         return None
 
     def _no_chain(self, failure: CorollaError, *, are_some_full: bool) -> CorollaError:
@@ -264,7 +266,8 @@ class Routes:
         return self._plan(self._candidates(0, excluded), blocks)
 
     def _plan(self, usable: Sequence[Candidate], blocks: Span) -> Sequence[common_pb2.Hop]:
-        return chain_of(plan_blocks(usable, blocks).hops, self._fingerprint).hops
+        planned = with_partners(plan_blocks(usable, blocks), usable)
+        return chain_of(planned.hops, self._fingerprint).hops
 
     def _candidates(self, num_tokens: int, excluded: Collection[str]) -> list[Candidate]:
         servers = self._placement.servers

@@ -10,6 +10,7 @@ from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
 from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import chain_of
+from corolla.planning.pairing import with_partners
 from corolla.planning.planner import plan_around_suspects
 from corolla.router import validation
 from corolla.router.registry import Registry
@@ -95,7 +96,7 @@ class RouterServicer:
         )  # fmt: skip
         # The planner keeps to the order between equals: shuffled, they share the sessions.
         random.shuffle(candidates)
-        planned = plan_around_suspects(candidates, roster.num_blocks)
+        planned = with_partners(plan_around_suspects(candidates, roster.num_blocks), candidates)
         chain = chain_of(planned.hops, planned.fingerprint)
         bookings.book(chain.hops, request.num_tokens, now_s)
         return pb.PlanChainResponse(chain=chain)
