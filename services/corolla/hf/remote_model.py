@@ -281,7 +281,7 @@ def _refuse(config: GenerationConfig, unknown: dict[str, Any]) -> None:
 
 
 def _criteria(config: GenerationConfig, given: StoppingCriteriaList | None, tokenizer: Any) -> StoppingCriteriaList:
-    """What ends a row besides its length and its end tokens, which the last hop heeds."""
+    """What ends a row apart from its length and its end tokens, which the last hop heeds."""
     criteria = StoppingCriteriaList(given or [])
     if config.max_time is not None:
         criteria.append(MaxTimeCriteria(max_time=config.max_time))
