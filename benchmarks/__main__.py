@@ -9,6 +9,7 @@ from types import ModuleType
 
 from benchmarks import (
     client_token,
+    control_work,
     crowd,
     hops,
     load,
@@ -30,6 +31,7 @@ _ALL: tuple[ModuleType, ...] = (
     prefix,
     hops,
     client_token,
+    control_work,
     crowd,
     microbatches,
     load,

@@ -15,6 +15,7 @@ import psutil
 from benchmarks.timing import Timing
 from corolla.chassis.loop_thread import LoopThread
 from corolla.local.options import StackOptions
+from corolla.local.processes import ManagedProcess
 from corolla.local.stack import Stack
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc
@@ -64,6 +65,16 @@ class Chain:
         self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._exits.close()
+
+    @property
+    def client_address(self) -> str:
+        """`host:port` of the client service."""
+        return self._stack.client_address
+
+    @property
+    def servers(self) -> list[ManagedProcess]:
+        """The block servers, in the order of their blocks."""
+        return list(self._stack.servers)
 
     @property
     def client(self) -> AsyncClient:
@@ -137,4 +148,4 @@ class Chain:
             await self._client.close()
 
     async def _connect(self) -> AsyncClient:
-        return AsyncClient(self._stack.client_address)
+        return AsyncClient(self.client_address)
