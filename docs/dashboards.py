@@ -117,8 +117,10 @@ SPANS: Final = (
     Panel("Tokens computed", "By all block servers together; each token counts once for each hop.", "short", (
         (rate("corolla_hop_tokens_total", "kind"), "{{kind}}"),
     )),
-    Panel("Waiting steps", "Steps queued for a block server's next iterations.", "short", (
+    Panel("Waiting steps", "Steps queued for a block server's next iterations, and rows that wait for a microbatch.",
+          "short", (
         (gauge("corolla_num_steps_waiting", "instance"), "{{instance}}"),
+        (gauge("corolla_num_ring_rows_waiting", "instance"), "{{instance}}, microbatch"),
     )),
     Panel("Prefix hits", "Share of the tokens looked for in the block servers' prefix caches that were there.",
           "percentunit", (

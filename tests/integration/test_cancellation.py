@@ -169,7 +169,8 @@ async def gauges(swarm: Swarm) -> dict[str, float]:
         read[f"sessions {number}"] = await sample(server.metrics_port, "corolla_hop_sessions")
         read[f"used pages {number}"] = await sample(server.metrics_port, "corolla_kv_pages", state="used")
         read[f"bytes {number}"] = await sample(server.metrics_port, "corolla_kv_cache_bytes")
-        read[f"waiting steps {number}"] = await sample(server.metrics_port, "corolla_num_steps_waiting")
+        for kind in ("steps", "ring_rows"):
+            read[f"waiting {kind} {number}"] = await sample(server.metrics_port, f"corolla_num_{kind}_waiting")
     for name in ("running", "waiting"):
         read[name] = await sample(swarm.clients[0].metrics_port, f"corolla_num_requests_{name}")
     return read

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from redis.asyncio import Redis
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import OutOfPages, SessionBusy, SessionNotFound
 from corolla.sdk.async_client import AsyncClient
-from corolla.sdk.results import Reply
+from corolla.sdk.results import FinishReason, Reply
 from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
@@ -90,6 +91,22 @@ async def test_a_hop_whose_cache_is_gone_is_filled_again_from_the_token_log(
     assert [reply.usage.cached_tokens > 0 for reply in got] == [False, True, False]
     lost = await sample(swarm.clients[0].metrics_port, "corolla_recomputed_tokens_total") - recomputed
     assert lost == expected[2].usage.cached_tokens
+
+
+async def test_a_stop_sequence_takes_tokens_back_behind_a_small_window(tmp_path: Path) -> None:
+    """Hops are ahead of their reader when it finds the sequence, by more than the window and a frame together."""
+    model = make_tiny_checkpoint("gemma3_text", tmp_path / "tiny")
+    server = {"max_tokens_per_frame": 8, "prefix_cache": False}
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
+        whole = await client.generate(TURNS[0], max_tokens=160, ignore_eos=True)
+        stop = whole.text[len(whole.text) // 3 :][:6]
+        async with client.session() as session:
+            for prompt in (TURNS[0], TURNS[1]):
+                held = (await session.info()).num_tokens
+                answer = await session.generate(prompt, max_tokens=160, ignore_eos=True, stop=[stop])
+                assert answer.usage.cached_tokens == max(0, held - 1)
+                assert held or answer.finish_reason is FinishReason.STOP_SEQUENCE
+        assert await sample(swarm.clients[0].metrics_port, "corolla_recomputed_tokens_total") == 0
 
 
 async def test_a_hop_that_was_replaced_between_turns_is_filled_again(swarm: Swarm, client: AsyncClient) -> None:

@@ -59,7 +59,8 @@ class Housekeeping:
         while True:
             # To wait for a lease to run out is no way to get pages.
             self._engine.between_iterations(self._tidy, max_released_pages=0)
-            self._metrics.observe_sessions(self._sessions, self._outputs, self._page_bytes(), len(self._scheduler))
+            self._metrics.observe_sessions(self._sessions, self._outputs, self._page_bytes())
+            self._metrics.observe_waiting(len(self._scheduler), self._engine.first_hop.num_waiting)
             await asyncio.sleep(_INTERVAL_S)
 
     def compare_books(self) -> None:

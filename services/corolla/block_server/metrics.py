@@ -41,6 +41,11 @@ class BlockServerMetrics:
             "corolla_prefix_cache_hits", "Tokens of them that the prefix cache held.", registry=registry
         )
         self.waiting = Gauge("corolla_num_steps_waiting", "Steps queued for the next iterations.", registry=registry)
+        self.ring_waiting = Gauge(
+            "corolla_num_ring_rows_waiting",
+            "Rows that have come round to this first hop and wait for their microbatch; half of two hops' are usual.",
+            registry=registry,
+        )
         self.step_seconds = Histogram(
             "corolla_hop_step_seconds",
             "Duration of one iteration on this server in seconds, by kind (decode, prefill).",
@@ -113,10 +118,13 @@ class BlockServerMetrics:
         )
         self.evicted = Counter("corolla_hop_sessions_evicted", "Idle sessions freed for others.", registry=registry)
 
-    def observe_sessions(
-        self, sessions: SessionTable[Any], outputs: BoundaryActivations, page_bytes: int, num_steps_waiting: int
-    ) -> None:
-        """Refreshes the gauges."""
+    def observe_waiting(self, num_steps: int, num_ring_rows: int) -> None:
+        """Refreshes the gauges of what waits."""
+        self.waiting.set(num_steps)
+        self.ring_waiting.set(num_ring_rows)
+
+    def observe_sessions(self, sessions: SessionTable[Any], outputs: BoundaryActivations, page_bytes: int) -> None:
+        """Refreshes the gauges of what is held."""
         pool = sessions.pool
         self.sessions.set(len(sessions))
         states = {
@@ -131,7 +139,6 @@ class BlockServerMetrics:
         self.cache_bytes.set(pool.num_used * page_bytes)
         self._export(self.prefix_queries, pool.num_prefix_tokens_asked)
         self._export(self.prefix_hits, pool.num_prefix_tokens_found)
-        self.waiting.set(num_steps_waiting)
         self._export(self.evicted, sessions.num_evicted)
         self.boundary_activation_bytes.set(outputs.nbytes)
         self._export(self.outputs_evicted, outputs.num_evicted)

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Final
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.decode_graphs import CudaCapture
@@ -49,6 +50,10 @@ from corolla.wire.stream import Connect, StreamListener, connect
 from corolla.wire.tensors import DTYPES, tensor_type
 
 log = logging.getLogger(__name__)
+
+_MAX_TAKEN_BACK: Final = 128
+"""So many of a session's newest tokens may be taken back where a window has moved on: a ring is 32 tokens ahead of its
+reader, and its last step may have 64 draft tokens."""
 
 _SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 
@@ -306,7 +311,7 @@ class BlockServer:
             model,
             num_pages=self._num_pages(cache_bytes_per_token * layers_per_group),
             page_tokens=settings.num_page_tokens,
-            max_step_tokens=settings.max_tokens_per_frame,
+            max_step_tokens=max(settings.max_tokens_per_frame, _MAX_TAKEN_BACK),
             attention=settings.attention,
             is_fused=settings.fused_blocks,
             tuning_budget_s=settings.tuning_budget_s,

@@ -18,6 +18,10 @@ from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.sessions import SessionTable
 
 
+class EmptyRing:
+    num_waiting = 0
+
+
 class SlowEngine:
     """Runs commands at once. Each reading of the clock advances it by a second, so a slice is one part."""
 
@@ -25,6 +29,7 @@ class SlowEngine:
         self.now_s = 0.0
         self.num_commands = 0
         self.has_more_to_do = False
+        self.first_hop = EmptyRing()
 
     def clock(self) -> float:
         self.now_s += 1
