@@ -12,6 +12,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from corolla.block_server.boundary_activations import BoundaryActivations
@@ -67,6 +68,21 @@ class Failures:
             self._fail()
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessorUse:
+    """What an engine does on which thread, and whether it lets a processor sleep.
+
+    Attributes:
+        max_inline_s: decode steps that take less are computed on the event loop, which answers nobody meanwhile.
+        num_sampling_threads: that choose tokens at a time, where that takes more than finding the most probable one.
+        spin_s: so long the engine watches its sockets after an iteration, before its processor may sleep.
+    """
+
+    max_inline_s: float = 0.0
+    num_sampling_threads: int = 1
+    spin_s: float = 0.0
+
+
 class Engine:
     """Runs the iterations of one block server.
 
@@ -74,8 +90,7 @@ class Engine:
         clock: in seconds; of leases and of the durations of iterations.
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
-        max_inline_s: decode steps that take less are computed on the event loop, which answers nobody meanwhile.
-        spin_s: so long it watches its sockets after an iteration, before its processor may sleep.
+        use: of its processors.
 
     Attributes:
         first_hop, last_hop: of what goes round from here, and to here.
@@ -94,14 +109,12 @@ class Engine:
         *,
         fail: Callable[[], None],
         edges: Edges | None = None,
-        max_inline_s: float = 0.0,
-        spin_s: float = 0.0,
+        use: ProcessorUse | None = None,
     ) -> None:
         self.clock = clock
         self.failures = Failures(fail)
-        self._max_inline_s = max_inline_s
-        self._spin_s = spin_s
-        self._computation = Computation(runner, edges, clock)
+        self._use = use or ProcessorUse()
+        self._computation = Computation(runner, edges, clock, self._use.num_sampling_threads)
         self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs
@@ -243,8 +256,8 @@ class Engine:
 
     async def _spin(self) -> None:
         """Watches the sockets for a moment: a processor that falls asleep is slower to answer, and to compute."""
-        if self._spin_s:
-            end_s = self.clock() + self._spin_s
+        if self._use.spin_s:
+            end_s = self.clock() + self._use.spin_s
             while self.clock() < end_s and not self._wake.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
@@ -258,6 +271,7 @@ class Engine:
 
     def close(self) -> None:
         self._compute_thread.shutdown(wait=True, cancel_futures=True)
+        self._computation.close()
 
     async def _make_copy(self) -> None:
         """The copy that waits longest, if any does."""
@@ -329,10 +343,10 @@ class Engine:
 
     def _is_short(self, steps: Sequence[QueuedStep[StepWork]], admitted: Sequence[Admitted]) -> bool:
         """Whether an iteration is expected to take less than a step that is computed on the event loop may."""
-        if not (0 < self._row_s < self._max_inline_s) or not _is_plain_decode(steps):
+        if not (0 < self._row_s < self._use.max_inline_s) or not _is_plain_decode(steps):
             return False
         num_rows = sum(len(batch.rows) for batch in admitted)
-        return num_rows * self._row_s < self._max_inline_s and not any(map(_samples_on_cpu, admitted))
+        return num_rows * self._row_s < self._use.max_inline_s and not any(map(_samples_on_cpu, admitted))
 
     async def _try_out(self) -> None:
         """After an iteration without any output: warms up once more, to see whether the rows are to blame."""

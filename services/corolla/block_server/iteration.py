@@ -20,6 +20,7 @@ from corolla.block_server.runner import BatchOutput, RowWork
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import where
 from corolla.models.edges import Edges
+from corolla.models.threads import single_threaded_pool
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
@@ -94,14 +95,27 @@ class Computation:
         runner: of the blocks.
         edges: embedding and head, as far as this server has them; None where it has neither.
         clock: in seconds.
+        num_sampling_threads: that choose tokens at a time.
     """
 
     def __init__(
-        self, runner: BatchRunner, edges: Edges | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: BatchRunner,
+        edges: Edges | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        num_sampling_threads: int = 1,
     ) -> None:
         self.runner = runner
         self._edges = edges
         self._clock = clock
+        self._sampling_threads = (
+            single_threaded_pool(num_sampling_threads, "sampling") if num_sampling_threads > 1 else None
+        )
+
+    def close(self) -> None:
+        """Ends the threads that it has."""
+        if self._sampling_threads is not None:
+            self._sampling_threads.shutdown()
 
     def compute(self, admitted: Sequence[Admitted], blocks: Span) -> Computed:
         """Computes all rows as one batch; if that raises, row by row, so that a bad row fails alone.
@@ -222,7 +236,7 @@ class Computation:
         sampled: list[ChosenTokens | CorollaError] = []
         for part in in_parts(rows):
             try:
-                sampled.extend(sample_rows(self._edges, part, error_of))
+                sampled.extend(sample_rows(self._edges, part, error_of, self._sampling_threads))
             except Exception as failure:
                 log.error("head failed", extra={"rows": len(part), "where": where(failure)})
                 sampled.extend([error_of(failure)] * len(part))

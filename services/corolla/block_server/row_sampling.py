@@ -3,7 +3,9 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final, Self
 
 import torch
@@ -108,6 +110,11 @@ class SessionSampler:
         return self._takes_likeliest
 
     @property
+    def is_independent(self) -> bool:
+        """Whether it shares nothing with other samplers; a draft model is that of all."""
+        return self._speculator is None
+
+    @property
     def num_skipped(self) -> int:
         """Choices that are still to be drawn before its own first one."""
         return self._sampler.num_skipped
@@ -201,16 +208,19 @@ def in_parts(rows: Sequence[SamplingRow], max_logits: int = 64 << 20) -> Iterato
 
 
 def sample_rows(
-    edges: Edges, rows: Sequence[SamplingRow], error_of: Callable[[Exception], CorollaError]
+    edges: Edges,
+    rows: Sequence[SamplingRow],
+    error_of: Callable[[Exception], CorollaError],
+    threads: Executor | None = None,
 ) -> list[ChosenTokens | CorollaError]:
     """Chooses tokens for all rows; one entry for each, in order. A row that fails disturbs no other one.
 
     Args:
         error_of: what to tell the owner of a row.
+        threads: where rows are chosen that need more than the most probable token, several at a time; None: here.
     """
     parts = [each.hidden for each in rows]
     logits = edges.head(parts[0] if len(parts) == 1 else torch.cat(parts))
-    sampled: list[ChosenTokens | CorollaError] = []
     likeliest = scores = None
     if any(each.sampler.takes_likeliest for each in rows):
         # On the device; only ids come from there.
@@ -218,20 +228,30 @@ def sample_rows(
         likeliest, scores = best.indices.tolist(), best.values.tolist()
     if not all(each.sampler.takes_likeliest for each in rows):
         logits = logits.cpu()
-    start = 0
-    for each in rows:
-        end = start + len(each.hidden)
-        draft_ids = each.row.token_ids[len(each.row.token_ids) - (end - start) + 1 :] if end - start > 1 else ()
+    ends = list(accumulate(len(each.hidden) for each in rows))
+
+    def chosen(index: int) -> ChosenTokens | CorollaError:
+        row, sampler, end = rows[index].row, rows[index].sampler, ends[index]
+        num_choices = len(rows[index].hidden)
+        start = end - num_choices
+        draft_ids = row.token_ids[len(row.token_ids) - num_choices + 1 :] if num_choices > 1 else ()
         try:
-            if each.sampler.takes_likeliest and likeliest is not None and scores is not None:
+            if sampler.takes_likeliest and likeliest is not None and scores is not None:
                 choice = _likeliest(likeliest[start:end], scores[start:end])
             else:
-                choice = _sampled(each.sampler, logits[start:end])
-            sampled.append(each.sampler.choose(end - start, draft_ids, choice))
+                choice = _sampled(sampler, logits[start:end])
+            return sampler.choose(num_choices, draft_ids, choice)
         except Exception as failure:
-            sampled.append(error_of(failure))
-        start = end
-    return sampled
+            return error_of(failure)
+
+    slow = [
+        index for index, each in enumerate(rows) if each.sampler.is_independent and not each.sampler.takes_likeliest
+    ]
+    if threads is None or len(slow) < 2:
+        return [chosen(index) for index in range(len(rows))]
+    # torch computes without the interpreter's lock.
+    by_threads = dict(zip(slow, threads.map(chosen, slow), strict=True))
+    return [by_threads[index] if index in by_threads else chosen(index) for index in range(len(rows))]
 
 
 def _likeliest(token_ids: Sequence[int], scores: Sequence[float]) -> Callable[[int], SampledToken]:

@@ -11,7 +11,7 @@ from typing import Final
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.decode_graphs import CudaCapture
 from corolla.block_server.drain import Drain
-from corolla.block_server.engine import Engine
+from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.graph_choice import choose_graphs
 from corolla.block_server.handover.receiver import HandoverReceiver
@@ -44,6 +44,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges
 from corolla.models.hub import Hub
 from corolla.models.span_model import SpanModel, fetch_span, load_span
+from corolla.models.threads import available_cores
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.span import Span
 from corolla.wire.stream import Connect, StreamListener, connect
@@ -210,8 +211,7 @@ class BlockServer:
         self._relay = Relay(fingerprint, self._peers, self._connect)
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
-            fail=self._fail, edges=edges, max_inline_s=settings.max_inline_ms / 1000,
-            spin_s=settings.spin_us / 1e6,
+            fail=self._fail, edges=edges, use=self._processor_use(span, checkpoint, speed.num_threads),
         )  # fmt: skip
         await asyncio.to_thread(engine.warm_up)
         engine.decode_speed.observe(await asyncio.to_thread(measure_decode_step, runner), len(span))
@@ -321,6 +321,15 @@ class BlockServer:
         if may_replay:
             choose_graphs(runner, CudaCapture(model.device))
         return runner
+
+    def _processor_use(self, span: Span, checkpoint: Checkpoint, num_threads: int) -> ProcessorUse:
+        settings = self.settings
+        num_sampling_threads = 1
+        if span.end == checkpoint.num_blocks:
+            # A device leaves the processors to this; without one, what pays for blocks pays for tokens, too.
+            on_cpu = settings.device.startswith("cpu")
+            num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
+        return ProcessorUse(settings.max_inline_ms / 1000, num_sampling_threads, settings.spin_us / 1e6)
 
     def _load_edges(self, checkpoint: Checkpoint, span: Span) -> Edges | None:
         ends = _ends_of(checkpoint, span)

@@ -6,7 +6,9 @@ is one more to wait for. So the number is doubled as long as that clearly pays.
 
 import math
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -57,3 +59,22 @@ def set_num_threads(asked_for: int, seconds: Callable[[], float]) -> int:
     chosen = asked_for or choose_num_threads(seconds_with, available_cores())
     torch.set_num_threads(chosen)
     return chosen
+
+
+def _compute_alone() -> None:
+    # A thread's number is settled when it is first asked for; set before that, it would not be its own.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+def single_threaded_pool(num_workers: int, name: str) -> Executor:
+    """Threads for work that is made of many small operations: each computes with one thread of torch's."""
+    num_threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(num_workers, name, initializer=_compute_alone)
+    all_begun = threading.Barrier(num_workers + 1)
+    for _ in range(num_workers):
+        pool.submit(all_begun.wait)
+    all_begun.wait()
+    # What was set last, in whichever thread, is what torch gives to threads that have not computed yet.
+    torch.set_num_threads(num_threads)
+    return pool

@@ -4,7 +4,8 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from corolla.decoding.sampler_record import SamplerRecord
 from corolla.decoding.sampling import Sampler
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
+from corolla.models.threads import single_threaded_pool
 from corolla.v1 import blocks_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
 
@@ -106,6 +108,36 @@ def test_a_row_that_is_not_finite_leaves_the_other_rows_unaffected(edges: Edges)
         failed, sound = sample_rows(edges, [row(spoilt, params), row(states(edges, 1, 2), params)], as_error)
         assert isinstance(failed, NonFiniteOutput)
         assert len(ids_of(sound)) == 1
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[Executor]:
+    with single_threaded_pool(3, "sampling") as pool:
+        yield pool
+
+
+def test_rows_that_are_chosen_in_threads_are_those_that_are_chosen_in_turn(edges: Edges, threads: Executor) -> None:
+    """Each sampler draws from a stream of its own, so which thread comes first decides nothing."""
+    many = [(params, draft) for params in PARAMS for draft in (None, LOOKUP)] * 4
+    sides: list[list[SessionSampler]] = [
+        [sampler_of(record_of(params, drafts=drafts)) for params, drafts in many] for _ in range(2)
+    ]
+    for number in range(5):
+        hidden = [states(edges, 1, 100 * number + index) for index in range(len(many))]
+        step = pb.StepRow(position=9 + number, num_tokens=1, num_result_tokens=1, token_ids=[7])
+        in_turn, in_threads = (
+            sample_rows(edges, [SamplingRow(step, *each) for each in zip(hidden, side, strict=True)], as_error, pool)
+            for side, pool in zip(sides, (None, threads), strict=True)
+        )
+        assert in_threads == in_turn
+        assert all(isinstance(each, ChosenTokens) for each in in_turn)
+
+
+def test_a_row_that_fails_in_a_thread_fails_alone(edges: Edges, threads: Executor) -> None:
+    params = PARAMS[3]
+    rows = [row(states(edges, 1, seed) * (torch.nan if seed == 2 else 1), params) for seed in range(4)]
+    chosen = sample_rows(edges, rows, as_error, threads)
+    assert [isinstance(each, NonFiniteOutput) for each in chosen] == [False, False, True, False]
 
 
 @given(st.sampled_from(PARAMS), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.booleans())

@@ -1,11 +1,12 @@
 """Threads are added as long as they pay, and never beyond what the process may use."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from corolla.models.threads import available_cores, choose_num_threads, set_num_threads
+from corolla.models.threads import available_cores, choose_num_threads, set_num_threads, single_threaded_pool
 
 
 @pytest.mark.parametrize(
@@ -37,5 +38,17 @@ def test_a_configured_number_of_threads_is_not_measured() -> None:
     try:
         assert set_num_threads(1, lambda: pytest.fail("measured")) == 1
         assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_pool_of_single_threads_leaves_other_threads_theirs() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with single_threaded_pool(3, "single") as pool, ThreadPoolExecutor(1) as other:
+            assert {pool.submit(torch.get_num_threads).result() for _ in range(9)} == {1}
+            assert torch.get_num_threads() == 2
+            assert other.submit(torch.get_num_threads).result() == 2
     finally:
         torch.set_num_threads(before)
