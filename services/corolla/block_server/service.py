@@ -187,6 +187,8 @@ class BlockServer:
             decode_tokens_per_second=speed.decode_tokens_per_second,
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
             head_blocks=speed.head_blocks,
+            weight_blocks=(settings.weights_mib << 20) / speed.block_bytes,
+            tied_edges=checkpoint.has_tied_edges,
             zone=settings.zone,
             pod_uid=settings.pod_uid,
             movable=settings.span is None,

@@ -38,6 +38,12 @@ class BlockServerSettings(ServiceSettings):
         ge=0,
         description="How many blocks fit when `auto`, embedding or head at the model's ends not counted; 0 means all.",
     )
+    weights_mib: int = Field(
+        0,
+        ge=0,
+        description="Memory for weights in MiB, embedding and head included: when `auto`, no more blocks than it holds "
+        "there; 0: COROLLA_CAPACITY_BLOCKS alone counts.",
+    )
     dtype: Dtype = Field("float32", description="Type of weights, cache and wire; fp32, bf16, fp16 for short.")
     quantization: QuantizationName = Field(
         "none", description="How linear layers keep their weights: `none` (as `dtype`), `int8` or `int4`."

@@ -26,7 +26,8 @@ _TUNING_BUDGET_S: Final = 0.2
 class Speed:
     """Of one block: tokens per second, and bytes that a token's keys and values take; with how many threads.
 
-    `head_blocks`: as many blocks take the time of the model's head for one row.
+    `head_blocks`: as many blocks take the time of the model's head for one row, and its memory. `block_bytes`: of the
+    weights of one block.
     """
 
     decode_tokens_per_second: float
@@ -34,6 +35,7 @@ class Speed:
     cache_bytes_per_token: int
     num_threads: int
     head_blocks: float
+    block_bytes: int
 
 
 class DecodeSpeed:
@@ -99,7 +101,7 @@ def measure_speed(
     # One row takes the time of reading the weights, so bytes tell it. To make a head up may take gigabytes.
     head_bytes = checkpoint.vocab_size * checkpoint.hidden_size * dtype.itemsize
     head_blocks = head_bytes / model.nbytes
-    return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads, head_blocks)
+    return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads, head_blocks, model.nbytes)
 
 
 def _best_seconds(work: Callable[[], object]) -> float:

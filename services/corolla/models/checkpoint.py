@@ -117,6 +117,11 @@ class Checkpoint:
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
+    @property
+    def has_tied_edges(self) -> bool:
+        """Whether the head has the embedding's weights."""
+        return bool(self.config.tie_word_embeddings)
+
     def head_blocks(self) -> float:
         """As many blocks have as many weights as the head: the time of a row, too, is that of reading them.
 

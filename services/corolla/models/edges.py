@@ -136,7 +136,7 @@ def load_edges(
             model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
         return Edges(family, cast(Any, model).to(torch.device(device)), None)
     # Tied weights are read as those of the embedding.
-    reads_embedding = has_embedding or _is_tied(config)
+    reads_embedding = has_embedding or checkpoint.has_tied_edges
     cut = cut_class(
         model_class_of(AutoModelForCausalLM, config),
         functools.partial(_drop_layers, family=family, has_embedding=reads_embedding),
@@ -158,7 +158,7 @@ def fetch_edges(checkpoint: Checkpoint, *, has_embedding: bool, has_head: bool) 
         CheckpointError: it cannot be had.
         HubUnavailable: the hub cannot be reached.
     """
-    has_embedding = has_embedding or (has_head and _is_tied(checkpoint.config))
+    has_embedding = has_embedding or (has_head and checkpoint.has_tied_edges)
     checkpoint.fetch(edge_tensors(checkpoint, has_embedding=has_embedding, has_head=has_head).values())
 
 
@@ -187,10 +187,6 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
 def _embedding_parts(family: Family) -> tuple[str, ...]:
     positions = () if family.learned_positions is None else (family.learned_positions,)
     return (family.embedding, *family.bypassed, *positions)
-
-
-def _is_tied(config: PretrainedConfig) -> bool:
-    return bool(config.tie_word_embeddings)
 
 
 def _cut_to_embedding(base: PreTrainedModel, *, family: Family) -> None:

@@ -3,10 +3,12 @@
 Pure. Throughputs are whole micro-tokens per second: their sums are exact, so equal spans compare equal in any order.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from corolla.chassis.errors import SpanRefused
 from corolla.planning.candidates import UNMEASURED_TOKENS_PER_SECOND
 from corolla.wire.span import Span
 
@@ -31,6 +33,32 @@ class HostedSpan:
         return share_at(self.span, num_blocks, self.speed, self.head_blocks)
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class WeightMemory:
+    """A server's memory for weights, counted in blocks.
+
+    Attributes:
+        num_blocks: so many take all of it.
+        edge_blocks: so many take that of the embedding, and so many that of the head.
+        are_edges_tied: whether a server with both has them once.
+    """
+
+    num_blocks: float = math.inf
+    edge_blocks: float = 0.0
+    are_edges_tied: bool = False
+
+    def holds(self, span: Span, num_model_blocks: int) -> bool:
+        """Whether a span fits, with what lies at the model's ends."""
+        num_edges = (span.start == 0) + (span.end == num_model_blocks)
+        if self.are_edges_tied:
+            num_edges = min(num_edges, 1)
+        return len(span) + num_edges * self.edge_blocks <= self.num_blocks
+
+
+ENOUGH: Final = WeightMemory()
+"""For any span."""
+
+
 def throughput(servers: Iterable[HostedSpan], num_blocks: int) -> list[int]:
     """Micro-tokens per second of each block; a server of k blocks gives each of them a k-th of its speed.
 
@@ -50,13 +78,19 @@ def uncovered(servers: Iterable[HostedSpan], num_blocks: int) -> list[Span]:
 
 
 def choose_span(
-    servers: Iterable[HostedSpan], num_blocks: int, capacity: int, speed: float, head_blocks: float = 0.0
+    servers: Iterable[HostedSpan],
+    num_blocks: int,
+    capacity: int,
+    speed: float,
+    head_blocks: float = 0.0,
+    memory: WeightMemory = ENOUGH,
 ) -> Span:
     """The span that most raises the minimum throughput over all blocks.
 
     Candidates are compared by all blocks' throughputs from the least upwards: the higher minimum wins, then the fewer
     blocks at that minimum, and so on. Among equals, fewer gaps are left over, then the lowest start wins. Servers that
-    join one after another therefore cover the model as soon as their capacities add up to it.
+    join one after another therefore cover the model as soon as their capacities add up to it. Where memory is bounded,
+    less fits at the model's ends, and gaps are not alike: first counts how many such servers those need that are left.
 
     Args:
         servers: those whose weights may stand in one chain with the new one's, joining ones included.
@@ -65,20 +99,47 @@ def choose_span(
         speed: the new server's, in tokens per second through one block.
         head_blocks: as many blocks take the time of final norm and head there. Where capacities add up to more than
             the model, the server at its end therefore takes fewer blocks than fit.
+        memory: for weights; a span is as long as it holds.
+
+    Raises:
+        SpanRefused: there is no memory for a single block anywhere.
     """
     length = min(capacity, num_blocks)
     before = throughput(servers, num_blocks)
-    num_starts = num_blocks if head_blocks else num_blocks - length + 1
-    spans = [Span(start, min(start + length, num_blocks)) for start in range(num_starts)]
+    num_starts = num_blocks if head_blocks or memory != ENOUGH else num_blocks - length + 1
+    spans = [span for start in range(num_starts) if (span := _longest(start, length, num_blocks, memory)) is not None]
+    if not spans:
+        raise SpanRefused("the memory for weights holds no block, next to what lies at the model's ends")
 
-    def rank(span: Span) -> tuple[list[int], int, int]:
+    def rank(span: Span) -> tuple[int, list[int], int, int]:
         share = share_at(span, num_blocks, speed, head_blocks)
         after = list(before)
         for block in range(span.start, span.end):
             after[block] += share
-        return sorted(after), -len(_gaps(after)), -span.start
+        gaps = _gaps(after)
+        num_needed = 0
+        if memory != ENOUGH:
+            num_needed = sum(_num_servers(gap, length, num_blocks, memory) for gap in gaps)
+        return -num_needed, sorted(after), -len(gaps), -span.start
 
     return max(spans, key=rank)
+
+
+def _num_servers(gap: Span, length: int, num_blocks: int, memory: WeightMemory) -> int:
+    """How many such servers a gap needs; one that no server can begin to fill needs more than there are blocks."""
+    start, count = gap.start, 0
+    while start < gap.end:
+        part = _longest(start, min(length, gap.end - start), num_blocks, memory)
+        if part is None:
+            return num_blocks + 1
+        start, count = part.end, count + 1
+    return count
+
+
+def _longest(start: int, length: int, num_blocks: int, memory: WeightMemory) -> Span | None:
+    """The longest span from `start` on that fits, of `length` at most."""
+    ends = range(min(start + length, num_blocks), start, -1)
+    return next((span for end in ends if memory.holds(span := Span(start, end), num_blocks)), None)
 
 
 def share_at(span: Span, num_blocks: int, speed: float, head_blocks: float) -> int:

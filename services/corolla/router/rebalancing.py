@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from corolla.router.placement import HostedSpan, share_at, throughput
+from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, share_at, throughput
 from corolla.wire.span import Span
 
 MAX_LAYOUTS: Final = 4000
@@ -24,19 +24,20 @@ _SPEED_STEP: Final = 1.05
 _Layout = tuple[int, ...]
 # Index of a movable server, and where its span is to start.
 _Step = tuple[int, int]
-# Length of a server's span, and what it gives each of its blocks within the model and at its end.
-_Facts = tuple[int, int, int]
+# Length of a server's span, what it gives each of its blocks within the model and at its end, and its memory.
+_Facts = tuple[int, int, int, WeightMemory]
 # How many blocks have a server, and the throughput of the slowest block in micro-tokens per second.
 _Worth = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A ready server, and whether it may be ordered to hold another span."""
+    """A ready server, and whether it may be ordered to hold another span, of as many blocks, that its memory holds."""
 
     server_id: str
     hosted: HostedSpan
     is_movable: bool
+    memory: WeightMemory = ENOUGH
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,10 @@ class _Pool:
         # Equal ones side by side.
         self.movable = sorted(
             (each for each in members if each.is_movable),
-            key=lambda each: (*_facts(each.hosted, num_blocks), each.server_id),
+            key=lambda each: (*_facts(each, num_blocks), each.server_id),
         )
         self.layout: _Layout = tuple(each.hosted.span.start for each in self.movable)
-        self._facts = [_facts(each.hosted, num_blocks) for each in self.movable]
+        self._facts = [_facts(each, num_blocks) for each in self.movable]
         self._throughput = throughput(fixed, num_blocks)
         self._num_holders = [
             sum(each.span.start <= block < each.span.end for each in fixed) for block in range(num_blocks)
@@ -113,9 +114,11 @@ class _Pool:
 
     def steps(self, layout: _Layout, num_holders: Sequence[int]) -> Iterator[_Step]:
         """All that leave no block without a server."""
-        for index, (start, (length, *_)) in enumerate(zip(layout, self._facts, strict=True)):
+        for index, (start, (length, *_, memory)) in enumerate(zip(layout, self._facts, strict=True)):
             if min(num_holders[start : start + length]) > 1:
-                yield from ((index, other) for other in range(self.num_blocks - length + 1) if other != start)
+                for other in range(self.num_blocks - length + 1):
+                    if other != start and memory.holds(Span(other, other + length), self.num_blocks):
+                        yield index, other
 
     def worth_after(self, layout: _Layout, per_block: Sequence[int], step: _Step) -> _Worth:
         index, start = step
@@ -128,7 +131,7 @@ class _Pool:
         return _worth(after)
 
     def _share(self, facts: _Facts, start: int) -> int:
-        length, within, at_end = facts
+        length, within, at_end, _ = facts
         return at_end if start + length == self.num_blocks else within
 
     def key(self, layout: _Layout) -> _Layout:
@@ -136,12 +139,13 @@ class _Pool:
         return tuple(start for group in self._equals for start in sorted(layout[index] for index in group))
 
 
-def _facts(hosted: HostedSpan, num_blocks: int) -> _Facts:
+def _facts(member: Member, num_blocks: int) -> _Facts:
+    hosted = member.hosted
     length = len(hosted.span)
     # Wherever the span lies now.
     within = share_at(Span(0, length), num_blocks + 1, hosted.speed, hosted.head_blocks)
     at_end = share_at(Span(num_blocks - length, num_blocks), num_blocks, hosted.speed, hosted.head_blocks)
-    return length, within, at_end
+    return length, within, at_end, member.memory
 
 
 def _worth(per_block: list[int]) -> _Worth:

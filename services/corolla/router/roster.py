@@ -11,7 +11,7 @@ from corolla.chassis.errors import CorollaError
 from corolla.planning.bookings import Booked
 from corolla.planning.candidates import candidates, chain_of, measured_speed
 from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
-from corolla.router.placement import HostedSpan, throughput
+from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, throughput
 from corolla.router.rebalancing import Member, steady
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -50,7 +50,7 @@ class Roster:
         groups: dict[str, list[Member]] = {}
         for each in self.servers:
             hosted = HostedSpan(Span.of(each.span), steady(measured_speed(each)), each.server.head_blocks)
-            member = Member(each.server.server_id, hosted, each.server.movable)
+            member = Member(each.server.server_id, hosted, each.server.movable, memory_of(each.server))
             groups.setdefault(each.server.fingerprint, []).append(member)
         return groups
 
@@ -136,6 +136,13 @@ class Roster:
             except CorollaError:
                 message.ClearField("cheapest_chain")
         return message
+
+
+def memory_of(server: pb.ServerDescription) -> WeightMemory:
+    """A server's memory for weights, as it says."""
+    if not server.weight_blocks:
+        return ENOUGH
+    return WeightMemory(server.weight_blocks, server.head_blocks, server.tied_edges)
 
 
 def sort_servers(servers: Iterable[pb.PlacedServer]) -> tuple[pb.PlacedServer, ...]:

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -42,6 +43,25 @@ async def test_three_servers_fill_the_model_and_make_a_chain(router: Router, mod
     seen = await placement(router, model)
     assert (seen.num_model_blocks, list(seen.uncovered), len(seen.servers)) == (30, [], 3)
     assert seen.cheapest_chain == chain
+
+
+async def test_a_server_gets_what_its_memory_holds_with_what_lies_at_the_ends(router: Router, model: str) -> None:
+    facts = {"capacity_blocks": 30, "weight_blocks": 12.0, "head_blocks": 4.5}
+    servers = [BlockServer(router, model, num_model_blocks=26, **facts) for _ in range(3)]
+    assert [await each.join() for each in servers] == ["7:19", "0:7", "19:26"]
+
+
+async def test_a_server_without_memory_for_a_block_is_refused(router: Router, model: str) -> None:
+    failure = await refusal(BlockServer(router, model, weight_blocks=0.5, head_blocks=4.5).register())
+    assert failure.reason == "SPAN_REFUSED"
+
+
+async def test_sessions_over_equal_replicas_share_routes(router: Router, model: str) -> None:
+    for _ in range(6):
+        await BlockServer(router, model, capacity_blocks=15).join()
+    chains = [(await plan(router, model)).chain for _ in range(30)]
+    routes = Counter(tuple(hop.server_id for hop in chain.hops) for chain in chains)
+    assert sorted(routes.values()) == [10, 10, 10]
 
 
 async def test_twenty_at_once_over_two_routers_get_no_span_twice(start_router: StartRouter, model: str) -> None:

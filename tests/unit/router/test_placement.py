@@ -1,14 +1,16 @@
 """Spans: against brute force, and the cover that joining servers make."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from corolla.router.placement import HostedSpan, choose_span, throughput, uncovered
+from corolla.chassis.errors import SpanRefused
+from corolla.router.placement import HostedSpan, WeightMemory, choose_span, throughput, uncovered
 from corolla.wire.span import Span
 
 
@@ -83,6 +85,56 @@ def test_joining_servers_cover_as_soon_as_their_capacities_suffice(
         servers.append(HostedSpan(span, speed, head_blocks))
         total += capacity
         assert sum(map(len, uncovered(servers, num_blocks))) == max(0, num_blocks - total)
+
+
+MEMORIES = st.builds(
+    WeightMemory,
+    st.sampled_from([1.5, 2.0, 3.0, 4.5, 6.0, 10.0, 12.7, 20.0]),
+    st.sampled_from([0.0, 0.5, 1.0, 2.5, 4.0, 8.0]),
+    st.booleans(),
+)
+
+
+@given(clusters(), st.integers(1, 16), MEMORIES)
+def test_a_chosen_span_fits_into_the_memory(
+    cluster: tuple[list[HostedSpan], int], capacity: int, memory: WeightMemory
+) -> None:
+    servers, num_blocks = cluster
+    fitting = [
+        Span(start, end)
+        for start in range(num_blocks)
+        for end in range(start + 1, min(start + capacity, num_blocks) + 1)
+        if memory.holds(Span(start, end), num_blocks)
+    ]
+    try:
+        chosen = choose_span(servers, num_blocks, capacity, 10.0, memory.edge_blocks, memory)
+    except SpanRefused:
+        assert fitting == []
+        return
+    assert chosen in fitting
+    assert Span(chosen.start, chosen.end + 1) not in fitting, "there was room for more"
+
+
+@given(st.integers(2, 60), MEMORIES)
+def test_equal_servers_cover_as_soon_as_their_memory_suffices(num_blocks: int, memory: WeightMemory) -> None:
+    at_an_end = math.floor(memory.num_blocks - memory.edge_blocks)
+    if memory.holds(Span(0, num_blocks), num_blocks):
+        num_needed = 1
+    else:
+        assume(at_an_end > 0)
+        num_needed = 2 + math.ceil(max(0, num_blocks - 2 * at_an_end) / math.floor(memory.num_blocks))
+    servers: list[HostedSpan] = []
+    for _ in range(num_needed):
+        span = choose_span(servers, num_blocks, num_blocks, 10.0, memory.edge_blocks, memory)
+        servers.append(HostedSpan(span, 10.0, memory.edge_blocks))
+    assert uncovered(servers, num_blocks) == []
+
+
+def test_weights_that_lie_at_both_ends_count_once_where_they_are_tied() -> None:
+    whole = Span(0, 10)
+    assert WeightMemory(14.0, 4.0, are_edges_tied=True).holds(whole, 10)
+    assert not WeightMemory(14.0, 4.0).holds(whole, 10)
+    assert WeightMemory(18.0, 4.0).holds(whole, 10)
 
 
 @pytest.mark.parametrize(

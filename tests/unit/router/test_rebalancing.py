@@ -8,13 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corolla.router.placement import HostedSpan, choose_span, throughput
+from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, choose_span, throughput
 from corolla.router.rebalancing import Member, Move, next_move
 from corolla.wire.span import Span
 
 
-def member(number: int, span: Span, speed: float, *, is_movable: bool = True, head_blocks: float = 0.0) -> Member:
-    return Member(f"s{number}", HostedSpan(span, speed, head_blocks), is_movable)
+def member(
+    number: int,
+    span: Span,
+    speed: float,
+    *,
+    is_movable: bool = True,
+    head_blocks: float = 0.0,
+    memory: WeightMemory = ENOUGH,
+) -> Member:
+    return Member(f"s{number}", HostedSpan(span, speed, head_blocks), is_movable, memory)
 
 
 def parse(*texts: str, fixed: Sequence[int] = ()) -> list[Member]:
@@ -56,8 +64,9 @@ def reachable(members: Sequence[Member], num_blocks: int) -> set[tuple[int, int]
             if not members[index].is_movable or not others.issuperset(range(span.start, span.end)):
                 continue
             for start in range(num_blocks - len(span) + 1):
-                layout = (*spans[:index], Span(start, start + len(span)), *spans[index + 1 :])
-                if layout not in seen:
+                other = Span(start, start + len(span))
+                layout = (*spans[:index], other, *spans[index + 1 :])
+                if layout not in seen and members[index].memory.holds(other, num_blocks):
                     seen.add(layout)
                     waiting.append(layout)
     found = set()
@@ -76,6 +85,7 @@ def follow(members: Sequence[Member], num_blocks: int, min_gain: float = 0.0, **
         assert mover.is_movable
         assert len(move.span) == len(mover.hosted.span)
         assert move.span != mover.hosted.span
+        assert mover.memory.holds(move.span, num_blocks)
         # While it is on its way, nobody misses it.
         staying = [each for each in way[-1] if each is not mover]
         assert covered(staying, num_blocks) == covered(way[-1], num_blocks)
@@ -99,7 +109,8 @@ def pools(draw: st.DrawFn, most_servers: int = 4, most_blocks: int = 7) -> tuple
             start = draw(st.integers(0, num_blocks - length))
             span = Span(start, start + length)
         is_movable = draw(st.integers(0, 4)) > 0
-        members.append(member(number, span, speed, is_movable=is_movable, head_blocks=head_blocks))
+        memory = draw(st.sampled_from([ENOUGH, ENOUGH, WeightMemory(len(span) + 1.0, head_blocks)]))
+        members.append(member(number, span, speed, is_movable=is_movable, head_blocks=head_blocks, memory=memory))
     return members, num_blocks
 
 
