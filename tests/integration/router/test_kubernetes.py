@@ -271,10 +271,7 @@ async def test_releases_that_share_a_namespace_and_a_store_each_have_a_leader(
 async def test_the_router_records_uncovered_and_restored_spans_on_its_pod(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:
-    # A store may have the models of several releases; Events are about the pods here.
     one, other = f"a-{model}", f"b-{model}"
-    for uid in (one, other):
-        kubernetes.put(described_pod(uid))
     routers = [await start_router(**inside, lease_ms=3000) for _ in range(2)]
     for each in routers:
         await watched(each)
@@ -283,6 +280,11 @@ async def test_the_router_records_uncovered_and_restored_spans_on_its_pod(
         return reason in kubernetes.reasons()
 
     async with serving(server_in(routers[0], model, one)):
+        await becomes(routers[0], model, one, READY)
+        # A store may have the models of several releases; Events are about the pods here. So a router looks at this
+        # model from now on, when all its blocks have a server: a release that loads has them restored.
+        for uid in (one, other):
+            kubernetes.put(described_pod(uid))
         await tagged(kubernetes)
         await asyncio.sleep(1)
         assert kubernetes.events == []
