@@ -1,8 +1,9 @@
 """Which of several replicas a chain takes, so that sessions share routes. Pure.
 
 A batch forms of sessions that take the same way. Were each hop chosen by itself, two spans of `r` replicas each would
-make `r * r` ways, with a session here and there. So replicas have partners: a server's is that of the same rank behind
-it, which all planners find alike from the placement, without knowing of each other's sessions.
+make `r * r` ways, with a session here and there. So replicas have partners: a server's are those of the same rank in the
+next span, which all planners find alike from the placement, without knowing of each other's sessions. Where there are
+more replicas in the next span, each has several partners; where there are fewer, they are shared.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ larger batch saves."""
 
 
 def with_partners(chain: PlannedChain, candidates: Sequence[Candidate]) -> PlannedChain:
-    """The chain with each hop's partner behind it, where that has room and is hardly slower than what was planned.
+    """The chain with a partner behind each hop, where one has room and is hardly slower than what was planned.
 
     The first hop stays, so that sessions spread over its replicas as their loads say.
 
@@ -33,11 +34,15 @@ def with_partners(chain: PlannedChain, candidates: Sequence[Candidate]) -> Plann
     for hop in chain.hops:
         if hops:
             before = hops[-1].server
-            alike = replicas[_role(hop.server)]
-            partner = alike[replicas[_role(before)].index(before) % len(alike)]
+            ranked, alike = replicas[_role(before)], replicas[_role(hop.server)]
             others = {each.server.server_id for each in (*hops, *chain.hops)} - {hop.server.server_id}
-            if _is_as_good(partner, hop) and partner.server_id not in others:
-                hop = PlannedHop(partner, hop.span)
+            partners = [
+                each
+                for each in alike[ranked.index(before) % len(alike) :: len(ranked)]
+                if _is_as_good(each, hop) and each.server_id not in others
+            ]
+            if partners and hop.server not in partners:
+                hop = PlannedHop(min(partners, key=lambda each: _seconds(each, hop.span)), hop.span)
         hops.append(hop)
     return replace(chain, hops=tuple(hops))
 

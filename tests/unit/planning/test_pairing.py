@@ -51,9 +51,12 @@ def test_fewer_replicas_behind_are_shared() -> None:
 
 def test_more_replicas_behind_are_all_used() -> None:
     routes = placed_sessions(["0:3", "3:6", "3:6"], 60)
-    loads = sorted(routes.values())
-    assert len(loads) == 2
-    assert loads[1] <= (loads[0] + 20) * (1 + MAX_DETOUR) - 20 + 1
+    assert sorted(routes.values()) == [30, 30]
+
+
+def test_several_partners_share_what_comes_from_one() -> None:
+    routes = placed_sessions(["0:3", "0:3", "3:6", "3:6", "3:6", "3:6"], 80)
+    assert sorted(routes.values()) == [20, 20, 20, 20]
 
 
 @pytest.mark.parametrize(
