@@ -1,9 +1,9 @@
 """Which of several replicas a chain takes, so that sessions share routes. Pure.
 
 A batch forms of sessions that take the same way. Were each hop chosen by itself, two spans of `r` replicas each would
-make `r * r` ways, with a session here and there. So replicas have partners: a server's are those of the same rank in the
-next span, which all planners find alike from the placement, without knowing of each other's sessions. Where there are
-more replicas in the next span, each has several partners; where there are fewer, they are shared.
+make `r * r` ways, with a session here and there. So replicas have partners: a server's are those of the same rank in
+the next span, which all planners find alike from the placement, without knowing of each other's sessions. Where there
+are more replicas in the next span, each has several partners; where there are fewer, they are shared.
 """
 
 from collections.abc import Sequence
