@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -369,7 +369,6 @@ class Engine:
         self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted], seconds: float, computed: Computed
     ) -> None:
         is_decode = all(step.is_decode for step in steps)
-        kind = "decode" if is_decode else "prefill"
         num_rows = sum(len(batch.rows) for batch in admitted)
         if _is_plain_decode(steps):
             # More rows take longer, but less each: so this errs on the long side for batches that grow.
@@ -380,15 +379,13 @@ class Engine:
             self.decode_step_seconds += 0.1 * (block_seconds - self.decode_step_seconds)
             if num_rows == 1:
                 self.decode_speed.observe(block_seconds, len(steps[0].blocks))
-        self._metrics.step_seconds.labels(kind).observe(seconds)
+        self._metrics.step_seconds["decode" if is_decode else "prefill"].observe(seconds)
         self._metrics.edge_seconds.inc(computed.edge_seconds)
         self._metrics.batch_rows.observe(num_rows)
-        tokens: Counter[str] = Counter()
-        for batch in admitted:
-            for row, _, _ in batch.rows:
-                tokens["decode" if row.num_tokens == 1 else "prefill"] += row.num_tokens
-        for kind, num_tokens in tokens.items():
-            self._metrics.tokens.labels(kind).inc(num_tokens)
+        lengths = [row.num_tokens for batch in admitted for row, _, _ in batch.rows]
+        num_decoded = lengths.count(1)
+        self._metrics.tokens["decode"].inc(num_decoded)
+        self._metrics.tokens["prefill"].inc(sum(lengths) - num_decoded)
 
 
 def _is_plain_decode(steps: Sequence[QueuedStep[StepWork]]) -> bool:

@@ -11,6 +11,7 @@ from corolla.chassis.errors import NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS
 
 DIRECTIONS: Final = ("in", "out")
+STEP_KINDS: Final = ("decode", "prefill")
 OUTCOMES: Final = ("moved", "refused", "failed", "no_peer")
 
 
@@ -46,13 +47,15 @@ class BlockServerMetrics:
             "Rows that have come round to this first hop and wait for their microbatch; half of two hops' are usual.",
             registry=registry,
         )
-        self.step_seconds = Histogram(
+        step_seconds = Histogram(
             "corolla_hop_step_seconds",
             "Duration of one iteration on this server in seconds, by kind (decode, prefill).",
             ["kind"],
             buckets=STEP_BUCKETS,
             registry=registry,
         )
+        # Looked up once: each iteration counts with them.
+        self.step_seconds = {kind: step_seconds.labels(kind) for kind in STEP_KINDS}
         self.edge_seconds = Counter(
             "corolla_edge_compute_seconds", "Seconds of iterations spent on embedding, head and choice of tokens.",
             registry=registry,
@@ -63,9 +66,10 @@ class BlockServerMetrics:
             buckets=BATCH_ROWS_BUCKETS,
             registry=registry,
         )
-        self.tokens = Counter(
+        tokens = Counter(
             "corolla_hop_tokens", "Tokens computed, by kind (decode, prefill).", ["kind"], registry=registry
         )
+        self.tokens = {kind: tokens.labels(kind) for kind in STEP_KINDS}
         self.faults = Counter("corolla_hop_faults", "Rows refused or failed, by reason.", ["reason"], registry=registry)
         # Alerts see only what was there before it grew.
         for error in (NonFiniteOutput, StepFailed, OutOfMemory):

@@ -32,10 +32,10 @@ class Usage:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
 
-    def count_token(self) -> None:
-        if not self.completion_tokens:
+    def count_tokens(self, num_tokens: int) -> None:
+        if num_tokens and not self.completion_tokens:
             self.time_to_first_token_s = self.elapsed_s
-        self.completion_tokens += 1
+        self.completion_tokens += num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +135,17 @@ class RequestMeter:
 
     def count_tokens(self, completion_index: int, num_tokens: int) -> None:
         """So many tokens of one of the answers came together."""
-        for _ in range(num_tokens):
-            self._count_token(completion_index)
-
-    def _count_token(self, completion_index: int) -> None:
         now_s = time.monotonic()
         newest_s = self._newest_token_s.get(completion_index)
-        self._newest_token_s[completion_index] = now_s
-        if newest_s is not None:
-            self._metrics.inter_token.observe(now_s - newest_s)
-        self._usage.count_token()
-        if self._usage.completion_tokens == 1:
+        for _ in range(num_tokens):
+            if newest_s is not None:
+                self._metrics.inter_token.observe(now_s - newest_s)
+            newest_s = self._newest_token_s[completion_index] = now_s
+        is_first = not self._usage.completion_tokens
+        self._usage.count_tokens(num_tokens)
+        if is_first and num_tokens:
             self._metrics.time_to_first_token.observe(self._usage.time_to_first_token_s)
-        self._metrics.generation_tokens.inc()
+        self._metrics.generation_tokens.inc(num_tokens)
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
         """A step carried draft tokens, of which so many were right."""
