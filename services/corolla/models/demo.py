@@ -15,7 +15,6 @@ from typing import Any
 from filelock import FileLock
 
 from corolla.chassis.errors import CheckpointError
-from corolla.models.loading import LOADING
 
 DEMO_MODEL = "demo"
 
@@ -116,34 +115,23 @@ def _convert_in_staging(gguf: Path, folder: Path, progress: Progress) -> None:
 
 def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     # Imported late: callers that find the model converted need not wait for it.
-    import torch
-    import transformers
-    from transformers import AutoConfig
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers import GenerationConfig
 
-    # Untyped in transformers.
-    read_gguf: Any = load_gguf_checkpoint
-    library: Any = transformers
+    from corolla.models.gguf_file import read_model
 
     progress("converting the tokenizer", 0.0)
     _convert_tokenizer(gguf, folder)
     progress("reading the packaged model", 0.2)
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The weights will be plain float32; nothing may say that they are quantised.
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    # The chat template ends a turn with token 2; token 0 ends a document.
-    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 2
-    # `from_pretrained(gguf_file=...)` would do the next three steps, but asks for one more package.
-    with LOADING:
-        with torch.device("meta"):
-            empty = library.AutoModelForCausalLM.from_config(config)
-        read = read_gguf(str(gguf), return_tensors=True, model_to_load=empty, torch_dtype=torch.float32)
-        model: Any = type(empty).from_pretrained(None, config=config, state_dict=read["tensors"], dtype=torch.float32)
-    model.generation_config = library.GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=2)
+    model = read_model(gguf, _amend)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=2)
     progress("writing the weights", 0.9)
     model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
     progress("done", 1.0)
+
+
+def _amend(config: Any) -> None:
+    # The chat template ends a turn with token 2; token 0 ends a document.
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 2
 
 
 def _convert_tokenizer(gguf: Path, folder: Path) -> None:

@@ -1,0 +1,84 @@
+"""A real model with a vocabulary of 262,144 tokens and windows of 512, served by `corolla up`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from corolla import Client
+from corolla.block_server.speed import measure_speed
+from corolla.models.checkpoint import Checkpoint
+from corolla.router.placement import HostedSpan, WeightMemory, choose_span, uncovered
+from corolla.v1 import router_pb2, router_pb2_grpc
+from corolla.wire.span import Span
+from tests.gemma import gemma_checkpoint
+from tests.golden import SAFE_GAP
+from tests.integration.running_up import RunningUp
+from tests.reference import Sampling, Unsplit, smallest_gap
+
+pytestmark = [pytest.mark.full, pytest.mark.model]
+
+NUM_NEW_TOKENS = 24
+SENTENCE = "The lighthouse keeper wrote down the name of every ship that passed the cape that year. "
+CASES: dict[str, tuple[str, Sampling]] = {
+    "greedy": ("The three largest cities of France are", {}),
+    "sampled": ("A short poem about the sea:", {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 7}),
+    "penalties": (
+        "Reasons to plant a tree:",
+        {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.2, "seed": 3},
+    ),
+    "beyond the window": (SENTENCE * 40 + "In the end,", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return gemma_checkpoint()
+
+
+@pytest.fixture(scope="module")
+def up(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningUp]:
+    running = RunningUp(tmp_path_factory.mktemp("up"), "--model", str(folder), "--blocks", "auto", "--servers", "3")
+    yield running
+    assert running.end() == 0
+
+
+@pytest.fixture(scope="module")
+def unsplit(folder: Path) -> Unsplit:
+    return Unsplit(folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_answers_as_the_unsplit_model(up: RunningUp, unsplit: Unsplit, name: str) -> None:
+    text, sampling = CASES[name]
+    prompt_ids = unsplit.encode(text)
+    assert (len(prompt_ids) > 512) == (name == "beyond the window")
+    expected = unsplit.generate(prompt_ids, NUM_NEW_TOKENS, sampling)
+    assert smallest_gap(expected, sampling) > SAFE_GAP, "a tie proves nothing; take another prompt"
+    with Client(up.addresses["client"]) as client:
+        answer = client.generate(text, max_tokens=NUM_NEW_TOKENS, **sampling)
+    assert list(answer.token_ids) == expected.token_ids
+
+
+def test_servers_of_equal_memory_hold_fewer_blocks_at_the_ends(folder: Path) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    speed = measure_speed(checkpoint, torch.float32, "cpu", "none", 1)
+    memory = WeightMemory((760 << 20) / speed.block_bytes, speed.head_blocks, checkpoint.has_tied_edges)
+    servers: list[HostedSpan] = []
+    for _ in range(3):
+        span = choose_span(servers, 18, 18, 1.0, speed.head_blocks, memory)
+        servers.append(HostedSpan(span, 1.0, speed.head_blocks))
+    assert uncovered(servers, 18) == []
+    first, within, last = sorted((each.span for each in servers), key=lambda span: span.start)
+    assert max(len(first), len(last)) <= 5 < len(within)
+
+
+def test_the_server_of_the_head_has_the_fewest_blocks(up: RunningUp) -> None:
+    with grpc.insecure_channel(up.addresses["router"]) as channel:
+        placement = router_pb2_grpc.RouterServiceStub(channel).GetPlacement(router_pb2.GetPlacementRequest())
+    spans = [Span.of(each.span) for each in placement.servers]
+    at_the_end = [len(span) for span in spans if span.end == 18]
+    assert not placement.uncovered
+    assert max(at_the_end) < min(len(span) for span in spans if span.end < 18)
