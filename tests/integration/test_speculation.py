@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import CheckpointError, InvalidRequest
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason, Generation
+from corolla.v1 import router_pb2, router_pb2_grpc
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
@@ -200,6 +202,14 @@ async def test_unavailable_speculation_is_refused(swarm: Swarm) -> None:
             await client.generate("the", speculation="prompt_lookup", max_draft_tokens=65)
         with pytest.raises(InvalidRequest, match="one of off, prompt_lookup, draft_model"):
             await client.generate("the", speculation="magic")
+
+
+async def test_the_placement_knows_what_the_draft_model_takes(swarm: Swarm) -> None:
+    async with open_channel(swarm.router_address) as channel:
+        placement = await router_pb2_grpc.RouterServiceStub(channel).GetPlacement(router_pb2.GetPlacementRequest())
+    # Five blocks, and both edges: it is the model itself.
+    expected = [5 + 2 * each.server.head_blocks for each in placement.servers]
+    assert [each.server.draft_blocks for each in placement.servers] == pytest.approx(expected, rel=0.02)
 
 
 async def test_without_a_draft_model_one_may_be_the_default_and_not_be_asked_for(model: Path) -> None:

@@ -39,7 +39,7 @@ from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, ne
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.weight_formats import weight_format
-from corolla.decoding.draft_model import DraftModel
+from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges
 from corolla.models.hub import Hub
@@ -189,6 +189,7 @@ class BlockServer:
             head_blocks=speed.head_blocks,
             weight_blocks=(settings.weights_mib << 20) / speed.block_bytes,
             tied_edges=checkpoint.has_tied_edges,
+            draft_blocks=await asyncio.to_thread(self._draft_blocks, speed.block_bytes),
             zone=settings.zone,
             pod_uid=settings.pod_uid,
             movable=settings.span is None,
@@ -342,6 +343,14 @@ class BlockServer:
         if ends["has_head"]:
             edges.tune_head(settings.tuning_budget_s)
         return edges
+
+    def _draft_blocks(self, block_bytes: int) -> float:
+        """As many blocks of the model take the memory of the draft model, and the time of a token."""
+        settings = self.settings
+        if settings.draft_model is None:
+            return 0.0
+        drafting = Checkpoint.from_pretrained(settings.draft_model, hub=self._hub)
+        return num_weights(drafting) * DTYPES[settings.dtype].itemsize / block_bytes
 
     def _draft_checkpoint(self, checkpoint: Checkpoint, span: Span) -> Checkpoint | None:
         if self.settings.draft_model is None or span.end != checkpoint.num_blocks:

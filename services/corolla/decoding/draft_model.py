@@ -19,6 +19,14 @@ _MOST_DRAFT_TOKENS: Final = 128
 """No draft is longer, so what was read before those tokens is no draft token."""
 
 
+def num_weights(checkpoint: Checkpoint) -> int:
+    """Of a whole model, as its configuration says; nothing is read."""
+    library: Any = AutoModelForCausalLM
+    with LOADING, torch.device("meta"):
+        model = library.from_config(checkpoint.config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 @dataclass(frozen=True)
 class DraftModel:
     """A model with the target's vocabulary: logits `[vocab_size]`, of at most `context_length` tokens."""

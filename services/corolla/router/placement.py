@@ -21,7 +21,8 @@ class HostedSpan:
 
     Attributes:
         speed: in tokens per second through one block; 0 means not measured.
-        head_blocks: as many blocks take the time of final norm and head, where the span has the last block.
+        head_blocks: as many blocks take the time of what comes behind the last one, where the span has that: final
+            norm, head, draft model.
     """
 
     span: Span
@@ -41,18 +42,21 @@ class WeightMemory:
         num_blocks: so many take all of it.
         edge_blocks: so many take that of the embedding, and so many that of the head.
         are_edges_tied: whether a server with both has them once.
+        draft_blocks: so many take that of the draft model, which comes with the last block.
     """
 
     num_blocks: float = math.inf
     edge_blocks: float = 0.0
     are_edges_tied: bool = False
+    draft_blocks: float = 0.0
 
     def holds(self, span: Span, num_model_blocks: int) -> bool:
         """Whether a span fits, with what lies at the model's ends."""
         num_edges = (span.start == 0) + (span.end == num_model_blocks)
         if self.are_edges_tied:
             num_edges = min(num_edges, 1)
-        return len(span) + num_edges * self.edge_blocks <= self.num_blocks
+        num_more = num_edges * self.edge_blocks + (self.draft_blocks if span.end == num_model_blocks else 0.0)
+        return len(span) + num_more <= self.num_blocks
 
 
 ENOUGH: Final = WeightMemory()

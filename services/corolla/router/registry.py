@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from corolla.chassis.errors import InternalError, InvalidRequest, LeaseLost, LeaseTaken, SpanRefused, StoreUnavailable
 from corolla.router.placement import choose_span
 from corolla.router.rebalancing import Move
-from corolla.router.roster import Roster, memory_of, sort_servers
+from corolla.router.roster import Roster, end_blocks_of, memory_of, sort_servers
 from corolla.router.store import Store
 from corolla.router.validation import check_placed
 from corolla.v1 import common_pb2
@@ -211,7 +211,7 @@ def _choose(roster: Roster, server: pb.ServerDescription, wanted: Span | None) -
     if wanted is None:
         hosted = roster.hosted(server.fingerprint)
         return choose_span(
-            hosted, num_blocks, server.capacity_blocks, server.decode_tokens_per_second, server.head_blocks,
+            hosted, num_blocks, server.capacity_blocks, server.decode_tokens_per_second, end_blocks_of(server),
             memory_of(server),
         )  # fmt: skip
     if wanted.end > num_blocks:

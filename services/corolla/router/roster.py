@@ -35,7 +35,7 @@ class Roster:
     def hosted(self, fingerprint: str) -> list[HostedSpan]:
         """The spans of all servers with these weights, joining and draining ones included."""
         return [
-            HostedSpan(Span.of(each.span), measured_speed(each), each.server.head_blocks)
+            HostedSpan(Span.of(each.span), measured_speed(each), end_blocks_of(each.server))
             for each in self.servers
             if each.server.fingerprint == fingerprint
         ]
@@ -49,7 +49,7 @@ class Roster:
         """All servers by fingerprint, for one who wants to move them."""
         groups: dict[str, list[Member]] = {}
         for each in self.servers:
-            hosted = HostedSpan(Span.of(each.span), steady(measured_speed(each)), each.server.head_blocks)
+            hosted = HostedSpan(Span.of(each.span), steady(measured_speed(each)), end_blocks_of(each.server))
             member = Member(each.server.server_id, hosted, each.server.movable, memory_of(each.server))
             groups.setdefault(each.server.fingerprint, []).append(member)
         return groups
@@ -59,7 +59,7 @@ class Roster:
         groups: dict[str, list[HostedSpan]] = {}
         for each in self.servers:
             if each.state == pb.SERVER_STATE_READY:
-                hosted = HostedSpan(Span.of(each.span), measured_speed(each), each.server.head_blocks)
+                hosted = HostedSpan(Span.of(each.span), measured_speed(each), end_blocks_of(each.server))
                 groups.setdefault(each.server.fingerprint, []).append(hosted)
         return max((min(throughput(group, self.num_blocks)) for group in groups.values()), default=0) / 1e6
 
@@ -138,11 +138,16 @@ class Roster:
         return message
 
 
+def end_blocks_of(server: pb.ServerDescription) -> float:
+    """As many blocks take the time of what a server computes behind the last block."""
+    return server.head_blocks + server.draft_blocks
+
+
 def memory_of(server: pb.ServerDescription) -> WeightMemory:
     """A server's memory for weights, as it says."""
     if not server.weight_blocks:
         return ENOUGH
-    return WeightMemory(server.weight_blocks, server.head_blocks, server.tied_edges)
+    return WeightMemory(server.weight_blocks, server.head_blocks, server.tied_edges, server.draft_blocks)
 
 
 def sort_servers(servers: Iterable[pb.PlacedServer]) -> tuple[pb.PlacedServer, ...]:

@@ -17,6 +17,7 @@ MOST_EXCLUDED: Final = 4096
 
 _SESSION_ID: Final = re.compile(r"[0-9a-f]{32}")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PLANNED_WITH: Final = ("decode_tokens_per_second", "head_blocks", "weight_blocks", "draft_blocks")
 _ADDRESS: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5})")
 
 
@@ -69,7 +70,7 @@ def check_server(server: pb.ServerDescription) -> pb.ServerDescription:
         raise InvalidRequest("server.num_model_blocks", f"must be from 1 to {MOST_MODEL_BLOCKS}")
     if server.capacity_blocks == 0:
         raise InvalidRequest("server.capacity_blocks", "must be at least 1")
-    for field in ("decode_tokens_per_second", "prefill_tokens_per_second", "head_blocks", "weight_blocks"):
+    for field in (*_PLANNED_WITH, "prefill_tokens_per_second"):
         _check_speed(f"server.{field}", getattr(server, field))
     return server
 
@@ -94,7 +95,7 @@ def check_placed(placed: pb.PlacedServer) -> pb.PlacedServer:
     """What everybody computes with, in a server's record as the store has it."""
     if not check_span("span", placed.span).end <= placed.server.num_model_blocks <= MOST_MODEL_BLOCKS:
         raise InvalidRequest("span", "reaches beyond the model")
-    for field in ("decode_tokens_per_second", "head_blocks", "weight_blocks"):
+    for field in _PLANNED_WITH:
         _check_speed(f"server.{field}", getattr(placed.server, field))
     check_load(placed.load)
     return placed

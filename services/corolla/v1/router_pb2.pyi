@@ -64,6 +64,7 @@ class ServerDescription(_message.Message):
     HEAD_BLOCKS_FIELD_NUMBER: _builtins.int
     WEIGHT_BLOCKS_FIELD_NUMBER: _builtins.int
     TIED_EDGES_FIELD_NUMBER: _builtins.int
+    DRAFT_BLOCKS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     """The incarnation: 128 random bits, drawn at each start."""
     address: _builtins.str
@@ -89,6 +90,10 @@ class ServerDescription(_message.Message):
     """As many blocks take all of its memory for weights, embedding and head included; 0: that is no bound."""
     tied_edges: _builtins.bool
     """Whether a server with both embedding and head has them once."""
+    draft_blocks: _builtins.float
+    """As many blocks take the time of a token of its draft model, which it loads with the last block, and the memory;
+    0: it has none.
+    """
     def __init__(
         self,
         *,
@@ -107,10 +112,11 @@ class ServerDescription(_message.Message):
         head_blocks: _builtins.float = ...,
         weight_blocks: _builtins.float = ...,
         tied_edges: _builtins.bool = ...,
+        draft_blocks: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_blocks", b"head_blocks", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_blocks", b"head_blocks", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

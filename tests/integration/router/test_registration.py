@@ -51,6 +51,15 @@ async def test_a_server_gets_what_its_memory_holds_with_what_lies_at_the_ends(ro
     assert [await each.join() for each in servers] == ["7:19", "0:7", "19:26"]
 
 
+async def test_a_draft_model_takes_memory_and_time_with_the_last_block(router: Router, model: str) -> None:
+    facts = {"num_model_blocks": 20, "capacity_blocks": 20, "draft_blocks": 6.0}
+    servers = [BlockServer(router, model, **facts, weight_blocks=13.0) for _ in range(2)]
+    assert [await each.join() for each in servers] == ["0:13", "13:20"]
+    # By time: as many more as would not make the last block slower than the first one.
+    others = [BlockServer(router, f"{model}-2", **{**facts, "capacity_blocks": 15}) for _ in range(2)]
+    assert [await each.join() for each in others] == ["0:15", "12:20"]
+
+
 async def test_a_server_without_memory_for_a_block_is_refused(router: Router, model: str) -> None:
     failure = await refusal(BlockServer(router, model, weight_blocks=0.5, head_blocks=4.5).register())
     assert failure.reason == "SPAN_REFUSED"
