@@ -8,6 +8,7 @@ What frozen peers do to a stack is shown by `tests/faults/freeze.py` and by the 
 import sys
 from typing import Final
 
+from corolla.chain import control
 from corolla.chassis import channels
 from corolla.cli.app import main
 from corolla.wire import stream
@@ -18,6 +19,7 @@ _PATIENCE_S: Final = 60
 def outlast_pauses() -> None:
     """Holds for all connections that this process opens or takes from now on, at this end of them."""
     channels.tolerate_silence(1000 * _PATIENCE_S)
+    control.tolerate_silence(_PATIENCE_S)
     stream.tolerate_silence(_PATIENCE_S)
 
 

@@ -189,7 +189,7 @@ class Client:
     def _build(self, cluster: "Cluster") -> None:
         scenario, channels = cluster.scenario, cluster.network.channels(self.process)
         metrics = ClientMetrics(CollectorRegistry())
-        control = ControlPlane(ROUTER, MODEL, channels)
+        control = ControlPlane(ROUTER, MODEL, channels, record_timeout_s=5.0)
         placement = PlacementWatch(control)
         self.process.keep_up(placement.run())
         self.plane = DataPlane(FINGERPRINT, TaskGroup(), connect=cluster.network.streams(self.process))

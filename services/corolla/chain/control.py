@@ -14,17 +14,31 @@ from corolla.v1 import router_pb2_grpc
 
 _PLAN_TIMEOUT_S: Final = 2.0
 """Where no router answers, the placement that is known here serves as well."""
-_RECORD_TIMEOUT_S: Final = 5.0
-"""Nobody else can answer for a session's record."""
+# Nobody but a router can answer for a session's record.
+_record_timeout_s = 5.0
+
+
+def tolerate_silence(silence_s: float) -> None:
+    """Calls about session records wait so long for a router, where their owners do not say otherwise."""
+    global _record_timeout_s
+    _record_timeout_s = silence_s
+
 
 Reply = TypeVar("Reply", bound=Message)
 
 
 class ControlPlane:
-    """Calls to the router. Each raises an error of the tree: the router's own, or RouterUnavailable."""
+    """Calls to the router. Each raises an error of the tree: the router's own, or RouterUnavailable.
 
-    def __init__(self, router: str, model: str, channels: Channels = open_channel) -> None:
+    Args:
+        record_timeout_s: how long a call about a session record waits; None: as for all of this process.
+    """
+
+    def __init__(
+        self, router: str, model: str, channels: Channels = open_channel, record_timeout_s: float | None = None
+    ) -> None:
         self.model = model
+        self._record_timeout_s = _record_timeout_s if record_timeout_s is None else record_timeout_s
         self._channel = channels(router)
         self.stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
@@ -50,7 +64,7 @@ class ControlPlane:
 
     async def call(self, method: Callable[..., Awaitable[Reply]], request: Message) -> Reply:
         """Calls a method of `stub` about session records."""
-        return await self._call(method, request, _RECORD_TIMEOUT_S)
+        return await self._call(method, request, self._record_timeout_s)
 
     async def _call(self, method: Callable[..., Awaitable[Reply]], request: Message, timeout_s: float) -> Reply:
         try:
