@@ -22,7 +22,7 @@ def test_the_examples_run(stacks: Stacks) -> None:
         exec(compile(example, f"docs/library.md, example {number + 1}", "exec"), names)  # noqa: S102
         if number == 0:
             assert names["text"].startswith("The capital of France is Paris")
-    assert len(EXAMPLES) == 10
+    assert len(EXAMPLES) == 11
     assert names["sampled"].shape[1] <= names["prompt"].input_ids.shape[1] + 8
     assert names["beams"].shape[0] == names["answers"].shape[0] == 2
     assert names["looked_up"].tolist()[0][:5] == names["prompt"].input_ids.tolist()[0]

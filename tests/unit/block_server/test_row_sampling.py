@@ -34,7 +34,8 @@ ADAPTIVE = pb.Drafts(source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=4, is_ada
 
 NUM_TOKENS = 4000
 WINDOW = 400
-MAX_RATIO = 1.2
+# What grows with the text would be sixteen times as much; memory that no cache holds any more costs some.
+MAX_RATIO = 2.0
 NUM_TRIES = 8
 
 PARAMS = [
