@@ -5,7 +5,7 @@ import pytest
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.run import run
 
-MOST_SEEDS = 120
+MOST_SEEDS = 240
 
 
 @pytest.mark.parametrize("name", MUTANTS)
