@@ -35,18 +35,33 @@ _WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 _MAX_NEW_TOKENS = 48
 
 
-class _At(LogitsProcessor, StoppingCriteria):
-    """Does something at one step of `generate`, and changes nothing; as a criterion, it ends nothing."""
+class _Countdown:
+    """Does something at one step of `generate`, and nothing before or after it."""
 
     def __init__(self, step: int, act: Any) -> None:
         self._num_left = step
         self._act = act
 
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+    def count(self) -> None:
         if self._num_left == 0:
             self._act()
         self._num_left -= 1
-        return scores if scores is not None else torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class _InLogits(_Countdown, LogitsProcessor):
+    """Counts steps that have logits here, and changes none."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.count()
+        return scores
+
+
+class _InTokens(_Countdown, StoppingCriteria):
+    """Counts tokens that came from elsewhere, and ends nothing."""
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.count()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 async def library(stand: Stand, rng: random.Random, num_runs: int) -> int:
@@ -79,9 +94,9 @@ async def library(stand: Stand, rng: random.Random, num_runs: int) -> int:
         # the undisturbed chain, which other tests compare with the unsplit model.
         undisturbed = remote if way in (_PROMPTED, _REMOTE_EDGES) else unsplit
         expected = await asyncio.to_thread(_generate, undisturbed, seed, prompt, options, trained)
-        disturbance: dict[str, Any] = {"logits_processor": LogitsProcessorList([_At(step, kill)])}
+        disturbance: dict[str, Any] = {"logits_processor": LogitsProcessorList([_InLogits(step, kill)])}
         if way == _REMOTE_EDGES:
-            disturbance = {"stopping_criteria": StoppingCriteriaList([_At(step, kill)])}
+            disturbance = {"stopping_criteria": StoppingCriteriaList([_InTokens(step, kill)])}
         try:
             given = await asyncio.to_thread(_generate, remote, seed, prompt, options | disturbance, trained)
             figures.check(given == expected, f"{way}: the tokens are not those of the undisturbed run")
