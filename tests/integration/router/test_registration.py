@@ -285,6 +285,9 @@ async def test_the_router_validates_registrations(router: Router, model: str) ->
 
 
 async def test_the_router_validates_other_requests(router: Router, model: str) -> None:
+    # Of a single model the placement may be asked for without its name.
+    for each in ("one", "other"):
+        await BlockServer(router, f"{each}-{model}").join()
     server = BlockServer(router, model)
     stub, name = router.stub, server.server_id
     load = pb.ServerLoad(decode_step_seconds=float("inf"))
