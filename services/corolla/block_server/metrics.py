@@ -44,7 +44,7 @@ class BlockServerMetrics:
         self.waiting = Gauge("corolla_num_steps_waiting", "Steps queued for the next iterations.", registry=registry)
         self.ring_waiting = Gauge(
             "corolla_num_ring_rows_waiting",
-            "Rows that have come round to this first hop and wait for their microbatch; half of two hops' are usual.",
+            "Rows that have come round to this first hop and wait for their microbatch; on busy chains some do.",
             registry=registry,
         )
         step_seconds = Histogram(

@@ -27,7 +27,7 @@ from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.decoding.parameters import SpeculationMode
-from corolla.models.checkpoint import Checkpoint
+from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.models.hub import Hub
 from corolla.v1 import generation_pb2
 from corolla.wire.stream import Connect, between_servers, connect
@@ -132,7 +132,7 @@ class ClientService:
             ModelLimits(
                 checkpoint.context_length,
                 settings.default_max_tokens,
-                _eos_token_ids(checkpoint),
+                frozenset(end_token_ids_of(checkpoint.generation_config())),
                 checkpoint.vocab_size,
             ),
             admission,
@@ -185,8 +185,3 @@ def _limits(settings: ClientSettings) -> ChainLimits:
         max_replayed_tokens=settings.max_replayed_tokens,
         merges_replayed_steps=settings.merge_replayed_steps,
     )
-
-
-def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    given = checkpoint.generation_config().eos_token_id
-    return frozenset() if given is None else frozenset([given] if isinstance(given, int) else given)

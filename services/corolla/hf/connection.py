@@ -115,7 +115,7 @@ class Connection:
             self._thread.post(work)
 
     def iterate(self, items: AsyncGenerator[Result, None]) -> Generator[Result, None, None]:
-        """What a generator yields, each run in the connection's thread; closing the iterator closes the generator."""
+        """What a generator yields that runs in the connection's thread; closing the iterator closes it."""
         # An interrupted step may still be ending when the generator is to be closed.
         turn = asyncio.Lock()
         nothing_left: Final = object()

@@ -19,7 +19,7 @@ from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.hf.connection import DEFAULT_ROUTER, Connection
 from corolla.hf.vocabulary import require_token_ids
-from corolla.models.checkpoint import Checkpoint
+from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.v1 import blocks_pb2 as pb
 
 _NUM_SEEDS: Final = 2**63 - 1
@@ -153,7 +153,7 @@ class RemoteModelForCausalLM(GenerationMixin):
 
     def _rows(self, token_ids: Tensor, mask: Tensor, config: GenerationConfig, max_new_tokens: int) -> list["_Row"]:
         params = _sampling_params(config)
-        end_token_ids = _end_token_ids(config)
+        end_token_ids = frozenset(end_token_ids_of(config))
         drafts = None
         if config.prompt_lookup_num_tokens:
             drafts = pb.Drafts(
@@ -321,14 +321,9 @@ def _sampling_params(config: GenerationConfig) -> SamplingParams:
         raise ValueError(str(refusal)) from None
 
 
-def _end_token_ids(config: GenerationConfig) -> frozenset[int]:
-    given = config.eos_token_id
-    return frozenset() if given is None else frozenset([given] if isinstance(given, int) else given)
-
-
 def _joined(token_ids: Tensor, rows: Sequence[_Row], config: GenerationConfig) -> Tensor:
     """Prompts and answers, padded on the right as transformers does."""
     longest = max(len(row.answer_ids) for row in rows)
-    padding = min(_end_token_ids(config), default=0) if config.pad_token_id is None else config.pad_token_id
+    padding = next(iter(end_token_ids_of(config)), 0) if config.pad_token_id is None else config.pad_token_id
     answers = [row.answer_ids + [padding] * (longest - len(row.answer_ids)) for row in rows]
     return torch.cat([token_ids, torch.tensor(answers, device=token_ids.device)], dim=1)

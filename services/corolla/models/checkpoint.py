@@ -60,6 +60,14 @@ def context_length_of(config: PretrainedConfig) -> int:
     return 2048
 
 
+def end_token_ids_of(config: GenerationConfig) -> tuple[int, ...]:
+    """The tokens that end an answer, in the order of the configuration."""
+    given = config.eos_token_id
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(given)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A decoder-only model's folder, checked at opening; weights are read later, and only those needed.

@@ -34,11 +34,7 @@ class Roster:
 
     def hosted(self, fingerprint: str) -> list[HostedSpan]:
         """The spans of all servers with these weights, joining and draining ones included."""
-        return [
-            HostedSpan(Span.of(each.span), measured_speed(each), end_blocks_of(each.server))
-            for each in self.servers
-            if each.server.fingerprint == fingerprint
-        ]
+        return [_hosted(each, measured_speed(each)) for each in self.servers if each.server.fingerprint == fingerprint]
 
     @property
     def is_settled(self) -> bool:
@@ -49,7 +45,7 @@ class Roster:
         """All servers by fingerprint, for one who wants to move them."""
         groups: dict[str, list[Member]] = {}
         for each in self.servers:
-            hosted = HostedSpan(Span.of(each.span), steady(measured_speed(each)), end_blocks_of(each.server))
+            hosted = _hosted(each, steady(measured_speed(each)))
             member = Member(each.server.server_id, hosted, each.server.movable, memory_of(each.server))
             groups.setdefault(each.server.fingerprint, []).append(member)
         return groups
@@ -59,7 +55,7 @@ class Roster:
         groups: dict[str, list[HostedSpan]] = {}
         for each in self.servers:
             if each.state == pb.SERVER_STATE_READY:
-                hosted = HostedSpan(Span.of(each.span), measured_speed(each), end_blocks_of(each.server))
+                hosted = _hosted(each, measured_speed(each))
                 groups.setdefault(each.server.fingerprint, []).append(hosted)
         return max((min(throughput(group, self.num_blocks)) for group in groups.values()), default=0) / 1e6
 
@@ -136,6 +132,10 @@ class Roster:
             except CorollaError:
                 message.ClearField("cheapest_chain")
         return message
+
+
+def _hosted(placed: pb.PlacedServer, speed: float) -> HostedSpan:
+    return HostedSpan(Span.of(placed.span), speed, end_blocks_of(placed.server))
 
 
 def end_blocks_of(server: pb.ServerDescription) -> float:
