@@ -30,7 +30,8 @@ from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.servicer_admin import AdminEndpoint
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
-from corolla.block_server.speed import measure_decode_step, measure_speed
+from corolla.block_server.speed import decode_step, measure_decode_step, measure_speed
+from corolla.block_server.spinning import measure_spin
 from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import service_handler, where
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 _MAX_TAKEN_BACK: Final = 128
 """So many of a session's newest tokens may be taken back where a window has moved on: a ring is 32 tokens ahead of its
 reader, and its last step may have 64 draft tokens."""
+
+_SPIN_BUDGET_S: Final = 0.5
 
 _SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 
@@ -214,7 +217,8 @@ class BlockServer:
         self._relay = Relay(fingerprint, self._peers, self._connect)
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
-            fail=self._fail, edges=edges, use=self._processor_use(span, checkpoint, speed.num_threads),
+            fail=self._fail, edges=edges,
+            use=await asyncio.to_thread(self._processor_use, runner, checkpoint, speed.num_threads),
         )  # fmt: skip
         await asyncio.to_thread(engine.warm_up)
         engine.decode_speed.observe(await asyncio.to_thread(measure_decode_step, runner), len(span))
@@ -325,14 +329,21 @@ class BlockServer:
             choose_graphs(runner, CudaCapture(model.device))
         return runner
 
-    def _processor_use(self, span: Span, checkpoint: Checkpoint, num_threads: int) -> ProcessorUse:
+    def _processor_use(self, runner: Runner, checkpoint: Checkpoint, num_threads: int) -> ProcessorUse:
         settings = self.settings
         num_sampling_threads = 1
-        if span.end == checkpoint.num_blocks:
+        if runner.span.end == checkpoint.num_blocks:
             # A device leaves the processors to this; without one, what pays for blocks pays for tokens, too.
             on_cpu = settings.device.startswith("cpu")
             num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
-        return ProcessorUse(settings.max_inline_ms / 1000, num_sampling_threads, settings.spin_us / 1e6)
+        if settings.spin_us != "auto":
+            spin_s = settings.spin_us / 1e6
+        else:
+            with decode_step(runner) as step:
+                spin_s = measure_spin(step, num_threads, min(settings.tuning_budget_s, _SPIN_BUDGET_S))
+            if spin_s:
+                log.info("sockets are watched after a step", extra={"microseconds": round(spin_s * 1e6)})
+        return ProcessorUse(settings.max_inline_ms / 1000, num_sampling_threads, spin_s)
 
     def _load_edges(self, checkpoint: Checkpoint, span: Span) -> Edges | None:
         ends = _ends_of(checkpoint, span)

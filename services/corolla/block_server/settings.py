@@ -1,7 +1,7 @@
 """Settings of a block server, from `COROLLA_*` variables."""
 
 import socket
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator
 
@@ -59,7 +59,7 @@ class BlockServerSettings(ServiceSettings):
         2.0,
         ge=0,
         le=60,
-        description="Seconds at start in which the server measures which kernels multiply fastest; 0 measures none.",
+        description="Seconds at start in which the server measures which kernels multiply fastest; 0 measures nothing.",
     )
     draft_model: str | None = Field(
         None,
@@ -106,13 +106,11 @@ class BlockServerSettings(ServiceSettings):
         description="Decode steps that take less are computed where the sockets are served, so that no step changes "
         "threads; control frames wait meanwhile. 0: none.",
     )
-    spin_us: int = Field(
-        0,
-        ge=0,
-        le=100_000,
+    spin_us: Literal["auto"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
+        "auto",
         description="Microseconds for which the server watches its sockets after a step before its processor may "
-        "sleep. For machines with a processor to spare for each busy block server: the next step begins sooner, and "
-        "the processor is busy meanwhile.",
+        "sleep: the next step begins sooner, and the processor is busy meanwhile. `auto` measures at start whether "
+        "that pays, within `COROLLA_TUNING_BUDGET_S`, and never does it where no processor is to spare.",
     )
     max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")
     max_queued_steps: int = Field(1024, ge=1, description="Steps that may wait; further ones are refused.")

@@ -3,7 +3,8 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,14 +59,22 @@ class DecodeSpeed:
         return 1 / min(self._seconds_per_block) if self._seconds_per_block else 0.0
 
 
-def measure_decode_step(runner: Runner) -> float:
-    """Seconds of one token through all blocks of the runner's span; the best of a few. Uses one page."""
+@contextmanager
+def decode_step(runner: Runner) -> Iterator[Callable[[], object]]:
+    """What computes one token through all blocks of the runner's span, always the same one. Uses one page meanwhile."""
     cache = runner.new_cache()
     cache.reserve(1)
     hidden = torch.zeros(1, runner.model.hidden_size)
-    seconds = _best_seconds(lambda: runner.forward_each([RowWork(cache, 0, 1)], hidden, runner.span))
-    cache.clear()
-    return seconds
+    try:
+        yield lambda: runner.forward_each([RowWork(cache, 0, 1)], hidden, runner.span)
+    finally:
+        cache.clear()
+
+
+def measure_decode_step(runner: Runner) -> float:
+    """Seconds of one token through all blocks of the runner's span; the best of a few. Uses one page."""
+    with decode_step(runner) as step:
+        return _best_seconds(step)
 
 
 def measure_speed(

@@ -117,4 +117,6 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
     offline = {"HF_HUB_OFFLINE": "1"} if options.model == "demo" or Path(options.model).expanduser().is_dir() else {}
     # The command line says these to each process; a variable of the surroundings is not meant for all of them.
     own = {key: value for key, value in os.environ.items() if key not in ("COROLLA_PORT", "COROLLA_HOST")}
-    return {**own, **fixed, **offline, **options.environment}
+    # The servers share this machine, and would each measure that the others are idle. Who knows better says so.
+    shared = {"COROLLA_SPIN_US": "0"}
+    return {**shared, **own, **fixed, **offline, **options.environment}
