@@ -1,5 +1,7 @@
 """Attention that goes through the runs of slots of each row, one kernel call for each run."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,24 +21,44 @@ class RunAttention:
 
     def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
-        written = batch.write(given.layer, given.key, given.value)
-        outputs = []
-        for number, row in enumerate(batch.rows):
-            own = given if len(batch.rows) == 1 else given.part(row)
-            attend = self._attend_one if row.num_tokens == 1 else self._attend_many
-            outputs.append(attend(batch, number, own, *written))
+        keys, values = batch.write(given.layer, given.key, given.value)
+        numbers = range(len(batch.rows))
+        if len(given.query) == len(numbers):
+            return self._attend_next_tokens(batch, numbers, given, keys, values)
+        outputs = [self._attend_row(batch, number, given, keys, values) for number in numbers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend_one(self, batch: AttentionBatch, number: int, own: LayerInput, keys: Tensor, values: Tensor) -> Tensor:
-        """The next token, which sees all keys of its window, its own among them."""
-        num_key_heads, end = keys.shape[1], batch.rows[number].position + 1
-        start = 0 if own.window is None else max(0, end - own.window)
-        grouped = own.query.reshape(1, num_key_heads, -1, own.query.shape[-1])
-        parts = [
-            self._kernel(grouped, _run(keys, *run), _run(values, *run), scaling=own.scaling, softcap=own.softcap)
-            for run in batch.extents(number, own.layer, start, end)
-        ]
-        return merge(parts).reshape(1, own.query.shape[1], -1)
+    def _attend_row(
+        self, batch: AttentionBatch, number: int, given: LayerInput, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        row = batch.rows[number]
+        own = given if len(batch.rows) == 1 else given.part(row)
+        if row.num_tokens == 1:
+            return self._attend_next_tokens(batch, (number,), own, keys, values)
+        return self._attend_many(batch, number, own, keys, values)
+
+    def _attend_next_tokens(
+        self, batch: AttentionBatch, numbers: Sequence[int], own: LayerInput, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """The next token of each of these rows, which sees all keys of its window, its own among them.
+
+        Whatever is done here is done for each session and layer, so all that rows share is made before the loop.
+        """
+        num_rows, num_heads, head_size = own.query.shape
+        grouped = own.query.reshape(num_rows, keys.shape[1], -1, head_size)
+        queries = (grouped,) if num_rows == 1 else grouped.unsqueeze(1).unbind(0)
+        keys_of, values_of = _runs_of(keys), _runs_of(values)
+        outputs = []
+        for number, query in zip(numbers, queries, strict=True):
+            end = batch.rows[number].position + 1
+            start = 0 if own.window is None else max(0, end - own.window)
+            parts = [
+                self._kernel(query, keys_of(*run), values_of(*run), scaling=own.scaling, softcap=own.softcap)
+                for run in batch.extents(number, own.layer, start, end)
+            ]
+            outputs.append(merge(parts))
+        joined = outputs[0] if num_rows == 1 else torch.cat(outputs)
+        return joined.reshape(num_rows, num_heads, -1)
 
     def _attend_many(self, batch: AttentionBatch, number: int, own: LayerInput, keys: Tensor, values: Tensor) -> Tensor:
         """A chunk: its tokens see the ones before the chunk, and each other as far as they are not later."""
@@ -45,6 +67,7 @@ class RunAttention:
         groups = num_heads // num_key_heads
         by_head = own.query.transpose(0, 1)
         grouped = by_head.reshape(1, num_key_heads, groups * num_tokens, head_size)
+        keys_of, values_of = _runs_of(keys), _runs_of(values)
         parts = []
         first_key = 0 if window is None else max(0, position - window + 1)
         for run in batch.extents(number, own.layer, first_key, position) if position else ():
@@ -54,7 +77,7 @@ class RunAttention:
                 bias = None if bias is None else bias.repeat(groups, 1)
             parts.append(
                 self._kernel(
-                    grouped, _run(keys, *run), _run(values, *run), scaling=own.scaling, bias=bias, softcap=own.softcap
+                    grouped, keys_of(*run), values_of(*run), scaling=own.scaling, bias=bias, softcap=own.softcap
                 )
             )
             first_key += run[1]
@@ -78,12 +101,16 @@ class RunAttention:
         )
 
 
-def _run(tensor: Tensor, first_slot: int, num_tokens: int) -> Tensor:
-    """`[1, heads, num_tokens, head_dim]`: a run of slots of `[num_slots, heads, head_dim]`, as it lies.
+def _runs_of(tensor: Tensor) -> Callable[[int, int], Tensor]:
+    """What gives the runs of slots of `[num_slots, heads, head_dim]`, as they lie, by first slot and number of tokens.
 
-    One operation instead of three, which counts at one token and every layer.
+    A run is `[1, heads, num_tokens, head_dim]`, made by one operation instead of three.
     """
     _, num_heads, head_size = tensor.shape
     of_slot, of_head, _ = tensor.stride()
-    shape, strides = (1, num_heads, num_tokens, head_size), (0, of_head, of_slot, 1)
-    return tensor.as_strided(shape, strides, first_slot * of_slot)
+    strides = (0, of_head, of_slot, 1)
+
+    def run(first_slot: int, num_tokens: int) -> Tensor:
+        return tensor.as_strided((1, num_heads, num_tokens, head_size), strides, first_slot * of_slot)
+
+    return run
