@@ -26,6 +26,7 @@ from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2, router_pb2_grpc
+from tests.certificates import make_certificate
 from tests.integration.waiting import until
 from tests.integration.wires import Wires
 
@@ -62,6 +63,7 @@ class Swarm:
         server: further settings of the block servers; `client` and `router` likewise.
         api_key: what its own calls are made with, where the client services have keys configured.
         own_redis: whether it has a Redis to itself, because that will be broken.
+        is_encrypted: whether the streams of the data plane go over TLS.
     """
 
     redis: EmbeddedRedis
@@ -78,6 +80,7 @@ class Swarm:
         router: dict[str, Any] | None = None,
         api_key: str | None = None,
         own_redis: bool = False,
+        is_encrypted: bool = False,
     ) -> None:
         self._folder = folder
         self._model = str(model)
@@ -88,6 +91,10 @@ class Swarm:
         self._router_settings = router or {}
         self._api_key = api_key
         self._own_redis = own_redis
+        self._certificate: Path | None = None
+        if is_encrypted:
+            make_certificate(folder)
+            self._certificate = folder
         self._database = 0
         self.router: RouterProcess
         self.servers: list[BlockServer] = []
@@ -177,7 +184,7 @@ class Swarm:
         }
         given |= settings_of_this
         settings = BlockServerSettings(advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given)
-        wires = Wires()
+        wires = Wires(self._certificate)
         server = BlockServer(settings, channels=wires.open, connect=wires.connect, listen=wires.listen)
         self._wires[server] = wires
         await server.start()
@@ -187,7 +194,7 @@ class Swarm:
     async def add_client(self, *, farewell_s: float = FAREWELL_S, **settings_of_this: Any) -> ClientService:
         given = {"port": 0, "model": self._model, **_HERE, **self._client_settings, **settings_of_this}
         settings = ClientSettings(router=self.router_address, **given)
-        wires = Wires()
+        wires = Wires(self._certificate)
         client = ClientService(settings, channels=wires.open, connect=wires.connect, farewell_s=farewell_s)
         self._wires[client] = wires
         await client.start()

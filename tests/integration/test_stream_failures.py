@@ -28,12 +28,14 @@ def failing_once(kind: type, num_frames: int) -> Callable[[str, Frame], Frame]:
     return hook
 
 
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("where", ["client service", "block server"])
-async def test_no_stream_is_half_alive_and_no_token_changes(tmp_path: Path, where: str) -> None:
+async def test_no_stream_is_half_alive_and_no_token_changes(tmp_path: Path, where: str, is_encrypted: bool) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
     # Whoever waits for a lost step learns of it by the stream, or not within this test's time.
     patient = {"step_timeout_s": 600.0, "open_timeout_s": 600.0}
-    async with Swarm(tmp_path, model, ["0:2", "2:5"] * 2, client=patient) as swarm, swarm.connect() as client:
+    swarm = Swarm(tmp_path, model, ["0:2", "2:5"] * 2, client=patient, is_encrypted=is_encrypted)
+    async with swarm, swarm.connect() as client:
         undisturbed = await client.generate("the thin man", max_tokens=32, ignore_eos=True)
         assert undisturbed.usage.recoveries == 0
         if where == "client service":

@@ -4,6 +4,7 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -24,6 +25,7 @@ from corolla.wire.stream import (
     StreamListener,
 )
 from corolla.wire.stream import connect as connect_stream
+from tests.certificates import client_tls, server_tls
 
 Hook = Callable[[str, Frame], Frame]
 """Gets the other end's address and a frame; gives the frame that travels instead. Raises `Cut`: the stream breaks."""
@@ -45,9 +47,14 @@ class Wires:
         on_received: hook for each frame that has come in on one, before the service gets it.
         on_taken: hook for each frame that has come in on a stream that another one began.
         openings: how often a session was to be opened at each address.
+
+    Args:
+        certificate: the folder of `make_certificate`, where streams are encrypted; None where they are not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: Path | None = None) -> None:
+        self.server_tls = None if certificate is None else server_tls(certificate)
+        self.client_tls = None if certificate is None else client_tls(certificate)
         self.on_sent: Hook = lambda address, frame: frame
         self.on_received: Hook = lambda address, frame: frame
         self.on_taken: Hook = lambda address, frame: frame
@@ -106,7 +113,7 @@ class _Listener(StreamListener):
             receive = accept(stream)
             return lambda frame: receive(self._wires.on_taken("", frame))
 
-        await super().start(accept_hooked, limits, tls=tls)
+        await super().start(accept_hooked, limits, tls=tls or self._wires.server_tls)
 
 
 class _Channel:
@@ -143,7 +150,7 @@ class _Stream:
         self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         self._wires = wires
         self._receiver: Receiver | None = None
-        self._stream: FrameStream = connect_stream(address, lambda _: self._begin(accept), limits)
+        self._stream: FrameStream = connect_stream(address, lambda _: self._begin(accept), limits, tls=wires.client_tls)
         self._stream.ended.add_done_callback(lambda ended: self._on_ended(ended.result()))
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
