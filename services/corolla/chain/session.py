@@ -108,7 +108,7 @@ class ChainSession:
     @property
     def has_unread_tokens(self) -> bool:
         """Whether `decode` has tokens at hand."""
-        return self._tokens is not None and self._tokens.num_unread_tokens > 0
+        return self._tokens is not None and self._tokens.has_unread_tokens
 
     @property
     def has_draft_model(self) -> bool:
@@ -336,8 +336,9 @@ class ChainSession:
 
 
 def _token_of(token: pb.SampledToken) -> SampledToken:
-    logprob = token.logprob if token.HasField("logprob") else None
-    return SampledToken(token.token_id, logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)))
+    if not token.HasField("logprob"):
+        return SampledToken(token.token_id)
+    return SampledToken(token.token_id, token.logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)))
 
 
 class ChainSessions:

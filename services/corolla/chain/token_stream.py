@@ -40,7 +40,12 @@ class TokenStream:
         self._position = position
         self._rounds: deque[RoundTokens] = deque()
         self._failure: CorollaError | None = None
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def has_unread_tokens(self) -> bool:
+        """Whether some have come that nobody has asked for yet."""
+        return bool(self._rounds)
 
     @property
     def num_unread_tokens(self) -> int:
@@ -56,7 +61,7 @@ class TokenStream:
             return False
         self._position += row.num_tokens - row.num_result_tokens + len(sampled.tokens)
         self._rounds.append(RoundTokens(row.num_result_tokens - 1, sampled))
-        self._arrived.set()
+        self._wake()
         return True
 
     def fail(self, row: pb.StepRow, failure: CorollaError) -> None:
@@ -68,19 +73,29 @@ class TokenStream:
         """No more tokens come; those that have can still be read."""
         if self._failure is None:
             self._failure = failure
-        self._arrived.set()
+        self._wake()
 
     async def next(self, timeout_s: float) -> RoundTokens:
         """The next round. Raises what happened to it, or HopUnavailable after `timeout_s`."""
         if not self._rounds and self._failure is None:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._arrived.wait()
-            except TimeoutError:
-                raise HopUnavailable("a hop of the chain does not answer") from None
+            await self._wait(timeout_s)
         if self._rounds:
             return self._rounds.popleft()
-        if self._failure is None:
+        raise self._failure or HopUnavailable("a hop of the chain does not answer")
+
+    async def _wait(self, timeout_s: float) -> None:
+        """Until something comes, or for so long. Each token waits here, and `asyncio.timeout` costs far more."""
+        if self._reader is not None:
             raise InternalError("a stream of tokens is read by one reader")
-        raise self._failure
+        loop = asyncio.get_running_loop()
+        self._reader = loop.create_future()
+        timer = loop.call_later(timeout_s, self._wake)
+        try:
+            await self._reader
+        finally:
+            timer.cancel()
+            self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -1,6 +1,7 @@
 """Values to the messages of the public API."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from corolla.client.generation.admission import Usage
 from corolla.client.generation.answer import Delta
@@ -10,9 +11,13 @@ from corolla.decoding.stopping import FinishReason
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 
+_FINISH_REASONS: Final[Mapping[FinishReason, "pb.FinishReason.ValueType"]] = {
+    reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
+}
+
 
 def finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:
-    return pb.FinishReason.Value(f"FINISH_REASON_{'UNSPECIFIED' if reason is None else reason.name}")
+    return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
 
 
 def usage(counted: Usage) -> pb.Usage:

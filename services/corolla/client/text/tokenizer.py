@@ -1,10 +1,10 @@
 """Text to token ids and back, by the checkpoint's own tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corolla.chassis.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
 
@@ -18,6 +18,7 @@ class TextTokenizer:
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerBase) -> None:
         self.hf_tokenizer = hf_tokenizer
+        self._decode = _decoder(hf_tokenizer)
         added_tokens = hf_tokenizer.added_tokens_decoder.items()
         self.special_token_ids = frozenset(
             {*hf_tokenizer.all_special_ids, *(token_id for token_id, token in added_tokens if token.special)}
@@ -79,11 +80,29 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids exactly as the tokenizer spells it; bytes that are no UTF-8 become U+FFFD."""
-        text = self.hf_tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        return self._decode(list(token_ids), skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special tokens spelled out; U+FFFD for what is part of a character only."""
         return self.decode([token_id], skip_special_tokens=False)
+
+
+def _decoder(hf_tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:
+    """Decodes ids, without special tokens where the second argument says so.
+
+    Each token of each answer comes here. Around the Rust tokenizer most of the time would go to telling arrays, tensors
+    and batches from lists, so it is called itself where the checkpoint's class adds nothing to it.
+    """
+    classes = type(hf_tokenizer).__mro__
+    if PreTrainedTokenizerFast in classes:
+        own = classes[: classes.index(PreTrainedTokenizerFast)]
+        if not any({"decode", "_decode"} & vars(each).keys() for each in own):
+            decode: Callable[[list[int], bool], str] = hf_tokenizer.backend_tokenizer.decode
+            return decode
+
+    def decode_by_class(token_ids: list[int], skip_special_tokens: bool) -> str:
+        return str(
+            hf_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        )
+
+    return decode_by_class
