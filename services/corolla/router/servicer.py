@@ -34,7 +34,7 @@ class RouterServicer:
         sessions: SessionRecords,
         watches: PlacementWatches,
         *,
-        on_deregistered: Callable[[pb.DeregisterServerRequest], None],
+        on_deregistered: Callable[[str, pb.DeregisterServerRequest], None],
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -72,8 +72,11 @@ class RouterServicer:
     ) -> pb.DeregisterServerResponse:
         validation.check_text("model", request.model)
         validation.check_name("server_id", request.server_id)
+        roster = await self._registry.snapshot(request.model)
         await self._registry.deregister(request.model, request.server_id)
-        self._on_deregistered(request)
+        for each in roster.servers:
+            if each.server.server_id == request.server_id:
+                self._on_deregistered(each.server.pod_uid, request)
         return pb.DeregisterServerResponse()
 
     # --- for client services ---

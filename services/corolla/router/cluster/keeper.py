@@ -110,16 +110,10 @@ class ClusterKeeper:
             watch.stop()
             await self._tasks.close()
 
-    def deregistered(self, farewell: pb.DeregisterServerRequest) -> None:
-        """A block server has left and said what became of its sessions."""
-        servers = [
-            each.server
-            for roster in self._rosters
-            for each in roster.servers
-            if each.server.server_id == farewell.server_id and each.server.pod_uid in self._pods
-        ]
-        if self._recorder is not None and servers:
-            pod = self._pods[servers[0].pod_uid]
+    def deregistered(self, pod_uid: str, farewell: pb.DeregisterServerRequest) -> None:
+        """A block server in this pod has left and said what became of its sessions."""
+        if self._recorder is not None and pod_uid in self._pods:
+            pod = self._pods[pod_uid]
             self._recorder.deregistered(
                 PodRef(pod.name, pod.uid), farewell.num_moved_sessions, farewell.num_left_sessions
             )
