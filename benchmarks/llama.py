@@ -1,16 +1,14 @@
 """llama.cpp as a yardstick, where a Python with `llama-cpp-python` is at hand: on the same weights, as float16."""
 
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final
 
+from benchmarks.piped_process import PipedProcess
 from benchmarks.timing import Timing
 from corolla.models.demo import default_cache_folder
 
@@ -24,39 +22,17 @@ def find_python() -> str | None:
     return named or (sys.executable if importlib.util.find_spec("llama_cpp") else None)
 
 
-class LlamaCpp:
-    """The demo model in llama.cpp, in a process of its own."""
+class LlamaCpp(PipedProcess):
+    """The demo model in llama.cpp."""
 
     def __init__(self, python: str, num_threads: int) -> None:
-        command = [python, str(_PROCESS), str(demo_as_float16()), str(num_threads)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        if self._ask(None) != "ready":
-            raise RuntimeError(f"{python} cannot run llama.cpp; try: {' '.join(command)}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._process.terminate()
-        self._process.wait()
+        super().__init__([python, str(_PROCESS), str(demo_as_float16()), str(num_threads)])
 
     def answer(self, prompt_ids: Sequence[int], num_tokens: int) -> Timing:
         """Greedily; an end token does not end it."""
         started_s = time.perf_counter()
-        seconds = json.loads(self._ask({"prompt_ids": list(prompt_ids), "num_tokens": num_tokens}))
+        seconds = self.ask({"prompt_ids": list(prompt_ids), "num_tokens": num_tokens})
         return Timing(started_s, tuple(started_s + each for each in seconds))
-
-    def _ask(self, request: dict[str, Any] | None) -> str:
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("the process has no pipes")
-        if request is not None:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        return self._process.stdout.readline().strip()
 
 
 def demo_as_float16() -> Path:

@@ -1,0 +1,84 @@
+"""A chain of two hops against vLLM's build for CPUs: one stream, and several at once.
+
+    VLLM_PYTHON=/path/to/python python -m benchmarks.against_vllm --rounds 5
+
+vLLM runs in one process with two threads, eagerly and without its prefix cache; each process of the chain has one
+thread. Both decode greedily, ignore end tokens, and get the same ids. Speed is all tokens over the time from the first
+request to the last answer.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from benchmarks import streams
+from benchmarks.chain import Chain
+from benchmarks.command import interleaved, random_ids, run
+from benchmarks.figures import Figure, at_least, figure, ratio
+from benchmarks.piped_process import PipedProcess
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.demo import DEMO_MODEL
+
+PYTHON_VARIABLE: Final = "VLLM_PYTHON"
+_PROCESS: Final = Path(__file__).with_name("vllm_process.py")
+_PROMPT_TOKENS = 32
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder, hub id or demo")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--servers", type=int, default=2, help="hops")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of one answer")
+
+
+def measure(options: argparse.Namespace) -> Iterator[Figure]:
+    python = os.environ.get(PYTHON_VARIABLE)
+    if python is None:
+        raise SystemExit(f"{PYTHON_VARIABLE} names no Python that has vllm; benchmarks/README.md says how to get one")
+    checkpoint = Checkpoint.from_pretrained(options.model)
+    checkpoint.fetch()
+    most = max(options.streams)
+    prompts = [random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed) for seed in range(most)]
+    hops = f"{options.servers} hops"
+    for dtype in options.dtypes:
+        with ExitStack() as exits:
+            chain = exits.enter_context(Chain(checkpoint.folder, options.servers, dtype=dtype))
+            vllm = exits.enter_context(_vllm(python, checkpoint.folder, dtype, most))
+            sides: dict[str, Callable[[], float]] = {}
+            for count in options.streams:
+                sides[f"chain/{count}"] = partial(streams.speed, chain, prompts[:count], options.tokens)
+                sides[f"vllm/{count}"] = partial(_speed, vllm, prompts[:count], options.tokens)
+            speeds = interleaved(sides, options.rounds)
+        for count in options.streams:
+            what = f"{count} stream{'' if count == 1 else 's'}, {dtype}"
+            yield figure(f"{what}, {hops}", "tokens/s", speeds[f"chain/{count}"])
+            yield figure(f"{what}, vLLM", "tokens/s", speeds[f"vllm/{count}"])
+            yield ratio(f"{what}, {hops} / vLLM", speeds[f"chain/{count}"], speeds[f"vllm/{count}"], at_least(0.85))
+
+
+def _vllm(python: str, folder: Path, dtype: str, most_streams: int) -> PipedProcess:
+    command = [python, "-P", str(_PROCESS), str(folder), dtype, str(most_streams)]
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return PipedProcess(command, {**own, **settings})
+
+
+def _speed(vllm: PipedProcess, prompts: list[list[int]], num_tokens: int) -> float:
+    seconds: float = vllm.ask({"prompts": prompts, "num_tokens": num_tokens})
+    return len(prompts) * num_tokens / seconds
+
+
+if __name__ == "__main__":
+    run(__doc__, add_options, measure)
