@@ -34,7 +34,7 @@ def _no_fence() -> AbstractContextManager[object]:
     def make(_right: Callable[..., Any]) -> Callable[..., Any]:
         def push(self: TokenStream, row: pb.StepRow, sampled: pb.SampledRow) -> bool:
             self._rounds.append(RoundTokens(row.num_result_tokens - 1, sampled))
-            self._arrived.set()
+            self._wake()
             return True
 
         return push
