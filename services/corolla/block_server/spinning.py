@@ -1,7 +1,7 @@
 """Whether a server watches its sockets between two steps, or lets its processor sleep: measured at start.
 
 A processor that has slept is slow to wake, and computes more slowly for a while; to watch keeps one busy for nothing.
-So a server watches only where that makes its steps clearly faster, and where a processor is idle beside those it
+So a server watches only where that makes its steps clearly faster, and where a processor is idle apart from those it
 computes with: on a machine that others use, they would pay for it.
 """
 
@@ -20,7 +20,7 @@ _MIN_GAIN: Final = 1.05
 """So many times faster a step must be. Less is lost in what the machine does otherwise."""
 
 _MIN_SPARE: Final = 0.9
-"""Processors beside those that compute, less what a machine that does nothing else does."""
+"""Processors apart from those that compute, less what a machine that does nothing else does."""
 
 _STEPS_WATCHED: Final = 4
 """For as long as so many steps a server watches at most: the other hops of a chain take about as long together."""
