@@ -140,10 +140,12 @@ class PagePool:
 
     def add_prefix(self, key: PrefixKey, page: int) -> None:
         """Makes a whole page findable by what it holds. It must not change while it is."""
-        self._prefixes.add(key, page)
+        replaced = self._prefixes.add(key, page)
+        if replaced is not None:
+            self._free.release([replaced])
 
     def find_prefix(self, key: PrefixKey) -> int | None:
-        """The page that holds this, if there is one; valid until the next promise or drop, unless shared before."""
+        """The page that holds this, if there is one; valid until the next change, unless shared before."""
         return self._prefixes.find(key)
 
     def count_prefix_query(self, num_asked: int, num_found: int) -> None:

@@ -65,11 +65,23 @@ class PrefixPages:
     def find(self, key: PrefixKey) -> int | None:
         return self._pages.get(key)
 
-    def add(self, key: PrefixKey, page: int) -> None:
-        """Remembers what a page in use holds, unless another page holds the same, or it has a key already."""
-        if key not in self._pages and page not in self._keys:
-            self._pages[key] = page
-            self._keys[page] = key
+    def add(self, key: PrefixKey, page: int) -> int | None:
+        """Remembers what a page in use holds, unless it has a key already, or another page in use holds the same.
+
+        Returns:
+            The page that held the same and that no session uses: forgotten, since it would be evicted before the
+            pages that follow it, and these are of no use without it.
+        """
+        if page in self._keys:
+            return None
+        other = self._pages.get(key)
+        if other is not None:
+            if other not in self._evictable:
+                return None
+            self.forget(other)
+        self._pages[key] = page
+        self._keys[page] = key
+        return other
 
     def forget(self, page: int) -> None:
         """The page is about to hold something else."""

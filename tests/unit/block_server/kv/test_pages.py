@@ -229,6 +229,40 @@ def test_only_held_pages_can_be_released() -> None:
         pool.share(pages)
 
 
+def test_a_text_that_was_computed_again_is_as_new_in_all_groups() -> None:
+    """Of one whose pages were evicted in one group only, the pages of the others would be the next to go."""
+    pool = PagePool(24, PAGE_TOKENS)
+    rules = (GroupRule(5, MAX_STEP), GroupRule(None, MAX_STEP))
+
+    def opened(text: list[Token]) -> SessionPages:
+        session = SessionPages(pool, rules)
+        session.allocate(len(text), ExpectedText(b"t", hashes_of(text), len(text)))
+        return session
+
+    def compute(text: list[Token]) -> None:
+        session = opened(text)
+        while session.num_tokens < len(text):
+            num_tokens = min(MAX_STEP, len(text) - session.num_tokens)
+            session.make_writable(session.num_tokens, num_tokens)
+            session.commit(session.num_tokens + num_tokens)
+        session.clear()
+
+    def evict(num_pages: int) -> None:
+        num_promised = pool.num_available - pool.num_cached + num_pages
+        pool.promise(num_promised)
+        pool.promise(-num_promised)
+
+    text, other = LONG[0][:7], LONG[1][:7]
+    compute(text)
+    evict(2)
+    assert pool.num_cached == 2
+    compute(other)
+    compute(text)
+    assert pool.num_cached == 8
+    evict(2)
+    assert opened(text).num_tokens == 6
+
+
 class ComparedPage(int):
     """A page id that counts how often one of its kind is compared with another."""
 
