@@ -151,6 +151,8 @@ def sample(facts: Object) -> Any:
     """A value that a setting's schema admits; large, so that its digits show."""
     if "enum" in facts:
         return facts["enum"][-1]
+    if "const" in facts:
+        return facts["const"]
     if "anyOf" in facts:
         return sample(facts["anyOf"][0])
     if facts["type"] in ("integer", "number") and "maximum" in facts:
