@@ -13,6 +13,8 @@ from tests.faults.stand import Stand
 from tests.faults.streams import Answer, Question, listen, until_tokens
 
 MAX_STALL_S = 3.0
+# So many tokens may be on their way to a caller that is held up; an answer of which all have left is not hit.
+_TOKENS_UNDER_WAY = 32
 # The last moments at which a turn is not the session's yet, and is, but its caller does not know.
 _PLACES = ("before_commit", "after_commit")
 
@@ -53,7 +55,7 @@ async def _run(
     second: AsyncClient,
 ) -> None:
     num_streams = rng.randint(2 if dies_at else 1, 4)
-    questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(96, 128)) for _ in range(num_streams)]
+    questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(120, 152)) for _ in range(num_streams)]
     names = [f"{rng.getrandbits(128):032x}" for _ in questions]
     expected = await _ask(second, questions, [await _place(second, number, name) for number, name in enumerate(names)])
     places = [await _place(first, number, name) for number, name in enumerate(names)]
@@ -61,7 +63,8 @@ async def _run(
     tasks = [asyncio.create_task(listen(first, answer, **place)) for answer, place in zip(answers, places, strict=True)]
     killed_s = time.monotonic()
     if not dies_at:
-        await until_tokens(answers[0], rng.randint(1, questions[0].max_tokens - 8), tasks[0])
+        last = questions[0].max_tokens - _TOKENS_UNDER_WAY
+        await until_tokens(answers[0], rng.randint(1, last), tasks[0])
         killed_s = time.monotonic()
         stand.stack.kill(victim)
     await asyncio.gather(*tasks)
