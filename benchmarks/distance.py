@@ -66,8 +66,8 @@ async def _link_ms(delay_ms: float) -> float:
     """How long a link really holds back what crosses it: event loops round waits up to whole milliseconds."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(_MESSAGE_BYTES):
-            writer.write(data)
+        for _ in range(_NUM_PROBES):
+            writer.write(await reader.readexactly(_MESSAGE_BYTES))
         writer.close()
 
     free = Ports()
