@@ -8,10 +8,12 @@ end stopped it.
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import socket
 import ssl
 import struct
+import termios
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 VERSION: Final = 1
 _GREETING: Final = struct.Struct("<4sHH")
 _MAGIC: Final = b"CRLL"
+_COUNT: Final = struct.Struct("i")
 _BACKLOG: Final = 128
 _NUM_LOOKS: Final = 8
 """How often a stream looks whether the other end is silent while it may be."""
@@ -400,9 +403,15 @@ class FrameStream(asyncio.Protocol):
         self._look_again()
 
     def _is_draining(self) -> bool:
-        """Whether bytes waited at the last look, and some have left since."""
+        """Whether bytes waited here at the last look, and the other end's machine has taken some since.
+
+        The system takes more of them only once a third of its own buffer is free, which on a slow way is seconds; so
+        what it still has counts, too. What waits nowhere but there does not: a frozen process's machine takes that.
+        """
         backlog_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
         drained_bytes = self._num_written_bytes - backlog_bytes
+        if backlog_bytes and self._transport is not None:
+            drained_bytes -= _num_unacknowledged_bytes(self._transport)
         is_draining = self._num_backlog_bytes > 0 and drained_bytes > self._num_drained_bytes
         self._num_backlog_bytes, self._num_drained_bytes = backlog_bytes, drained_bytes
         return is_draining
@@ -419,6 +428,17 @@ class FrameStream(asyncio.Protocol):
             if state not in TRANSITIONS[self._state]:
                 raise InternalError(f"a stream that is {self._state.value} cannot become {state.value}")
             self._state = state
+
+
+def _num_unacknowledged_bytes(transport: asyncio.Transport) -> int:
+    """What the system has still to bring to the other end's machine."""
+    try:
+        (num_bytes,) = _COUNT.unpack(
+            fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(_COUNT.size))
+        )
+    except OSError:  # a system that does not say
+        return 0
+    return int(num_bytes)
 
 
 def connect(

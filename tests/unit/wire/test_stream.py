@@ -250,16 +250,19 @@ async def test_what_was_sent_arrives_though_the_stream_is_closed_before_it_is_op
 async def test_an_end_that_is_slow_to_take_what_waits_for_it_is_not_silent() -> None:
     """It hears the question whether it lives only after all that was written before."""
     with socket.create_server(("127.0.0.1", 0)) as slow:
+        # Small, so that its machine takes on in small parts; those of the other end's buffer are larger than what
+        # is read within the time for silence.
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
         slow.setblocking(False)
         loop = asyncio.get_running_loop()
-        limits = StreamLimits(ping_after_s=0.2, silence_s=0.8)
+        limits = StreamLimits(ping_after_s=0.5, silence_s=2.0)
         stream = connect(f"127.0.0.1:{slow.getsockname()[1]}", lambda _: lambda _: None, limits)
         taken, _ = await loop.sock_accept(slow)
         await loop.sock_sendall(taken, GREETING)
         stream.send(step(1), bytes(48 << 20))
-        for _ in range(30):
+        for _ in range(40):
             await asyncio.sleep(0.1)
-            await loop.sock_recv(taken, 1 << 20)
+            await loop.sock_recv(taken, 32 << 10)
         assert not stream.ended.done()
         async with asyncio.timeout(30):
             assert (await stream.ended).cause is StreamCause.SILENT
