@@ -167,6 +167,10 @@ class ToyEdges(Edges):
     def dtype(self) -> torch.dtype:
         return torch.float32
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         states = [
             self._toy.embed(token_id, position)

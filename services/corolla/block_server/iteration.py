@@ -6,6 +6,7 @@ On the first hop it begins with the embedding, on the last one it ends with head
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -95,7 +96,8 @@ class Computation:
         runner: of the blocks.
         edges: embedding and head, as far as this server has them; None where it has neither.
         clock: in seconds.
-        num_sampling_threads: that choose tokens at a time.
+        num_sampling_threads: that choose tokens at a time; on a device, that draw random numbers at a time.
+        samples_batched: choose the tokens of all rows together, on the device of the head; None: where that is no CPU.
     """
 
     def __init__(
@@ -104,7 +106,11 @@ class Computation:
         edges: Edges | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_sampling_threads: int = 1,
+        samples_batched: bool | None = None,
     ) -> None:
+        if samples_batched is None:
+            samples_batched = edges is not None and edges.device.type != "cpu"
+        self._samples_batched = samples_batched
         self.runner = runner
         self._edges = edges
         self._clock = clock
@@ -123,13 +129,31 @@ class Computation:
         To compute a row again is exact: what the failed batch wrote for its new tokens lies at positions that no
         session counts as held, and the same positions are written again. Tokens are chosen once, when that is over.
         """
+        drawing = self._draw_ahead(admitted)
         computed = self._computed(admitted, blocks)
         if not any(batch.samples for batch in admitted):
             return computed
+        wait(drawing)
         began_s = self._clock()
         outputs = self._with_tokens(admitted, computed.outputs)
         edge_seconds = computed.edge_seconds + self._clock() - began_s
         return replace(computed, outputs=outputs, edge_seconds=edge_seconds)
+
+    def _draw_ahead(self, admitted: Sequence[Admitted]) -> Sequence[Future[None]]:
+        """Has threads draw the random numbers for the tokens while a device computes.
+
+        What cannot be drawn is drawn when it is needed: a stream moves on only once there is memory for its numbers.
+        """
+        if not self._samples_batched or self._sampling_threads is None or self._edges is None:
+            return ()
+        device = self._edges.device
+        return [
+            self._sampling_threads.submit(session.request.sampler.draw_ahead, device)
+            for batch in admitted
+            if batch.samples
+            for row, session, _ in batch.rows
+            if row.num_result_tokens and session.request.sampler is not None
+        ]
 
     def _computed(self, admitted: Sequence[Admitted], blocks: Span) -> Computed:
         try:
@@ -236,7 +260,9 @@ class Computation:
         sampled: list[ChosenTokens | CorollaError] = []
         for part in in_parts(rows):
             try:
-                sampled.extend(sample_rows(self._edges, part, error_of, self._sampling_threads))
+                sampled.extend(
+                    sample_rows(self._edges, part, error_of, self._sampling_threads, is_batched=self._samples_batched)
+                )
             except Exception as failure:
                 log.error("head failed", extra={"rows": len(part), "where": where(failure)})
                 sampled.extend([error_of(failure)] * len(part))

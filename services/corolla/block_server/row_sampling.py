@@ -13,6 +13,7 @@ from torch import Tensor
 
 from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
 from corolla.chassis.handlers import where
+from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler
@@ -41,6 +42,7 @@ class SessionSampler:
 
     Attributes:
         vocab_size: how many logits there are for each token.
+        sampler: of its tokens.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class SessionSampler:
         self.vocab_size = vocab_size
         self._num_tokens_left = num_tokens_left
         self._end_token_ids = end_token_ids
-        self._sampler = sampler
+        self.sampler = sampler
         self._speculator = speculator
         self._num_draws_since_state = _NUM_DRAWS_PER_STATE
         params = sampler.params
@@ -117,11 +119,15 @@ class SessionSampler:
     @property
     def num_skipped(self) -> int:
         """Choices that are still to be drawn before its own first one."""
-        return self._sampler.num_skipped
+        return self.sampler.num_skipped
 
     def skip(self, most: int) -> None:
         """Draws at most so many of them."""
-        self._sampler.skip(self.vocab_size, most)
+        self.sampler.skip(self.vocab_size, most)
+
+    def draw_ahead(self, device: torch.device) -> None:
+        """Draws the random numbers of its next choice, if it needs any. In any thread, while nobody else uses it."""
+        self.sampler.draw_ahead(self.vocab_size, device)
 
     @property
     def is_behind(self) -> bool:
@@ -145,20 +151,28 @@ class SessionSampler:
         """
         row = pb.SampledRow()
         for index in range(num_choices):
-            token = choice(index)
-            row.tokens.append(_to_message(token))
-            self._num_tokens_left -= 1
-            if self._num_tokens_left <= 0 or token.token_id in self._end_token_ids:
-                row.is_last = True
+            if not self.take(row, choice(index), draft_ids):
                 break
-            if index == len(draft_ids) or token.token_id != draft_ids[index]:
-                break
+        return self.chosen(row, draft_ids)
+
+    def take(self, row: pb.SampledRow, token: SampledToken, draft_ids: Sequence[int]) -> bool:
+        """Adds the next token to the tokens of a row; whether the step has checked what follows it."""
+        index = len(row.tokens)
+        row.tokens.append(_to_message(token))
+        self._num_tokens_left -= 1
+        if self._num_tokens_left <= 0 or token.token_id in self._end_token_ids:
+            row.is_last = True
+            return False
+        return index < len(draft_ids) and token.token_id == draft_ids[index]
+
+    def chosen(self, row: pb.SampledRow, draft_ids: Sequence[int]) -> "ChosenTokens":
+        """A row that has all its tokens, and what may follow them."""
         token_ids = [token.token_id for token in row.tokens]
-        if not self._sampler.params.is_greedy:
+        if not self.sampler.params.is_greedy:
             self._num_draws_since_state += len(token_ids)
             if self._num_draws_since_state >= _NUM_DRAWS_PER_STATE:
                 self._num_draws_since_state = 0
-                row.state = self._sampler.state()
+                row.state = self.sampler.state()
         drafted = () if row.is_last else self._drafted(len(draft_ids), token_ids)
         return ChosenTokens(row, drafted)
 
@@ -167,16 +181,12 @@ class SessionSampler:
             return ()
         try:
             self._speculator.observe(num_checked, len(token_ids) - 1)
-            return self._speculator.draft(token_ids, self._sampler, self._num_tokens_left)
+            return self._speculator.draft(token_ids, self.sampler, self._num_tokens_left)
         except Exception as failure:
             # The tokens are right; as after too little memory for the draft model, the answer goes on without drafts.
             log.error("nothing is drafted any more for an answer", extra={"where": where(failure)})
             self._speculator = None
             return ()
-
-    def sample(self, logits: Tensor) -> SampledToken:
-        """As of `Sampler`."""
-        return self._sampler.sample(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +205,14 @@ class SamplingRow:
     hidden: Tensor
     sampler: SessionSampler
 
+    @property
+    def draft_ids(self) -> Sequence[int]:
+        """The draft tokens that the step checked: one result fewer than there are."""
+        num_drafted = len(self.hidden) - 1
+        return self.row.token_ids[len(self.row.token_ids) - num_drafted :] if num_drafted else ()
 
-def in_parts(rows: Sequence[SamplingRow], max_logits: int = 64 << 20) -> Iterator[Sequence[SamplingRow]]:
+
+def in_parts(rows: Sequence[SamplingRow], max_logits: int = 16 << 20) -> Iterator[Sequence[SamplingRow]]:
     """The rows in runs with at most so many logits, of one row at least: a large vocabulary's could take gigabytes."""
     start = num_logits = 0
     for index, each in enumerate(rows):
@@ -212,12 +228,15 @@ def sample_rows(
     rows: Sequence[SamplingRow],
     error_of: Callable[[Exception], CorollaError],
     threads: Executor | None = None,
+    *,
+    is_batched: bool = False,
 ) -> list[ChosenTokens | CorollaError]:
     """Chooses tokens for all rows; one entry for each, in order. A row that fails disturbs no other one.
 
     Args:
         error_of: what to tell the owner of a row.
         threads: where rows are chosen that need more than the most probable token, several at a time; None: here.
+        is_batched: choose these rows in batches instead, on the device of the head.
     """
     parts = [each.hidden for each in rows]
     logits = edges.head(parts[0] if len(parts) == 1 else torch.cat(parts))
@@ -226,32 +245,56 @@ def sample_rows(
         # On the device; only ids come from there.
         best = logits.max(dim=-1)
         likeliest, scores = best.indices.tolist(), best.values.tolist()
-    if not all(each.sampler.takes_likeliest for each in rows):
+    slow = [index for index, each in enumerate(rows) if not each.sampler.takes_likeliest]
+    if slow and not is_batched:
         logits = logits.cpu()
     ends = list(accumulate(len(each.hidden) for each in rows))
 
     def chosen(index: int) -> ChosenTokens | CorollaError:
-        row, sampler, end = rows[index].row, rows[index].sampler, ends[index]
+        sampler, end = rows[index].sampler, ends[index]
         num_choices = len(rows[index].hidden)
         start = end - num_choices
-        draft_ids = row.token_ids[len(row.token_ids) - num_choices + 1 :] if num_choices > 1 else ()
         try:
             if sampler.takes_likeliest and likeliest is not None and scores is not None:
                 choice = _likeliest(likeliest[start:end], scores[start:end])
             else:
-                choice = _sampled(sampler, logits[start:end])
-            return sampler.choose(num_choices, draft_ids, choice)
+                choice = _sampled(sampler.sampler, logits[start:end])
+            return sampler.choose(num_choices, rows[index].draft_ids, choice)
         except Exception as failure:
             return error_of(failure)
 
-    slow = [
-        index for index, each in enumerate(rows) if each.sampler.is_independent and not each.sampler.takes_likeliest
-    ]
-    if threads is None or len(slow) < 2:
-        return [chosen(index) for index in range(len(rows))]
-    # torch computes without the interpreter's lock.
-    by_threads = dict(zip(slow, threads.map(chosen, slow), strict=True))
-    return [by_threads[index] if index in by_threads else chosen(index) for index in range(len(rows))]
+    elsewhere: dict[int, ChosenTokens | CorollaError] = {}
+    if is_batched:
+        starts = [ends[index] - len(rows[index].hidden) for index in slow]
+        batched = _chosen_in_batches([rows[index] for index in slow], starts, logits, error_of)
+        elsewhere = dict(zip(slow, batched, strict=True))
+    elif threads is not None and len(independent := [each for each in slow if rows[each].sampler.is_independent]) > 1:
+        # torch computes without the interpreter's lock.
+        elsewhere = dict(zip(independent, threads.map(chosen, independent), strict=True))
+    return [elsewhere[index] if index in elsewhere else chosen(index) for index in range(len(rows))]
+
+
+def _chosen_in_batches(
+    rows: Sequence[SamplingRow], starts: Sequence[int], logits: Tensor, error_of: Callable[[Exception], CorollaError]
+) -> list[ChosenTokens | CorollaError]:
+    """The first tokens of all rows in one batch, the second ones of those that have drafted the first in the next."""
+    messages = [pb.SampledRow() for _ in rows]
+    failures: dict[int, CorollaError] = {}
+    going = list(range(len(rows)))
+    while going:
+        at = torch.tensor([starts[index] + len(messages[index].tokens) for index in going], device=logits.device)
+        tokens = sample_together([rows[index].sampler.sampler for index in going], logits[at])
+        going, before = [], going
+        for index, token in zip(before, tokens, strict=True):
+            if isinstance(token, NonFiniteOutput):
+                failures[index] = error_of(token)
+            elif rows[index].sampler.take(messages[index], token, rows[index].draft_ids):
+                going.append(index)
+
+    def outcome(index: int) -> ChosenTokens | CorollaError:
+        return failures.get(index) or rows[index].sampler.chosen(messages[index], rows[index].draft_ids)
+
+    return [outcome(index) for index in range(len(rows))]
 
 
 def _likeliest(token_ids: Sequence[int], scores: Sequence[float]) -> Callable[[int], SampledToken]:
@@ -264,7 +307,7 @@ def _likeliest(token_ids: Sequence[int], scores: Sequence[float]) -> Callable[[i
     return choice
 
 
-def _sampled(sampler: SessionSampler, logits: Tensor) -> Callable[[int], SampledToken]:
+def _sampled(sampler: Sampler, logits: Tensor) -> Callable[[int], SampledToken]:
     return lambda index: sampler.sample(logits[index])
 
 

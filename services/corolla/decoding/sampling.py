@@ -72,7 +72,8 @@ class TokenPenalties:
         return copied
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The penalised scores, float32 [vocabulary]; `logits` stays as it is."""
+        """The penalised scores, float32 [vocabulary], on the device of `logits`, which stay as they are."""
+        self._move_to(logits.device)
         scores = logits
         if self._is_seen is not None:
             penalised = torch.where(scores < 0, scores * self._repetition, scores / self._repetition)
@@ -80,6 +81,10 @@ class TokenPenalties:
         if self._counts is not None:
             scores = scores - (self._counts * self._frequency + (self._counts > 0) * self._presence)
         return scores
+
+    def _move_to(self, device: torch.device) -> None:
+        self._is_seen = None if self._is_seen is None else self._is_seen.to(device)
+        self._counts = None if self._counts is None else self._counts.to(device)
 
     def add(self, token_id: int) -> None:
         """Takes note of the answer's next token."""
@@ -147,6 +152,7 @@ class Sampler:
         self._penalties: TokenPenalties | None = None
         self._warpers = _warpers(params)
         self._generator: torch.Generator | None = None
+        self._numbers_ahead: Tensor | None = None
         self.num_skipped = 0 if params.is_greedy else num_skipped
         if state is not None:
             self._generator = _decode_state(state)
@@ -168,11 +174,48 @@ class Sampler:
         if logits.dim() != 1 or logits.dtype != torch.float32:
             raise InternalError("The sampler takes one row of float32 logits.")
         with torch.inference_mode():
-            scores = self._penalised(logits)
+            scores = self.penalised(logits)
             token_id = self._greedy(scores) if self.params.is_greedy else self._drawn(scores)
-            if self._penalties is not None:
-                self._penalties.add(token_id)
-            return self._with_logprobs(token_id, logits)
+            self.add(token_id)
+            return self.with_logprobs(token_id, logits)
+
+    def penalised(self, logits: Tensor) -> Tensor:
+        """The scores, float32 `[V]`, that the next token is chosen by; on the device of `logits`. In inference mode."""
+        if not self.params.has_penalties:
+            return logits
+        if self._penalties is None:
+            prompt_ids, generated_ids = self._past
+            self._penalties = TokenPenalties(
+                prompt_ids,
+                generated_ids,
+                repetition=self.params.repetition_penalty,
+                presence=self.params.presence_penalty,
+                frequency=self.params.frequency_penalty,
+                vocabulary_size=logits.shape[0],
+            )
+            self._past = ((), ())
+        return self._penalties.apply(logits)
+
+    def add(self, token_id: int) -> None:
+        """Takes note of the token that was chosen by the scores. In inference mode."""
+        if self._penalties is not None:
+            self._penalties.add(token_id)
+
+    def draw_ahead(self, num_logits: int, device: torch.device) -> None:
+        """Draws the random numbers of the next choice, which do not depend on its logits, and brings them to `device`.
+
+        In whichever thread, while nobody else uses this sampler.
+        """
+        if self._numbers_ahead is None and not self.params.is_greedy:
+            # Kept at once: numbers that are drawn and lost would change every later token.
+            self._numbers_ahead = self._draw(num_logits)
+            self._numbers_ahead = self._numbers_ahead.to(device)
+
+    def random_numbers(self, num_logits: int, device: torch.device) -> Tensor:
+        """Those of the next choice, float32 `[V]`; each choice takes its own. The token with the largest quotient of
+        probability and number is the one that `torch.multinomial` chooses."""
+        numbers, self._numbers_ahead = self._numbers_ahead, None
+        return (self._draw(num_logits) if numbers is None else numbers).to(device)
 
     def skip(self, num_logits: int, most: int) -> None:
         """Draws what other samplers drew, at most so many choices. The first choice draws what is left.
@@ -200,22 +243,6 @@ class Sampler:
         stream = b"" if self._generator is None else self._generator.get_state().numpy().tobytes()
         return _STATE_HEADER.pack(_STATE_MAGIC, _STATE_VERSION, len(stream)) + stream
 
-    def _penalised(self, logits: Tensor) -> Tensor:
-        if not self.params.has_penalties:
-            return logits
-        if self._penalties is None:
-            prompt_ids, generated_ids = self._past
-            self._penalties = TokenPenalties(
-                prompt_ids,
-                generated_ids,
-                repetition=self.params.repetition_penalty,
-                presence=self.params.presence_penalty,
-                frequency=self.params.frequency_penalty,
-                vocabulary_size=logits.shape[0],
-            )
-            self._past = ((), ())
-        return self._penalties.apply(logits)
-
     def _greedy(self, scores: Tensor) -> int:
         token_id = int(scores.argmax())
         # NaN counts as the largest number for argmax, so looking at the winner finds any.
@@ -229,12 +256,17 @@ class Sampler:
         rows = scores.unsqueeze(0)
         for warper in self._warpers:
             rows = warper(_NO_IDS, rows)
-        probabilities = rows.softmax(dim=-1)
-        if self.num_skipped:
-            self.skip(probabilities.shape[-1], self.num_skipped)
-        return int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
+        numbers = self.random_numbers(scores.shape[0], scores.device)
+        return int((rows.softmax(dim=-1)[0] / numbers).argmax())
 
-    def _with_logprobs(self, token_id: int, logits: Tensor) -> SampledToken:
+    def _draw(self, num_logits: int) -> Tensor:
+        numbers = torch.empty(num_logits)
+        if self.num_skipped:
+            self.skip(num_logits, self.num_skipped)
+        return numbers.exponential_(generator=self._generator)
+
+    def with_logprobs(self, token_id: int, logits: Tensor) -> SampledToken:
+        """The token, with as many log probabilities as are asked for, of the model's own `[V]` logits."""
         if self.params.num_logprobs is None:
             return SampledToken(token_id)
         logprobs = logits.log_softmax(dim=-1)

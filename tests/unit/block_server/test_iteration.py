@@ -13,10 +13,14 @@ from corolla.block_server.iteration import Admitted, BatchRunner, Computation, C
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.kv.tables import Copies
 from corolla.block_server.peers import Peer
+from corolla.block_server.row_sampling import ChosenTokens, SessionSampler
 from corolla.block_server.runner import BatchOutput, RowWork, Runner
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import CorollaError, NonFiniteOutput, OutOfMemory, OutOfPages, StepFailed
+from corolla.decoding.parameters import SamplingParams
+from corolla.decoding.sampler_record import SamplerRecord
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import load_edges
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
@@ -198,3 +202,49 @@ def test_memory_that_the_processor_does_not_have_is_recognised() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 50)
     assert isinstance(error_of(refused.value), OutOfMemory)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_tokens_chosen_together_are_those_that_are_chosen_row_by_row(tmp_path: Path, num_threads: int) -> None:
+    """As on a device, where threads draw the random numbers meanwhile."""
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path)))
+    span = Span(2, checkpoint.num_blocks)
+    edges = load_edges(checkpoint, dtype=torch.float32, has_embedding=False)
+    runner = Runner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=4, max_step_tokens=8)
+    names = b"abcd"
+    table: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
+
+    def sessions_of(epoch: int) -> list[HopSession[SessionCache]]:
+        held = []
+        for index, name in enumerate(names):
+            params = SamplingParams(index / 2, top_p=0.9, frequency_penalty=0.1, seed=index)
+            record = SamplerRecord(params, index, [1, 2, 3], max_new_tokens=30)
+            sampler = SessionSampler.read(
+                record.message(), None, vocab_size=checkpoint.vocab_size, max_tokens=REQUEST.max_tokens
+            )
+            request = replace(REQUEST, session_id=bytes([name, epoch]), blocks=span, sampler=sampler)
+            held.append(table.open(request, 0.0))
+        return held
+
+    def admitted(held: Sequence[HopSession[SessionCache]], position: int) -> list[Admitted]:
+        size = checkpoint.hidden_size
+        step = pb.Step(dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=size, samples=True)
+        for session in held:
+            # A row may want no token, as in the middle of a prompt.
+            num_results = 0 if position == 3 else 1
+            session_id = session.request.session_id
+            step.rows.add(session_id=session_id, position=position, num_tokens=1, num_result_tokens=num_results)
+        states = torch.randn(len(held), size, generator=torch.Generator().manual_seed(position))
+        work = StepWork(step, bytes(to_payload(states)), Peer(b"c", UnreadStream()))
+        return [Admitted(work, [(row, each, at) for at, (row, each) in enumerate(zip(step.rows, held, strict=True))])]
+
+    row_by_row, together = sessions_of(1), sessions_of(2)
+    plain = Computation(runner, edges)
+    batched = Computation(runner, edges, num_sampling_threads=num_threads, samples_batched=True)
+    for position in range(8):
+        expected = plain.compute(admitted(row_by_row, position), span)
+        computed = batched.compute(admitted(together, position), span)
+        assert computed.outputs == expected.outputs
+        assert not computed.has_raised
+        assert all(isinstance(output, ChosenTokens) for output in computed.outputs)
+    batched.close()

@@ -77,7 +77,7 @@ def as_error(failure: Exception) -> CorollaError:
 
 def choose(sampler: SessionSampler, logits: torch.Tensor) -> ChosenTokens:
     """The next token after a step without draft tokens."""
-    return sampler.choose(1, (), lambda _index: sampler.sample(logits))
+    return sampler.choose(1, (), lambda _index: sampler.sampler.sample(logits))
 
 
 def ids_of(chosen: ChosenTokens | CorollaError) -> list[int]:
@@ -117,27 +117,57 @@ def threads() -> Iterator[Executor]:
         yield pool
 
 
-def test_rows_that_are_chosen_in_threads_are_those_that_are_chosen_in_turn(edges: Edges, threads: Executor) -> None:
-    """Each sampler draws from a stream of its own, so which thread comes first decides nothing."""
+def test_rows_chosen_in_threads_or_together_are_those_that_are_chosen_in_turn(edges: Edges, threads: Executor) -> None:
+    """Each sampler draws from a stream of its own, so which comes first decides nothing."""
     many = [(params, draft) for params in PARAMS for draft in (None, LOOKUP)] * 4
     sides: list[list[SessionSampler]] = [
-        [sampler_of(record_of(params, drafts=drafts)) for params, drafts in many] for _ in range(2)
+        [sampler_of(record_of(params, drafts=drafts)) for params, drafts in many] for _ in range(3)
     ]
     for number in range(5):
         hidden = [states(edges, 1, 100 * number + index) for index in range(len(many))]
         step = pb.StepRow(position=9 + number, num_tokens=1, num_result_tokens=1, token_ids=[7])
-        in_turn, in_threads = (
-            sample_rows(edges, [SamplingRow(step, *each) for each in zip(hidden, side, strict=True)], as_error, pool)
-            for side, pool in zip(sides, (None, threads), strict=True)
+        if number % 2:
+            for each in sides[2]:
+                each.sampler.draw_ahead(edges.config.vocab_size, torch.device("cpu"))
+        in_turn, in_threads, together = (
+            sample_rows(
+                edges,
+                [SamplingRow(step, *each) for each in zip(hidden, side, strict=True)],
+                as_error,
+                pool,
+                is_batched=is_batched,
+            )
+            for side, (pool, is_batched) in zip(sides, ((None, False), (threads, False), (threads, True)), strict=True)
         )
         assert in_threads == in_turn
+        assert together == in_turn
         assert all(isinstance(each, ChosenTokens) for each in in_turn)
 
 
-def test_a_row_that_fails_in_a_thread_fails_alone(edges: Edges, threads: Executor) -> None:
+def test_draft_tokens_are_checked_together_as_in_turn(edges: Edges) -> None:
+    """Rows leave the batches one after the other, as their first wrong draft token comes."""
+    params = [params for params in PARAMS for _ in range(3)]
+    hidden = [states(edges, 4, index) for index in range(len(params))]
+    samplers = [Sampler(each, PROMPT) for each in params]
+    right = [
+        [sampler.sample(row).token_id for row in edges.head(each)]
+        for sampler, each in zip(samplers, hidden, strict=True)
+    ]
+    drafts = [[*ids[: index % 4], (ids[index % 4] + 1) % VOCABULARY_SIZE, 3, 3] for index, ids in enumerate(right)]
+
+    def rows() -> list[SamplingRow]:
+        return [row(*each) for each in zip(hidden, params, (ids[:3] for ids in drafts), strict=True)]
+
+    in_turn, together = (sample_rows(edges, rows(), as_error, is_batched=each) for each in (False, True))
+    assert together == in_turn
+    assert [len(ids_of(each)) for each in together] == [index % 4 + 1 for index in range(len(params))]
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_a_row_that_fails_elsewhere_fails_alone(edges: Edges, threads: Executor, is_batched: bool) -> None:
     params = PARAMS[3]
     rows = [row(states(edges, 1, seed) * (torch.nan if seed == 2 else 1), params) for seed in range(4)]
-    chosen = sample_rows(edges, rows, as_error, threads)
+    chosen = sample_rows(edges, rows, as_error, threads, is_batched=is_batched)
     assert [isinstance(each, NonFiniteOutput) for each in chosen] == [False, False, True, False]
 
 
@@ -171,7 +201,7 @@ def test_a_state_of_which_not_all_tokens_were_taken_does_not_count() -> None:
     record = record_of(params)
     sampler = sampler_of(record)
     # All at once, as when many draft tokens are right; the answer's reader wants three of them.
-    choice = sampler.choose(20, expected[:19], lambda index: sampler.sample(logits[index]))
+    choice = sampler.choose(20, expected[:19], lambda index: sampler.sampler.sample(logits[index]))
     assert ids_of(choice) == expected[:20]
     assert choice.sampled.state
     record.accept(expected[:3])
@@ -189,7 +219,7 @@ def test_draft_tokens_stop_before_the_end_of_the_answer() -> None:
 
 
 def sampled_from(sampler: SessionSampler, logits: torch.Tensor, index: int) -> SampledToken:
-    return sampler.sample(logits[index])
+    return sampler.sampler.sample(logits[index])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""The next tokens of several sequences at once, from logits on any device: those that each `Sampler` chooses alone.
+
+Filters and choice run once for all rows, with one wait for the device. Random numbers come from each sampler's own
+stream on the CPU: so a session gets the same ones wherever it is continued.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from corolla.chassis.errors import NonFiniteOutput
+from corolla.decoding.parameters import SampledToken, SamplingParams
+from corolla.decoding.sampling import Sampler
+
+
+@torch.inference_mode()
+def sample_together(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | NonFiniteOutput]:
+    """One token for each row of `logits`, float32 `[R, V]`, by the sampler of the same index; all are different ones.
+
+    A row that is not finite gets an error and leaves its sampler as it was.
+    """
+    scores = logits
+    if any(sampler.params.has_penalties for sampler in samplers):
+        scores = torch.stack([sampler.penalised(row) for sampler, row in zip(samplers, logits, strict=True)])
+    # NaN counts as the largest number, so looking at the winner finds any.
+    best = scores.max(dim=-1)
+    token_ids = best.indices
+    drawing = [index for index, sampler in enumerate(samplers) if not sampler.params.is_greedy]
+    if drawing:
+        rows = torch.tensor(drawing, device=logits.device)
+        filtered = _filtered(scores[rows], [samplers[index].params for index in drawing])
+        numbers = torch.stack([samplers[index].random_numbers(logits.shape[-1], logits.device) for index in drawing])
+        token_ids = token_ids.index_copy(0, rows, (filtered.softmax(dim=-1) / numbers).argmax(dim=-1))
+    chosen_ids, are_finite = torch.stack((token_ids, best.values.isfinite().long())).tolist()
+    chosen: list[SampledToken | NonFiniteOutput] = []
+    for sampler, row, token_id, is_finite in zip(samplers, logits, chosen_ids, are_finite, strict=True):
+        if not is_finite:
+            chosen.append(NonFiniteOutput("The model's output is not finite."))
+            continue
+        sampler.add(token_id)
+        chosen.append(sampler.with_logprobs(token_id, row))
+    return chosen
+
+
+def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The scores, those of tokens that are not to be chosen minus Inf: what the processors of `transformers` make of
+    each row, in their order."""
+    vocabulary_size = scores.shape[-1]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=scores.device).unsqueeze(1)
+
+    def within_top_k(rows: Tensor, own: Sequence[SamplingParams]) -> Tensor:
+        sizes = [min(each.top_k, vocabulary_size) for each in own]
+        last = torch.tensor(sizes, device=rows.device).unsqueeze(1) - 1
+        return rows.masked_fill(rows < rows.topk(max(sizes)).values.gather(1, last), -torch.inf)
+
+    def within_top_p(rows: Tensor, own: Sequence[SamplingParams]) -> Tensor:
+        ascending, indices = rows.sort()
+        is_removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= column([1 - each.top_p for each in own])
+        is_removed[:, -1] = False
+        return rows.masked_fill(is_removed.scatter(1, indices, is_removed), -torch.inf)
+
+    def above_min_p(rows: Tensor, own: Sequence[SamplingParams]) -> Tensor:
+        probabilities = rows.softmax(dim=-1)
+        least = column([each.min_p for each in own]) * probabilities.amax(dim=-1, keepdim=True)
+        return rows.masked_fill(probabilities < least, -torch.inf)
+
+    scores = scores / column([each.temperature for each in params])
+    scores = _where(scores, params, lambda each: each.top_k != 0, within_top_k)
+    scores = _where(scores, params, lambda each: each.top_p < 1, within_top_p)
+    return _where(scores, params, lambda each: each.min_p > 0, above_min_p)
+
+
+def _where(
+    scores: Tensor,
+    params: Sequence[SamplingParams],
+    wants: Callable[[SamplingParams], bool],
+    apply: Callable[[Tensor, Sequence[SamplingParams]], Tensor],
+) -> Tensor:
+    """Only the rows that want a filter pay for it."""
+    wanting = [index for index, each in enumerate(params) if wants(each)]
+    if not wanting:
+        return scores
+    if len(wanting) == len(params):
+        return apply(scores, params)
+    rows = torch.tensor(wanting, device=scores.device)
+    return scores.index_copy(0, rows, apply(scores[rows], [params[index] for index in wanting]))
