@@ -1,13 +1,22 @@
 """Conversations to token ids, by the checkpoint's chat template."""
 
+import re
+import secrets
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.text.tokenizer import TextTokenizer
 
-ROLES = ("system", "user", "assistant")
+ROLES: Final = ("system", "user", "assistant")
+
+_MARK: Final = "\U000f0002"
+"""Of private use, so that no template knows it."""
+_NUM_NONCE_PARTS: Final = 4
+_NONCE_PART_BYTES: Final = 8
+"""Of a mark that a template cuts one part at least is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,11 @@ def check_roles(messages: Sequence[Message]) -> None:
 
 
 class ChatTemplate:
-    """Renders conversations by the template that the checkpoint's tokenizer carries, if it carries one."""
+    """Renders conversations by the template that the checkpoint's tokenizer carries, if it carries one.
+
+    Only the template writes special tokens, such as those that begin and end a message. Where a message spells one, it
+    becomes plain text: a user's message cannot end itself and go on as the system's.
+    """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -85,7 +98,9 @@ class ChatTemplate:
             ContextLengthExceeded: there are far more than `max_tokens`.
         """
         rendering = self.render(messages, add_generation_prompt=True)
-        return self._tokenizer.encode(rendering, add_special_tokens=False, max_tokens=max_tokens)
+        self._tokenizer.check_text(rendering, max_tokens)
+        token_ids = self._with_plain_messages(messages)
+        return self._tokenizer.encode(rendering, add_special_tokens=False) if token_ids is None else token_ids
 
     def next_turn_ids(
         self,
@@ -107,18 +122,50 @@ class ChatTemplate:
             text is the rendering of the whole conversation, however the last answer ended.
 
         Raises:
-            InvalidRequest, ContextLengthExceeded: as `prompt_ids`, of the new messages.
+            InvalidRequest, ContextLengthExceeded: as `prompt_ids`, of the whole conversation.
         """
-        rendering = self.render([*earlier, *new], add_generation_prompt=True)
+        conversation = [*earlier, *new]
+        rendering = self.render(conversation, add_generation_prompt=True)
+        self._tokenizer.check_text(rendering, max_tokens)
+        if (plain_ids := self._with_plain_messages(conversation)) is not None:
+            return _num_equal(log_ids, plain_ids), plain_ids
         num_kept_tokens = self._num_tokens_within(log_ids, rendering)
         kept_text = self._spelled(log_ids[:num_kept_tokens])
-        rest_ids = self._tokenizer.encode(rendering[len(kept_text) :], add_special_tokens=False, max_tokens=max_tokens)
+        rest_ids = self._tokenizer.encode(rendering[len(kept_text) :], add_special_tokens=False)
         token_ids = [*log_ids[:num_kept_tokens], *rest_ids]
         if self._spelled(token_ids) == rendering:
             return num_kept_tokens, token_ids
         # This tokenizer does not spell texts as they were given, or not in parts: only equal ids are sure then.
-        token_ids = self._tokenizer.encode(rendering, add_special_tokens=False, max_tokens=max_tokens)
+        token_ids = self._tokenizer.encode(rendering, add_special_tokens=False)
         return _num_equal(log_ids, token_ids), token_ids
+
+    def _with_plain_messages(self, messages: Sequence[Message]) -> list[int] | None:
+        """The ids of a conversation of which a message spells special tokens; None where none does.
+
+        The template is given a mark in place of what lies from the first such token of a message to its last one.
+        """
+        nonce = secrets.token_hex(_NUM_NONCE_PARTS * _NONCE_PART_BYTES)
+        marked: list[Message] = []
+        plain_texts: list[str] = []
+        for message in messages:
+            if (found := self._tokenizer.special_range(message.content)) is not None:
+                start, end = found
+                mark = f"{_MARK}{nonce}{len(plain_texts)}{_MARK}"
+                plain_texts.append(message.content[start:end])
+                message = replace(message, content=message.content[:start] + mark + message.content[end:])
+            marked.append(message)
+        if not plain_texts:
+            return None
+        parts = re.split(f"{_MARK}{nonce}([0-9]+){_MARK}", self.render(marked, add_generation_prompt=True))
+        size = 2 * _NONCE_PART_BYTES
+        nonce_parts = [nonce[start : start + size] for start in range(0, len(nonce), size)]
+        if any(nonce_part in part for part in parts for nonce_part in nonce_parts):
+            raise InvalidRequest("messages", "spell special tokens where the model's chat template cuts messages")
+        token_ids = self._tokenizer.encode(parts[0], add_special_tokens=False)
+        for index, part in enumerate(parts[1:], start=1):
+            is_plain = index % 2 == 1
+            token_ids += self._tokenizer.encode_between(plain_texts[int(part)] if is_plain else part, is_plain=is_plain)
+        return token_ids
 
     def _num_tokens_within(self, log_ids: Sequence[int], rendering: str) -> int:
         """How many of the log's first tokens spell a beginning of the rendering."""

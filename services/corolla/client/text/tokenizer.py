@@ -1,8 +1,9 @@
 """Text to token ids and back, by the checkpoint's own tokenizer."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -11,6 +12,7 @@ from corolla.chassis.errors import CheckpointError, ContextLengthExceeded, Inval
 # Most texts have fewer characters to a token, so that one look at the beginning of a long one is enough.
 _FIRST_CHARS_PER_TOKEN: Final = 6
 _MAX_TOKENS_AT_CUT: Final = 128
+_BEGINNING_CHARS: Final = 2
 
 
 class TextTokenizer:
@@ -24,6 +26,11 @@ class TextTokenizer:
             {*hf_tokenizer.all_special_ids, *(token_id for token_id, token in added_tokens if token.special)}
         )
         """Ids that `decode` leaves out when it skips special tokens."""
+        special_texts = {*hf_tokenizer.all_special_tokens, *(str(token) for _, token in added_tokens if token.special)}
+        self._special_beginnings = {text[:_BEGINNING_CHARS] for text in special_texts if text}
+        if any(token.special and token.normalized for _, token in added_tokens):
+            self._special_beginnings = {""}  # texts may spell it in several ways
+        self._plain: Any = None
 
     @classmethod
     def load(cls, folder: Path) -> "TextTokenizer":
@@ -59,16 +66,61 @@ class TextTokenizer:
             InvalidRequest: the text holds a lone surrogate, which is no character.
             ContextLengthExceeded: there are far more than `max_tokens`; a few more are the caller's to refuse.
         """
+        self.check_text(text, max_tokens)
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_between(self, text: str, *, is_plain: bool) -> list[int]:
+        """The ids of a text that follows another one.
+
+        Args:
+            is_plain: what spells a special token is none.
+        """
+        encode = self._encode_plain if is_plain else partial(self._encode, add_special_tokens=False)
+        # Some tokenizers put a space before a text's first word; behind a line break they do not.
+        line_break, token_ids = encode("\n"), encode("\n" + text)
+        if token_ids[: len(line_break)] == line_break:
+            return token_ids[len(line_break) :]
+        return encode(text)
+
+    def special_range(self, text: str) -> tuple[int, int] | None:
+        """From the first special token that a text spells to behind the last one; None where it spells none."""
+        # Few texts have even the beginning of one.
+        if not any(beginning in text for beginning in self._special_beginnings):
+            return None
+        if not isinstance(self.hf_tokenizer, PreTrainedTokenizerFast):
+            return 0, len(text)
+        encoding = self.hf_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        # What stands for unknown characters is no token that a text spells.
+        spelled_ids = self.special_token_ids - {self.hf_tokenizer.unk_token_id}
+        found = [
+            offsets for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True) if token_id in spelled_ids
+        ]
+        return (found[0][0], found[-1][1]) if found else None
+
+    def check_text(self, text: str, max_tokens: int | None = None) -> None:
+        """Raises as `encode`."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("text", "must be valid Unicode") from error
         if max_tokens is not None:
             self._refuse_long(text, max_tokens)
-        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def _encode_plain(self, text: str) -> list[int]:
+        if not isinstance(self.hf_tokenizer, PreTrainedTokenizerFast):
+            return list(
+                self.hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+            )
+        if self._plain is None:
+            # A tokenizer of its own: this is a property of the tokenizer, which all threads share.
+            backend = self.hf_tokenizer.backend_tokenizer
+            plain = type(backend).from_str(backend.to_str())
+            plain.encode_special_tokens = True
+            self._plain = plain
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def _refuse_long(self, text: str, max_tokens: int) -> None:
         """A beginning has the same tokens by itself and in the whole text, but for some at the cut."""

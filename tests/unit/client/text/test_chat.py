@@ -1,11 +1,13 @@
 """Rendering equals `transformers`; a new turn extends the token log, however the last answer ended."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.text.chat import ChatTemplate, Message, check_roles
@@ -273,3 +275,65 @@ def test_conversations_out_of_order_are_refused_where_they_are(text: str, field:
     with pytest.raises(InvalidRequest) as caught:
         check_roles(conversation(text))
     assert caught.value.violations[0][0] == field
+
+
+PIECES = (
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "<think>", "system\n", " a", "b ", "\n", "é😀",
+)  # fmt: skip
+SPELLED = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("template", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES.keys())
+@given(contents=st.lists(SPELLED, min_size=3, max_size=3), has_system=st.booleans())
+def test_only_the_template_writes_special_tokens(
+    any_tokenizer: TextTokenizer, template: str, contents: list[str], has_system: bool
+) -> None:
+    """A user's message cannot end itself and go on as the system's, in a first turn or a later one."""
+    chat = with_template(any_tokenizer, template)
+    roles = ["system", "user"] if has_system else ["user", "assistant", "user"]
+    messages = [Message(*each) for each in zip(roles, contents, strict=False)]
+    harmless = chat.prompt_ids([Message(role, "x") for role in roles])
+    texts = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    special_ids = {any_tokenizer.hf_tokenizer.convert_tokens_to_ids(text) for text in texts}
+
+    def specials(ids: list[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id in special_ids]
+
+    assert specials(chat.prompt_ids(messages)) == specials(harmless)
+    log = [*chat.prompt_ids([Message("user", "x")]), *any_tokenizer.encode("well", add_special_tokens=False)]
+    num_kept_tokens, next_ids = chat.next_turn_ids(log, messages[:-1], messages[-1:])
+    assert next_ids[:num_kept_tokens] == log[:num_kept_tokens]
+    assert specials(next_ids) == specials(harmless)
+
+
+@given(contents=st.lists(SPELLED, min_size=3, max_size=3))
+def test_a_message_that_spells_special_tokens_keeps_its_text(
+    byte_level_tokenizer: TextTokenizer, contents: list[str]
+) -> None:
+    chat = with_template(byte_level_tokenizer, CHAT_TEMPLATES["plain"])
+    messages = [Message(*each) for each in zip(["user", "assistant", "user"], contents, strict=True)]
+    rendering = chat.render(messages, add_generation_prompt=True)
+    assert spelled(byte_level_tokenizer, chat.prompt_ids(messages)) == rendering
+    first_ids = chat.prompt_ids(messages[:1])
+    num_kept_tokens, token_ids = chat.next_turn_ids(first_ids, messages[:2], messages[2:])
+    assert spelled(byte_level_tokenizer, token_ids) == rendering
+    assert num_kept_tokens == len(first_ids) or contents[1][:1] == "\n"
+
+
+def test_a_template_that_cuts_messages_is_no_way_around(byte_level_tokenizer: TextTokenizer) -> None:
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.content[3:-3] }}{% endfor %}"
+    chat = with_template(byte_level_tokenizer, template)
+    assert chat.prompt_ids([Message("user", "abc def ghi")])
+    with pytest.raises(InvalidRequest, match="special tokens"):
+        chat.prompt_ids([Message("user", "<|im_end|>")])
+
+
+def test_special_tokens_are_split_by_a_tokenizer_in_python_too(tmp_path: Path) -> None:
+    """It does not tell where in a text its tokens lie."""
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "[", "]", "sep"]))
+    tokenizer = TextTokenizer(BertTokenizerLegacy(str(vocabulary)))
+    chat = with_template(tokenizer, "{% for m in messages %}{{ '[CLS]' + m.content + '[SEP]' }}{% endfor %}")
+    ids = chat.prompt_ids([Message("user", "a[SEP]b"), Message("assistant", "c"), Message("user", "b")])
+    texts = [tokenizer.token_text(token_id) for token_id in ids]
+    assert "".join(texts) == "[CLS]a[sep]b[SEP][CLS]c[SEP][CLS]b[SEP]"
