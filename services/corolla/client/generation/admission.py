@@ -71,16 +71,19 @@ class AdmissionTicket:
 
 
 class Admission:
-    """Bounds the requests that run and wait, and the bytes of their messages. `WaitingLine` says who is next."""
+    """Bounds the sequences that run, the requests that wait and the bytes of both. `WaitingLine` says who is next."""
 
     def __init__(self, max_running: int, max_waiting: int, max_bytes: int, min_shares: int = 1) -> None:
         self._line: WaitingLine[asyncio.Future[None]] = WaitingLine(max_running, max_waiting, max_bytes, min_shares)
 
     @asynccontextmanager
-    async def enter(self, tenant: str, num_bytes: int) -> AsyncIterator[AdmissionTicket]:
-        """A place in the line, and from its admission on among the requests that run. Raises QueueFull."""
+    async def enter(self, tenant: str, num_bytes: int, num_sequences: int = 1) -> AsyncIterator[AdmissionTicket]:
+        """A place in the line, and from its admission on among the requests that run, one for each of its sequences.
+
+        Raises QueueFull.
+        """
         ticket = asyncio.get_running_loop().create_future()
-        for displaced, refusal in self._line.enter(tenant, ticket, num_bytes):
+        for displaced, refusal in self._line.enter(tenant, ticket, num_bytes, num_sequences):
             if not displaced.done():
                 displaced.set_exception(refusal)
         try:

@@ -129,7 +129,9 @@ class Answering:
         """
         until_s = caller.waits_until_s(options.time_limit_s)
         async with AsyncExitStack() as stack:
-            ticket = await stack.enter_async_context(self._admission.enter(caller.tenant, caller.num_bytes))
+            ticket = await stack.enter_async_context(
+                self._admission.enter(caller.tenant, caller.num_bytes, num_completions)
+            )
             meter = stack.enter_context(RequestMeter(self._metrics, caller.usage))
             prompt_ids = await asyncio.to_thread(encode)
             job = _Completion(caller.tenant, prompt_ids, self._max_tokens(len(prompt_ids), options), meter, until_s)

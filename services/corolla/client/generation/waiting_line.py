@@ -12,14 +12,17 @@ Ticket = TypeVar("Ticket", bound=Hashable)
 class WaitingLine(Generic[Ticket]):
     """A line, bounded in tickets and in bytes, that tenants share fairly.
 
-    The next place goes to the tenant that has the fewest running (of several, to the one whose last turn is longest
-    ago), and within a tenant to who came first. So each of T tenants that wait comes to its share of 1/T of the places.
+    A ticket takes a place for each of its sequences. The next places go to the tenant that has the fewest (of several,
+    to the one whose last turn is longest ago), and within a tenant to who came first. So each of T tenants that wait
+    comes to its share of 1/T of the places. Nobody overtakes a ticket that waits for several places; one that takes
+    more than there are runs alone.
 
     Where the line is full, the newest tickets of the tenant that has the largest share of it make room for who comes,
     as long as that share is larger than the newcomer's own. A share is that of the tickets or of the bytes, whichever
     is larger (Ghodsi et al.: "Dominant Resource Fairness", 2011).
 
     Args:
+        max_running: places.
         max_bytes: what all tickets hold, those that run and those that wait.
         min_shares: in how many shares the whole is divided at least, however few tenants are there at the moment.
     """
@@ -32,8 +35,9 @@ class WaitingLine(Generic[Ticket]):
         self._running: dict[Ticket, str] = {}
         # By tenant, in order of arrival; no tenant without tickets.
         self._waiting: dict[str, list[Ticket]] = {}
-        # Bytes of all tickets.
+        # Bytes and sequences of all tickets.
         self._sizes: dict[Ticket, int] = {}
+        self._num_sequences: dict[Ticket, int] = {}
         # When the tenants that run or wait had their last turn; those that had none yet are missing.
         self._last_turns: dict[str, int] = {}
         self._num_turns = 0
@@ -41,6 +45,11 @@ class WaitingLine(Generic[Ticket]):
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_taken_places(self) -> int:
+        """Of those who run."""
+        return sum(self._num_sequences[ticket] for ticket in self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -51,40 +60,49 @@ class WaitingLine(Generic[Ticket]):
         """What all tickets hold."""
         return sum(self._sizes.values())
 
-    def enter(self, tenant: str, ticket: Ticket, num_bytes: int) -> list[tuple[Ticket, QueueFull]]:
+    def enter(
+        self, tenant: str, ticket: Ticket, num_bytes: int, num_sequences: int = 1
+    ) -> list[tuple[Ticket, QueueFull]]:
         """Puts a ticket in line. Returns those that must leave for it, and the error that each gets; often none.
 
         Raises QueueFull, and changes nothing, where there is no room and no other tenant has a larger share.
         """
-        displaced = self._displaced(tenant, num_bytes)
+        displaced = self._displaced(tenant, num_bytes, num_sequences)
         refusals = [(theirs, self._refusal(loser, tenant)) for loser, theirs in displaced]
         for loser, theirs in displaced:
             self._remove(loser, theirs)
         self._waiting.setdefault(tenant, []).append(ticket)
         self._sizes[ticket] = num_bytes
+        self._num_sequences[ticket] = num_sequences
         return refusals
 
     def admit(self) -> list[Ticket]:
         """Those who run from now on."""
         admitted: list[Ticket] = []
-        num_running = Counter(self._running.values())
-        while self._waiting and len(self._running) < self._max_running:
-            tenant = min(self._waiting, key=lambda each: (num_running[each], self._last_turns.get(each, 0)))
+        num_places = Counter[str]()
+        for ticket, tenant in self._running.items():
+            num_places[tenant] += self._num_sequences[ticket]
+        while self._waiting:
+            tenant = min(self._waiting, key=lambda each: (num_places[each], self._last_turns.get(each, 0)))
             ticket = self._waiting[tenant][0]
-            size = self._sizes[ticket]
-            self._remove(tenant, ticket)
-            self._running[ticket], self._sizes[ticket] = tenant, size
+            if not self._may_run(self._num_sequences[ticket]):
+                break
+            self._stop_waiting(tenant, ticket)
+            self._running[ticket] = tenant
             self._num_turns += 1
             self._last_turns[tenant] = self._num_turns
-            num_running[tenant] += 1
+            num_places[tenant] += self._num_sequences[ticket]
             admitted.append(ticket)
         return admitted
+
+    def _may_run(self, num_sequences: int) -> bool:
+        return not self._running or self.num_taken_places + num_sequences <= self._max_running
 
     def leave(self, ticket: Ticket) -> None:
         """A ticket is done with, whether it ran, waited or was displaced."""
         tenant = self._running.pop(ticket, None)
         if tenant is not None:
-            del self._sizes[ticket]
+            self._forget(ticket)
         else:
             tenant = next((each for each, tickets in self._waiting.items() if ticket in tickets), None)
             if tenant is None:
@@ -94,14 +112,22 @@ class WaitingLine(Generic[Ticket]):
             self._last_turns.pop(tenant, None)
 
     def _remove(self, tenant: str, ticket: Ticket) -> None:
+        self._stop_waiting(tenant, ticket)
+        self._forget(ticket)
+
+    def _stop_waiting(self, tenant: str, ticket: Ticket) -> None:
         self._waiting[tenant].remove(ticket)
-        del self._sizes[ticket]
         if not self._waiting[tenant]:
             del self._waiting[tenant]
 
-    def _displaced(self, tenant: str, num_bytes: int) -> list[tuple[str, Ticket]]:
+    def _forget(self, ticket: Ticket) -> None:
+        del self._sizes[ticket], self._num_sequences[ticket]
+
+    def _displaced(self, tenant: str, num_bytes: int, num_sequences: int) -> list[tuple[str, Ticket]]:
         """Who must leave for a newcomer. Raises QueueFull."""
-        num_places = self._max_waiting + self._max_running - len(self._running) - self.num_waiting
+        num_places = self._max_waiting - self.num_waiting
+        if not self._waiting and self._may_run(num_sequences):
+            num_places += 1
         num_free_bytes = self._max_bytes - self.num_bytes
         displaced: list[tuple[str, Ticket]] = []
         if num_places >= 1 and num_free_bytes >= num_bytes:
@@ -121,11 +147,13 @@ class WaitingLine(Generic[Ticket]):
 
     def _refusal(self, tenant: str, newcomer: str) -> QueueFull:
         """Says whether the tenant met its own share of the service, or a service that all of them together fill."""
-        tickets = [each for each, owner in self._running.items() if owner == tenant] + self._waiting.get(tenant, [])
+        running = [each for each, owner in self._running.items() if owner == tenant]
+        waiting = self._waiting.get(tenant, [])
+        num_places = sum(self._num_sequences[each] for each in running) + len(waiting)
         num_shares = max(self._min_shares, len({newcomer, *self._waiting, *self._running.values()}))
         fair_places = -(-(self._max_running + self._max_waiting) // num_shares)
         fair_bytes = self._max_bytes / num_shares
-        if len(tickets) > fair_places or sum(self._sizes[each] for each in tickets) > fair_bytes:
+        if num_places > fair_places or sum(self._sizes[each] for each in (*running, *waiting)) > fair_bytes:
             return ShareExceeded("the service is full, and this caller has more than its share of it")
         return QueueFull("the service has as many requests as it takes, running and waiting")
 

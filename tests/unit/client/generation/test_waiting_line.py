@@ -1,7 +1,5 @@
 """Which requests run and which wait, for any arrivals and departures."""
 
-from collections import Counter
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -23,15 +21,22 @@ class Line(RuleBasedStateMachine):
         self.running: dict[int, str] = {}
         self.waiting: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
+        self.num_sequences: dict[int, int] = {}
         self.number = 0
 
     @property
     def num_bytes(self) -> int:
         return sum(self.sizes[each] for each in (*self.running, *self.waiting))
 
-    def fits(self, num_bytes: int) -> bool:
-        num_held = len(self.running) + len(self.waiting)
-        return num_held < self.max_running + self.max_waiting and self.num_bytes + num_bytes <= MAX_BYTES
+    def places(self, tenants: tuple[str, ...] = TENANTS) -> int:
+        return sum(self.num_sequences[each] for each, its in self.running.items() if its in tenants)
+
+    def may_run(self, num_sequences: int) -> bool:
+        return not self.running or self.places() + num_sequences <= self.max_running
+
+    def fits(self, num_bytes: int, num_sequences: int) -> bool:
+        has_place = len(self.waiting) < self.max_waiting or (not self.waiting and self.may_run(num_sequences))
+        return has_place and self.num_bytes + num_bytes <= MAX_BYTES
 
     def share(self, tenant: str, num_more: int = 0, num_more_bytes: int = 0) -> float:
         mine = [number for number, its in self.waiting.items() if its == tenant]
@@ -41,30 +46,36 @@ class Line(RuleBasedStateMachine):
     def admit(self) -> None:
         for ticket in self.line.admit():
             tenant = self.waiting.pop(ticket)
-            counts = Counter(self.running.values())
-            assert all(counts[tenant] <= counts[other] for other in self.waiting.values()), "passed over"
+            least = self.places((tenant,))
+            assert all(least <= self.places((other,)) for other in self.waiting.values()), "passed over"
+            assert self.may_run(self.num_sequences[ticket])
             assert all(ticket < other for other, its in self.waiting.items() if its == tenant), "overtaken"
             self.running[ticket] = tenant
 
-    @rule(tenant=st.sampled_from(TENANTS), num_bytes=st.one_of(st.just(0), st.integers(0, MAX_BYTES)))
-    def enter(self, tenant: str, num_bytes: int) -> None:
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        num_bytes=st.one_of(st.just(0), st.integers(0, MAX_BYTES)),
+        num_sequences=st.sampled_from([1, 1, 1, 2, 3, 6]),
+    )
+    def enter(self, tenant: str, num_bytes: int, num_sequences: int) -> None:
         self.number += 1
         own_share = self.share(tenant, 1, num_bytes)
         try:
-            displaced = [ticket for ticket, _ in self.line.enter(tenant, self.number, num_bytes)]
+            displaced = [ticket for ticket, _ in self.line.enter(tenant, self.number, num_bytes, num_sequences)]
         except QueueFull:
-            assert not self.fits(num_bytes)
+            assert not self.fits(num_bytes, num_sequences)
             num_running_bytes = sum(self.sizes[each] for each in self.running)
             assert own_share > (1 - num_running_bytes / MAX_BYTES) / len(TENANTS), "less than its part was refused"
             return
         for loser in displaced:
-            assert not self.fits(num_bytes), "left for nothing"
+            assert not self.fits(num_bytes, num_sequences), "left for nothing"
             its_tenant = self.waiting[loser]
             assert self.share(its_tenant) == max(map(self.share, TENANTS)) > own_share
             assert loser == max(each for each, its in self.waiting.items() if its == its_tenant)
             del self.waiting[loser]
-        assert self.fits(num_bytes)
+        assert self.fits(num_bytes, num_sequences)
         self.waiting[self.number], self.sizes[self.number] = tenant, num_bytes
+        self.num_sequences[self.number] = num_sequences
         self.admit()
 
     @rule(data=st.data())
@@ -85,9 +96,15 @@ class Line(RuleBasedStateMachine):
     def nothing_is_lost_and_nothing_too_much(self) -> None:
         assert (self.line.num_running, self.line.num_waiting) == (len(self.running), len(self.waiting))
         assert self.line.num_bytes == self.num_bytes <= MAX_BYTES
-        assert len(self.running) <= self.max_running
+        assert self.line.num_taken_places == self.places()
+        assert len(self.running) <= 1 or self.places() <= self.max_running
         assert len(self.waiting) <= self.max_waiting
-        assert not self.waiting or len(self.running) == self.max_running, "a place stays empty while somebody waits"
+        if self.waiting:
+            least = min(self.places((tenant,)) for tenant in self.waiting.values())
+            first_of_each = {tenant: ticket for ticket, tenant in sorted(self.waiting.items(), reverse=True)}
+            in_turn = [ticket for tenant, ticket in first_of_each.items() if self.places((tenant,)) == least]
+            is_stuck = any(not self.may_run(self.num_sequences[ticket]) for ticket in in_turn)
+            assert is_stuck, "a place stays empty while somebody waits for it"
 
 
 TestLine = Line.TestCase
@@ -102,6 +119,29 @@ def test_tenants_take_turns() -> None:
         order += ticket_now
         line.leave(ticket_now[0])
     assert order == ["a0", "b0", "c0", "a1", "b1", "a2"]
+
+
+def test_several_sequences_take_several_places_and_are_not_overtaken() -> None:
+    line: WaitingLine[str] = WaitingLine(4, 10, max_bytes=100)
+    for ticket, num_sequences in (("a0", 3), ("b0", 2), ("c0", 1), ("d0", 16)):
+        line.enter(ticket[0], ticket, 1, num_sequences)
+    assert line.admit() == ["a0"]
+    line.leave("a0")
+    assert line.admit() == ["b0", "c0"]
+    line.leave("b0")
+    assert line.admit() == []
+    line.leave("c0")
+    # More than there are: alone.
+    assert line.admit() == ["d0"]
+
+
+def test_a_tenant_that_runs_many_sequences_comes_after_one_that_runs_few() -> None:
+    line: WaitingLine[str] = WaitingLine(6, 10, max_bytes=100)
+    for ticket, num_sequences in (("a0", 4), ("b0", 1), ("b1", 1), ("a1", 1), ("b2", 1)):
+        line.enter(ticket[0], ticket, 1, num_sequences)
+        line.admit()
+    line.leave("b0")
+    assert line.admit() == ["b2"]
 
 
 def test_few_large_requests_make_room_for_small_ones_of_others() -> None:
