@@ -3,14 +3,16 @@
 Each service gets a registry of its own, handed down from its composition root, so that several can live in one process.
 """
 
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from socket import create_connection
-from threading import Thread
-from typing import Final, Literal
-from wsgiref.simple_server import WSGIServer
+from socketserver import ThreadingMixIn
+from threading import Lock, Thread
+from typing import Any, Final, Literal
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, make_wsgi_app
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -30,6 +32,9 @@ TOKEN_COUNT_BUCKETS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 50
 BATCH_ROWS_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 Fault = Literal["none", "caller", "service"]
+
+_MAX_CONNECTIONS: Final = 16
+_MAX_CONNECTION_S: Final = 10.0
 
 
 def new_registry() -> CollectorRegistry:
@@ -86,18 +91,76 @@ class TaskMetrics:
         )
 
 
-class MetricsEndpoint:
-    """Serves `/metrics` of one registry from a thread of its own. Port 0 takes a free one."""
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the library's name
+        """Nothing: readings are no news."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        self._server: WSGIServer
-        self._thread: Thread
+
+class _MetricsServer(ThreadingMixIn, WSGIServer):
+    """One thread for each connection, for a few seconds and a few connections.
+
+    A connection that is slow to ask, or to take its answer, is cut off after `_MAX_CONNECTION_S`; when there are more
+    than `_MAX_CONNECTIONS`, the oldest one is.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, clock: Callable[[], float]) -> None:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, address = found[0]
+        self._clock = clock
+        self._began_s: dict[socket.socket, float] = {}
+        self._lock = Lock()
+        super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._began_s[request] = self._clock()
+            if len(self._began_s) > _MAX_CONNECTIONS:
+                self._cut_off(next(iter(self._began_s)))
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._began_s.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Is called by the server's loop, twice a second and after each connection."""
+        now_s = self._clock()
+        with self._lock:
+            for connection in [each for each, began_s in self._began_s.items() if now_s - began_s > _MAX_CONNECTION_S]:
+                self._cut_off(connection)
+
+    def _cut_off(self, connection: socket.socket) -> None:
+        self._began_s.pop(connection, None)
+        # Its thread reads the end of the connection, and closes it.
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: who asked for metrics has gone."""
+
+
+class MetricsEndpoint:
+    """Serves `/metrics` of one registry from a thread of its own. Port 0 takes a free one.
+
+    Args:
+        clock: in seconds; of the ages of connections.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, host: str, port: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server = _MetricsServer(host, port, clock)
         except OSError as failure:
             raise StartupError(
                 f"cannot serve metrics on {host}:{port} ({failure.strerror}); set another COROLLA_METRICS_PORT"
             ) from None
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.port: int = self._server.server_port
 
     def close(self) -> None:
@@ -105,7 +168,7 @@ class MetricsEndpoint:
         ending = Thread(target=self._server.shutdown)
         ending.start()
         # The server looks up from its socket twice a second, or when somebody calls: a stopping event loop waits here.
-        with suppress(OSError), create_connection(self._server.socket.getsockname()[:2], timeout=1):
+        with suppress(OSError), socket.create_connection(self._server.socket.getsockname()[:2], timeout=1):
             pass
         ending.join()
         self._server.server_close()

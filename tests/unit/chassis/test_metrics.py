@@ -1,11 +1,16 @@
 """A metric's name means the same in every service: dashboards add up series of one name."""
 
-from collections.abc import Callable
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.chassis.metrics import RpcMetrics
+from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics
 from corolla.client.metrics import ClientMetrics
 from corolla.router.metrics import RouterMetrics
 
@@ -22,3 +27,57 @@ def test_no_two_services_mean_different_things_by_one_name() -> None:
             meanings.setdefault(family.name, set()).add(family.documentation)
     assert meanings
     assert {name: texts for name, texts in meanings.items() if len(texts) > 1} == {}
+
+
+class Clock:
+    """Says what it is told to say."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def endpoint(clock: Clock) -> Iterator[MetricsEndpoint]:
+    registry = CollectorRegistry()
+    RpcMetrics(registry)
+    endpoint = MetricsEndpoint(registry, "127.0.0.1", 0, clock)
+    yield endpoint
+    endpoint.close()
+
+
+def read(endpoint: MetricsEndpoint) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=30) as response:
+        text: bytes = response.read()
+    return text.decode()
+
+
+def half_a_request(endpoint: MetricsEndpoint) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", endpoint.port), timeout=30)
+    connection.sendall(b"GET /metrics HT")
+    return connection
+
+
+def test_half_sent_requests_hold_few_threads_and_keep_nobody_from_reading(endpoint: MetricsEndpoint) -> None:
+    num_threads = threading.active_count()
+    with ExitStack() as opened:
+        connections = [opened.enter_context(half_a_request(endpoint)) for _ in range(60)]
+        assert "corolla_errors_total" in read(endpoint)
+        assert threading.active_count() <= num_threads + 20
+        # The oldest of them are cut off.
+        assert connections[0].recv(1) == b""
+
+
+def test_a_connection_that_is_slow_to_ask_is_cut_off(endpoint: MetricsEndpoint, clock: Clock) -> None:
+    with half_a_request(endpoint) as connection:
+        assert "corolla_errors_total" in read(endpoint)
+        clock.now_s = 60.0
+        assert connection.recv(1) == b""
+    assert "corolla_errors_total" in read(endpoint)
