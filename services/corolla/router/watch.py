@@ -6,13 +6,18 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Final
 
-from corolla.chassis.errors import CorollaError, ServiceStopping
+from corolla.chassis.errors import CorollaError, QueueFull, ServiceStopping
 from corolla.chassis.tasks import TaskGroup
 from corolla.router.registry import Registry
 from corolla.v1 import router_pb2 as pb
 
 # In which the servers of a store that has lost its memory have registered again, or are gone.
 _LOST_MEMORY_S: Final = 5.0
+
+MOST_UNKNOWN_MODELS: Final = 16
+"""That are watched at a time: each waits at a connection to Redis, and anybody may name models."""
+_UNKNOWN_RELIST_FACTOR: Final = 10
+"""The first server of a model is a change, which is pushed at once; nothing else can become of an unknown one."""
 
 
 class _Feed:
@@ -68,10 +73,14 @@ class PlacementWatches:
     async def watch(self, model: str) -> AsyncIterator[pb.Placement]:
         """The placement now, and again at each change; while Redis is away, at most the one that was pushed last.
 
-        Raises ServiceStopping.
+        Raises:
+            ServiceStopping: this router.
+            QueueFull: too many models are watched that no server has registered for.
         """
         if self._is_closed:
             raise _stopping()
+        if model not in self._feeds and sum(map(_is_unknown, self._feeds.values())) >= MOST_UNKNOWN_MODELS:
+            raise QueueFull("too many models are watched that have no block server")
         feed = self._feeds.setdefault(model, _Feed())
         feed.num_watchers += 1
         if feed.task is None:
@@ -116,11 +125,17 @@ class PlacementWatches:
                     if is_changed or (is_due and placement != before):
                         feed.publish(placement)
                         pushed_at = clock()
-                await self._registry.wait_for_change(roster, self._relist_interval_s)
+                has_been_known = roster.is_known or (before is not None and before.num_model_blocks > 0)
+                wait_s = self._relist_interval_s * (1 if has_been_known else _UNKNOWN_RELIST_FACTOR)
+                await self._registry.wait_for_change(roster, wait_s)
             except CorollaError:
                 if feed.placement is None and model in self._last:
                     feed.publish(self._last[model])
                 await asyncio.sleep(self._relist_interval_s)
+
+
+def _is_unknown(feed: _Feed) -> bool:
+    return feed.placement is None or feed.placement.num_model_blocks == 0
 
 
 def _stopping() -> ServiceStopping:

@@ -5,9 +5,10 @@ local SUSPECTED = string.char(0x28, 1)    -- PlacedServer.suspected = true, seri
 local DRAINING = string.char(0x18, 3)     -- PlacedServer.state = DRAINING, serialised; the last one said holds
 local now = now_ms()
 local silent_since = now - tonumber(ARGV[2])
-local may_expire = listening_since(tonumber(ARGV[2])) < silent_since
 local live = {}
 local entries = redis.call('HGETALL', SERVERS)
+-- Nothing is written of a model that has no server: anybody may ask for any name.
+local may_expire = #entries > 0 and listening_since(tonumber(ARGV[2])) < silent_since
 for index = 1, #entries, 2 do
   local server_id, entry = entries[index], entries[index + 1]
   local lease = redis.call('HGET', LEASES, server_id)
@@ -31,7 +32,7 @@ if #live > 0 then
     redis.call('PEXPIRE', key, FORGOTTEN_AFTER_MS)
   end
 end
-redis.call('PEXPIRE', LISTENING, FORGOTTEN_AFTER_MS)
+if #entries > 0 then redis.call('PEXPIRE', LISTENING, FORGOTTEN_AFTER_MS) end
 local last = redis.call('XREVRANGE', CHANGES, '+', '-', 'COUNT', 1)
 local chain = false
 if ARGV[1] ~= '' then chain = redis.call('HGET', session_key(ARGV[1]), 'chain') end
