@@ -185,7 +185,7 @@ class GenerationServer:
         self._thread.stop(lambda: self._server.stop(0))
 
     async def _start(self) -> None:
-        self._server = RpcServer("127.0.0.1", 0, with_reflection=False, for_callers=True)
+        self._server = RpcServer("127.0.0.1", 0, with_reflection=False, max_request_bytes=4 << 20)
         service = pb.DESCRIPTOR.services_by_name["GenerationService"]
         self._server.add(service, service_handler(service, self.servicer, RpcMetrics(CollectorRegistry())))
         await self._server.start()

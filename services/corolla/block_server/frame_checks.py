@@ -12,7 +12,7 @@ from corolla.chassis.errors import HopSessionLost, MalformedMessage
 from corolla.decoding.draft_model import DraftModel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Buffer
+from corolla.wire.frames import MAX_TENANT_CHARS, Buffer
 from corolla.wire.page_hashes import HASH_BYTES
 from corolla.wire.span import Span
 from corolla.wire.tensors import check_payload
@@ -73,6 +73,8 @@ class FrameChecks:
         blocks = self._blocks(control.blocks)
         if control.epoch == 0 or control.max_tokens == 0 or control.lease_ms == 0:
             raise MalformedMessage(field, "epoch, max_tokens and lease_ms must be positive")
+        if len(control.tenant) > MAX_TENANT_CHARS:
+            raise MalformedMessage("tenant", f"has more than {MAX_TENANT_CHARS} characters")
         return OpenRequest(
             session_id=control.session_id,
             epoch=control.epoch,

@@ -16,11 +16,11 @@ MAX_FRAME_BYTES: Final = 64 << 20
 _COMMON: Final[list[tuple[str, Any]]] = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 # A service that is silent is replaced, and soon.
 _PEERS: Final[list[tuple[str, Any]]] = [
+    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),
     ("grpc.http2.ping_timeout_ms", 1000),
@@ -30,6 +30,10 @@ _CALLERS: Final[list[tuple[str, Any]]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
+    # A busy caller's pings come in bunches, and idle streams carry nothing that forgives them: only floods are cut off.
+    ("grpc.http2.max_ping_strikes", 64),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 50),
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 _CHANNEL: Final[list[tuple[str, Any]]] = [
     *_COMMON,
@@ -50,7 +54,11 @@ _SERVER: Final[list[tuple[str, Any]]] = [
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.server_handshake_timeout_ms", 10_000),
 ]
+
+_LABELLED_EXCESS_BYTES: Final = 64 << 10
+"""A request that is larger by no more than this is read, and refused with a status that says by how much."""
 
 
 _SILENCE_LIMITS: Final = frozenset(
@@ -81,13 +89,19 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=options)
 
 
-def new_server(*, for_callers: bool = False) -> grpc.aio.Server:
+def new_server(max_request_bytes: int | None = None) -> grpc.aio.Server:
     """A server without handlers. Its owner must hold on to it: a collected server silently stops serving.
 
     Args:
-        for_callers: it is called by whoever uses Corolla, and not by services only.
+        max_request_bytes: it is called by whoever uses Corolla, and not by services only; gRPC reads no larger message
+            and no compressed one, of which 60 KB can be 60 MB. Nothing bounds the calls of one connection: at such a
+            bound gRPC fails calls of callers that keep to it.
     """
-    return grpc.aio.server(options=[*_SERVER, *(_CALLERS if for_callers else _PEERS)])
+    options = dict([*_SERVER, *_PEERS])
+    if max_request_bytes is not None:
+        options |= dict(_CALLERS)
+        options["grpc.max_receive_message_length"] = max_request_bytes + _LABELLED_EXCESS_BYTES
+    return grpc.aio.server(options=list(options.items()))
 
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:

@@ -14,8 +14,8 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class RpcServer:
     """Starts NOT_SERVING; `ready()` makes it SERVING; `stop()` says NOT_SERVING before it stops."""
 
-    def __init__(self, host: str, port: int, *, with_reflection: bool, for_callers: bool = False) -> None:
-        self._server = new_server(for_callers=for_callers)
+    def __init__(self, host: str, port: int, *, with_reflection: bool, max_request_bytes: int | None = None) -> None:
+        self._server = new_server(max_request_bytes)
         self._with_reflection = with_reflection
         self._services = [health.SERVICE_NAME]
         self._health = health.aio.HealthServicer()

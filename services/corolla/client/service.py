@@ -62,7 +62,12 @@ class ClientService:
         self._tenants = Tenants(settings.api_keys_file)
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
-        self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection, for_callers=True)
+        self._rpc = RpcServer(
+            settings.host,
+            settings.port,
+            with_reflection=settings.reflection,
+            max_request_bytes=settings.max_request_bytes,
+        )
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(self._registry))
         self._control: ControlPlane | None = None

@@ -32,7 +32,11 @@ class ClientSettings(ServiceSettings):
         "everybody is the tenant `public`.",
     )
     max_request_bytes: int = Field(4 << 20, ge=1024, le=32 << 20, description="Larger requests are refused.")
-    max_running_requests: int = Field(256, ge=1, description="Requests served at a time; further ones wait.")
+    max_running_requests: int = Field(
+        256,
+        ge=1,
+        description="Requests served at a time, one for several completions counted as so many; further ones wait.",
+    )
     max_waiting_requests: int = Field(
         256, ge=0, description="Requests that wait for their turn, shared fairly by tenants; further ones are refused."
     )

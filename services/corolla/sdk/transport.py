@@ -43,7 +43,7 @@ def error_of(failure: grpc.RpcError, address: str) -> errors.CorollaError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded("the call took longer than its timeout")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return errors.MessageTooLarge(f"a message is larger than the {MAX_FRAME_BYTES} bytes that a connection carries")
+        return errors.MessageTooLarge("a message is larger than the service or this connection takes")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.ServiceUnavailable(f"what answers at {address} is no Corolla client service of this version")
     if code is None or code in _UNREACHED:

@@ -16,6 +16,8 @@ Buffer = bytes | bytearray | memoryview
 
 MAX_PROMPT_BYTES: Final = 32 << 20
 """Of the trained prompts that one session brings to one hop."""
+MAX_TENANT_CHARS: Final = 256
+"""Of a tenant's name; routers keep no longer one either."""
 
 _HEADER: Final = struct.Struct("<HBxII")
 _MAGIC: Final = 0x01C0

@@ -7,6 +7,7 @@ from typing import Final
 
 from corolla.chassis.errors import SettingsError, Unauthenticated
 from corolla.chassis.handlers import Context
+from corolla.wire.frames import MAX_TENANT_CHARS
 
 PUBLIC: Final = "public"
 MIN_KEY_CHARS: Final = 16
@@ -24,7 +25,7 @@ class Tenants:
 
     Raises:
         SettingsError: the file cannot be read, a line is not of that form, a key is shorter than `MIN_KEY_CHARS` or
-            stands for two tenants.
+            stands for two tenants, a tenant's name is longer than `MAX_TENANT_CHARS`.
     """
 
     def __init__(self, keys_file: Path | None) -> None:
@@ -69,6 +70,8 @@ def _read(keys_file: Path) -> dict[bytes, str]:
         place = f"COROLLA_API_KEYS_FILE={keys_file}: line {number}"
         if not (tenant and key):
             raise SettingsError(f"{place} is not of the form tenant:key")
+        if len(tenant) > MAX_TENANT_CHARS:
+            raise SettingsError(f"{place}: a tenant's name has at most {MAX_TENANT_CHARS} characters")
         if len(key) < MIN_KEY_CHARS:
             raise SettingsError(f"{place}: a key has at least {MIN_KEY_CHARS} characters; draw it at random")
         digest = _digest(key)

@@ -13,6 +13,8 @@ from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.v1 import generation_pb2 as pb
 
 MAX_COMPLETIONS: Final = 16
+MAX_MESSAGES: Final = 2048
+"""A template takes some microseconds for each, in which the interpreter does nothing else."""
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_STOP_SEQUENCES: Final = 16
 MAX_STOP_CHARS: Final = 256
@@ -45,7 +47,9 @@ def num_completions(request: pb.GenerateRequest) -> int:
 
 
 def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
-    """Plain values of the messages."""
+    """Plain values of the messages. Raises InvalidRequest where there are too many."""
+    if len(given) > MAX_MESSAGES:
+        raise InvalidRequest("messages", f"must be at most {MAX_MESSAGES}")
     return tuple(Message(message.role, message.content) for message in given)
 
 
