@@ -247,6 +247,7 @@ BAD_OPENS: dict[str, pb.Open | tuple[pb.Open, bytes]] = {
     "prompts of more tokens than bytes can say": with_prompts(2**32 - 1, payload=bytes(8)),
     "prompts over the limit": with_prompts(MAX_PROMPT_BYTES // (5 * HIDDEN_SIZE * 4) + 1),
     "a payload that nothing describes": (an_open(), bytes(8)),
+    "a tenant of very many letters": an_open(tenant="t" * 257),
     "a sampler in the midst of the model": an_open(
         sampler=pb.Sampler(top_p=1, repetition_penalty=1), blocks=common_pb2.BlockSpan(start=0, end=4)
     ),

@@ -133,6 +133,7 @@ async def test_a_service_without_keys_accepts_every_caller(tmp_path: Path) -> No
         (f"alice:{ALICE}\nbob key\n", "line 2 is not of the form"),
         (f"alice:{ALICE}\nbob:x\n", "line 2: a key has at least 16 characters"),
         (f"alice:{HALF_A_KEY}\n", "line 1: a key has at least 16 characters"),
+        ("t" * 257 + f":{ALICE}\n", "line 1: a tenant's name has at most 256 characters"),
         (f"alice:{ALICE}\n\nbob: {ALICE}\n", "line 3: the key of line 1 belongs to another tenant"),
         (b"\xff\xfe", "cannot be read"),
     ],

@@ -81,7 +81,7 @@ def test_processes_show_their_title(fork_server: ForkServer, tmp_path: Path, tit
     log = tmp_path / "a.log"
     fork_server.start("a", CHILDREN, ["sleep"], ENVIRONMENT, log, title=title)
     wait_for(lambda: "up" in read(log), "the child")
-    child = psutil.Process(fork_server.pid("a"))
+    child = psutil.Process(pid_of(fork_server, "a"))
     parent = child.parent()
     assert parent is not None
     shown = subprocess.run(
@@ -96,9 +96,17 @@ def test_closing_ends_every_child(tmp_path: Path) -> None:
     start(fork_server, "b", tmp_path / "b.log", "stubborn")
     for name in "ab":
         wait_for(lambda name=name: "up" in read(tmp_path / f"{name}.log"), "the child")  # type: ignore[misc]
-    pids = [fork_server.pid("a"), fork_server.pid("b")]
+    pids = [pid_of(fork_server, name) for name in "ab"]
     fork_server.close()
-    assert not any(pid is not None and psutil.pid_exists(pid) for pid in pids)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def pid_of(fork_server: ForkServer, name: str) -> int:
+    """What a child says may be read before its parent says which process it is."""
+    wait_for(lambda: fork_server.pid(name) is not None, "its process id")
+    pid = fork_server.pid(name)
+    assert pid is not None
+    return pid
 
 
 def read(path: Path) -> str:
