@@ -8,7 +8,6 @@ port. The first message of a stream says who calls: a client gets what reaches t
 
 import asyncio
 import contextlib
-import ssl
 import subprocess
 import sys
 import time
@@ -24,8 +23,8 @@ import uvloop
 from corolla.chassis.channels import bind, new_server, open_channel
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
+from corolla.wire.network import Network
 from corolla.wire.stream import Receiver, Stream, StreamListener, connect
-from tests.certificates import client_tls, server_tls
 
 GRPC: Final = "grpc"
 FRAMED: Final = "framed"
@@ -87,7 +86,7 @@ class Forwarders:
 
     Args:
         num_hops: at least 1.
-        transport: `GRPC`, `FRAMED`, or a folder in which `tests.certificates` has made a certificate.
+        transport: `GRPC`, `FRAMED`, or the folder of a block server's certificate.
     """
 
     def __init__(self, num_hops: int, transport: str = GRPC) -> None:
@@ -144,8 +143,8 @@ class Forwarders:
         arrived = asyncio.Event()
         ends: dict[str, Stream] = {}
         for address in {self._addresses[0], self._addresses[-1]}:
-            tls = _client_tls(self._transport)
-            ends[address] = stream = connect(address, lambda _: lambda _: arrived.set(), tls=tls)
+            trust = _network(self._transport).servers
+            ends[address] = stream = connect(address, lambda _: lambda _: arrived.set(), trust=trust)
             stack.callback(stream.close)
             stream.send(pb.Hello(client_id=_CLIENT))
             await arrived.wait()
@@ -166,12 +165,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _client_tls(transport: str) -> ssl.SSLContext | None:
-    return None if transport == FRAMED else client_tls(Path(transport))
-
-
-def _server_tls(transport: str) -> ssl.SSLContext | None:
-    return None if transport == FRAMED else server_tls(Path(transport))
+def _network(transport: str) -> Network:
+    return Network.of(None if transport == FRAMED else Path(transport))
 
 
 def _stream(channel: grpc.aio.Channel) -> _Call:
@@ -202,10 +197,10 @@ async def _serve_grpc(next_address: str | None) -> None:
 async def _serve_frames(transport: str, next_address: str | None) -> None:
     forwarder = _FramedForwarder()
     if next_address is not None:
-        forwarder.onward = connect(next_address, lambda _: lambda _: None, tls=_client_tls(transport))
+        forwarder.onward = connect(next_address, lambda _: lambda _: None, trust=_network(transport).servers)
         forwarder.onward.send(pb.Hello(client_id=_HOP))
     listener = StreamListener("127.0.0.1", 0)
-    await listener.start(forwarder.accept, tls=_server_tls(transport))
+    await listener.start(forwarder.accept, trust=_network(transport).callers)
     print(listener.port, flush=True)
     await asyncio.Event().wait()
 

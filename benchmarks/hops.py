@@ -21,8 +21,9 @@ from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_most, figure
 from benchmarks.forwarder import FRAMED, GRPC, Forwarders
-from tests.certificates import make_certificate
+from corolla.trust.workload import Role
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
+from tests.identities import Identities
 
 _PROMPT_TOKENS = 8
 _MESSAGE_BYTES = 2500
@@ -58,8 +59,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         make_tiny_checkpoint("llama", folder, num_blocks=options.most_hops, config_changes=_SHAPE)
         chains = {f"{count}": exits.enter_context(Chain(folder, count)) for count in hops}
         sides = {name: partial(microseconds, chain) for name, chain in chains.items()}
-        certificate = exits.enter_context(tempfile.TemporaryDirectory())
-        make_certificate(Path(certificate))
+        identities = Identities(Path(exits.enter_context(tempfile.TemporaryDirectory())))
+        certificate = str(identities.folder_of(Role.BLOCK, "1"))
         transports = {"gRPC": GRPC, "TCP": FRAMED, "TLS": certificate}
         rows = {
             (name, count): exits.enter_context(Forwarders(count, transport))

@@ -5,6 +5,7 @@ import asyncio
 from google.protobuf.message import Message
 
 from corolla.chassis.errors import CorollaError
+from corolla.trust.workload import Workload
 from corolla.wire.frames import Buffer
 from corolla.wire.stream import StreamCause, StreamEnd
 
@@ -13,6 +14,7 @@ class UnreadStream:
     """It never ends, either."""
 
     ended: asyncio.Future[StreamEnd]
+    peer: Workload | None = None
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         pass

@@ -17,7 +17,6 @@ from corolla.block_server.books import Breach
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
-from corolla.chassis.channels import open_channel
 from corolla.client.api.servicer import FAREWELL_S
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
@@ -25,8 +24,10 @@ from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
+from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2, router_pb2_grpc
-from tests.certificates import make_certificate
+from corolla.wire.network import Network
+from tests.identities import Identities
 from tests.integration.waiting import until
 from tests.integration.wires import Wires
 
@@ -63,7 +64,10 @@ class Swarm:
         server: further settings of the block servers; `client` and `router` likewise.
         api_key: what its own calls are made with, where the client services have keys configured.
         own_redis: whether it has a Redis to itself, because that will be broken.
-        is_encrypted: whether the streams of the data plane go over TLS.
+        is_encrypted: whether everything between the services is TLS, with certificates of both ends.
+
+    Attributes:
+        identities: of an encrypted one.
     """
 
     redis: EmbeddedRedis
@@ -91,10 +95,7 @@ class Swarm:
         self._router_settings = router or {}
         self._api_key = api_key
         self._own_redis = own_redis
-        self._certificate: Path | None = None
-        if is_encrypted:
-            make_certificate(folder)
-            self._certificate = folder
+        self.identities = Identities(folder) if is_encrypted else None
         self._database = 0
         self.router: RouterProcess
         self.servers: list[BlockServer] = []
@@ -109,7 +110,8 @@ class Swarm:
         # All run in this process: one that is held up must not take a Redis that lives for one that does not.
         patience: dict[str, Any] = {} if self._own_redis else {"redis_timeout_ms": 5000}
         settings = RouterSettings(
-            redis_url=SecretStr(self.redis_url), **{"port": 0, **_HERE, **patience, **self._router_settings}
+            redis_url=SecretStr(self.redis_url),
+            **{"port": 0, **_HERE, **patience, "tls_dir": self._tls_dir(Role.ROUTER, 1), **self._router_settings},
         )
         self.router = RouterProcess(settings)
         await self.router.start()
@@ -180,26 +182,32 @@ class Swarm:
             **_ONE_THREAD,
             **_UNTUNED,
             **_IN_A_THREAD,
+            "tls_dir": self._tls_dir(Role.BLOCK, len(self._wires)),
             **self._server_settings,
         }
         given |= settings_of_this
         settings = BlockServerSettings(advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given)
-        wires = Wires(self._certificate)
-        server = BlockServer(settings, channels=wires.open, connect=wires.connect, listen=wires.listen)
+        wires = Wires(Network.of(settings.tls_dir))
+        server = BlockServer(settings, network=wires.network)
         self._wires[server] = wires
         await server.start()
         self.servers.append(server)
         return server
 
     async def add_client(self, *, farewell_s: float = FAREWELL_S, **settings_of_this: Any) -> ClientService:
-        given = {"port": 0, "model": self._model, **_HERE, **self._client_settings, **settings_of_this}
+        tls_dir = self._tls_dir(Role.CLIENT, len(self._wires))
+        given = {"port": 0, "model": self._model, **_HERE, "tls_dir": tls_dir, **self._client_settings}
+        given |= settings_of_this
         settings = ClientSettings(router=self.router_address, **given)
-        wires = Wires(self._certificate)
-        client = ClientService(settings, channels=wires.open, connect=wires.connect, farewell_s=farewell_s)
+        wires = Wires(Network.of(settings.tls_dir))
+        client = ClientService(settings, network=wires.network, farewell_s=farewell_s)
         self._wires[client] = wires
         await client.start()
         self.clients.append(client)
         return client
+
+    def _tls_dir(self, role: Role, number: int) -> Path | None:
+        return self.identities.folder_of(role, str(number)) if self.identities is not None else None
 
     def wires_of(self, service: BlockServer | ClientService) -> Wires:
         """Its connections."""
@@ -226,7 +234,7 @@ class Swarm:
 
     async def placement(self, model: str = "tiny") -> router_pb2.Placement:
         """The placement, as the router reports it."""
-        async with open_channel(self.router_address) as channel:
+        async with Network.of(self._tls_dir(Role.OPERATOR, 1)).open_channel(self.router_address) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             return await stub.GetPlacement(router_pb2.GetPlacementRequest(model=model), timeout=30)
 
@@ -234,7 +242,8 @@ class Swarm:
         """What each block server holds."""
         statuses = []
         for server in self.servers:
-            async with open_channel(f"127.0.0.1:{server.control_port}") as channel:
+            operator = Network.of(self._tls_dir(Role.OPERATOR, 1))
+            async with operator.open_channel(f"127.0.0.1:{server.control_port}") as channel:
                 stub = blocks_pb2_grpc.BlockServiceStub(channel)
                 statuses.append(await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest()))
         return statuses
@@ -247,7 +256,7 @@ class Swarm:
         async def is_gone() -> bool:
             return not server.sessions
 
-        link = HandoverLink(server.address)
+        link = HandoverLink(server.address, Network.of(self._tls_dir(Role.BLOCK, 0)).connect)
         async with link.connect(status.fingerprint):
             link.send(blocks_pb2.Close(session_id=held.session_id, epoch=held.epoch))
             await until(is_gone)

@@ -1,31 +1,29 @@
 """The connections of one service of a swarm, which a test can cut, listen to, and change what travels on them."""
 
 import asyncio
-import ssl
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
 
-from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import CorollaError
+from corolla.trust.workload import Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer, Frame
+from corolla.wire.network import Network
 from corolla.wire.stream import (
     Accept,
-    FrameStream,
     Receiver,
     Stream,
     StreamCause,
     StreamEnd,
     StreamLimits,
     StreamListener,
+    StreamTrust,
 )
-from corolla.wire.stream import connect as connect_stream
-from tests.certificates import client_tls, server_tls
 
 Hook = Callable[[str, Frame], Frame]
 """Gets the other end's address and a frame; gives the frame that travels instead. Raises `Cut`: the stream breaks."""
@@ -49,12 +47,11 @@ class Wires:
         openings: how often a session was to be opened at each address.
 
     Args:
-        certificate: the folder of `make_certificate`, where streams are encrypted; None where they are not.
+        network: how the service would reach the others without the test.
     """
 
-    def __init__(self, certificate: Path | None = None) -> None:
-        self.server_tls = None if certificate is None else server_tls(certificate)
-        self.client_tls = None if certificate is None else client_tls(certificate)
+    def __init__(self, network: Network) -> None:
+        self.beneath = network
         self.on_sent: Hook = lambda address, frame: frame
         self.on_received: Hook = lambda address, frame: frame
         self.on_taken: Hook = lambda address, frame: frame
@@ -63,8 +60,13 @@ class Wires:
         self._listening: list[StreamListener] = []
         self._is_mute = False
 
+    @property
+    def network(self) -> Network:
+        """For the service."""
+        return replace(self.beneath, channels=self.open, connect=self.connect, listen=self.listen)
+
     def open(self, address: str) -> grpc.aio.Channel:
-        return cast(grpc.aio.Channel, _Channel(open_channel(address), self))
+        return cast(grpc.aio.Channel, _Channel(self.beneath.channels(address), self))
 
     def connect(self, address: str, accept: Accept, limits: StreamLimits | None = None) -> Stream:
         stream = _Stream(address, accept, limits, self)
@@ -107,13 +109,13 @@ class _Listener(StreamListener):
         self._wires = wires
 
     async def start(
-        self, accept: Accept, limits: StreamLimits | None = None, *, tls: ssl.SSLContext | None = None
+        self, accept: Accept, limits: StreamLimits | None = None, *, trust: StreamTrust | None = None
     ) -> None:
         def accept_hooked(stream: Stream) -> Receiver:
             receive = accept(stream)
             return lambda frame: receive(self._wires.on_taken("", frame))
 
-        await super().start(accept_hooked, limits, tls=tls or self._wires.server_tls)
+        await super().start(accept_hooked, limits, trust=trust)
 
 
 class _Channel:
@@ -150,8 +152,12 @@ class _Stream:
         self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         self._wires = wires
         self._receiver: Receiver | None = None
-        self._stream: FrameStream = connect_stream(address, lambda _: self._begin(accept), limits, tls=wires.client_tls)
+        self._stream = wires.beneath.connect(address, lambda _: self._begin(accept), limits)
         self._stream.ended.add_done_callback(lambda ended: self._on_ended(ended.result()))
+
+    @property
+    def peer(self) -> Workload | None:
+        return self._stream.peer
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         if self.ended.done():

@@ -173,7 +173,14 @@ class Router:
             relist_interval_s=settings.relist_interval_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
-        servicer = RouterServicer(settings, registry, sessions, watches, on_deregistered=lambda _pod, _request: None)
+        servicer = RouterServicer(
+            settings,
+            registry,
+            sessions,
+            watches,
+            registrant=lambda _context, _server: "",
+            on_deregistered=lambda _pod, _request: None,
+        )
         handler = service_handler(_ROUTER, servicer, cluster.rpc_metrics)
         cluster.network.listen(ROUTER, self.process, [handler])
 

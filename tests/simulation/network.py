@@ -20,6 +20,7 @@ from grpc import aio
 
 from corolla.chassis.channels import Channels
 from corolla.chassis.errors import CorollaError, InternalError
+from corolla.trust.workload import Workload
 from corolla.wire.frames import Buffer, decode, encode, join
 from corolla.wire.stream import Accept, Connect, Receiver, Stream, StreamCause, StreamEnd, StreamLimits
 from tests.simulation.loop import Process, VirtualLoop
@@ -337,6 +338,7 @@ class _StreamEnd:
 
     def __init__(self, streaming: _Streaming, process: Process, accept: Accept) -> None:
         self.process = process
+        self.peer: Workload | None = None
         self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         self._streaming = streaming
         self._accept: Accept | None = accept

@@ -8,8 +8,9 @@ from corolla.block_server.kv.prefixes import ExpectedText, salt_of
 from corolla.block_server.peers import Peer
 from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.row_sampling import SessionSampler
-from corolla.chassis.errors import HopSessionLost, MalformedMessage
+from corolla.chassis.errors import HopSessionLost, MalformedMessage, RoleDenied
 from corolla.decoding.draft_model import DraftModel
+from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import MAX_TENANT_CHARS, Buffer
@@ -59,14 +60,19 @@ class FrameChecks:
         request = self._session("open", control, payload, peer.client_id)
         if control.HasField("sampler") and control.blocks.end != self._identity.num_model_blocks:
             raise MalformedMessage("sampler", "only the last hop chooses tokens")
-        return replace(request, resume=control.resume, text=self._text(control, request.blocks), stream=peer.number)
+        workload = peer.workload
+        if workload is not None and workload.role is Role.LIBRARY and workload.name != control.tenant:
+            raise RoleDenied("a library's certificate names its tenant; this one is another")
+        text = self._text(control, request.blocks)
+        return replace(request, resume=control.resume, text=text, stream=peer.number, owner=peer.owner)
 
     def handover_request(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
         """As what a session is offered that another block server holds."""
         ids = (control.session_id, control.client_id, control.transfer_id)
         if peer.client_id or any(len(each) != ID_BYTES for each in ids):
             raise MalformedMessage("handover", f"ids have {ID_BYTES} bytes, and only servers hand sessions over")
-        return self._session("handover", control, payload, control.client_id)
+        request = self._session("handover", control, payload, control.client_id)
+        return replace(request, owner=control.owner)
 
     def _session(self, field: str, control: pb.Open | pb.Handover, payload: Buffer, client_id: bytes) -> OpenRequest:
         """What both ways to get a session say of it."""

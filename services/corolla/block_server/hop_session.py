@@ -127,6 +127,7 @@ class OpenRequest:
     Keys and values of a session with `prompts` are its own: no other text has them, however it begins.
 
     Attributes:
+        owner: whose session it is; empty where nobody is asked.
         sampler: who chooses its tokens, where this is the last hop and is to do that.
         stream: number of that on which it was asked; 0 where another server hands the session over.
     """
@@ -145,6 +146,7 @@ class OpenRequest:
     text: ExpectedText | None = None
     sampler: "SessionSampler | None" = None
     stream: int = 0
+    owner: str = ""
 
     def agrees_with(self, other: "OpenRequest") -> bool:
         """Whether a session that was computed under one request can continue under the other."""
@@ -259,12 +261,12 @@ class HopSession(Generic[AnyCache]):
 
         Raises:
             HopLeaving: another server has it, or gets it now.
-            HopSessionLost: it belongs to another tenant.
+            HopSessionLost: it belongs to another tenant, or somebody else opened it.
             StaleEpoch: it was opened with a higher epoch before, or with this one and not taken back.
         """
         if self.is_leaving:
             raise HopLeaving("the session is handed over to another block server")
-        if self.request.tenant != request.tenant:
+        if self.request.tenant != request.tenant or self.request.owner not in ("", request.owner):
             raise HopSessionLost("the session is not held here")
         is_over = self._state is not SessionState.RUNNING or 0 < self.request.stream < request.stream
         is_repeated = (self.request.epoch, self.request.client_id) == (request.epoch, request.client_id)

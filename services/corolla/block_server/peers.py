@@ -15,12 +15,22 @@ _numbers: Final = itertools.count(1)
 
 
 class Peer:
-    """One stream: a client service's, or an upstream hop's (then without a client id)."""
+    """One stream: a client service's, or an upstream hop's (then without a client id).
+
+    Attributes:
+        workload: who is at the other end; None where nobody is asked.
+    """
 
     def __init__(self, client_id: bytes, stream: Stream) -> None:
         self.client_id = client_id
+        self.workload = stream.peer
         self.number = next(_numbers)
         self._stream = stream
+
+    @property
+    def owner(self) -> str:
+        """Whose sessions they are that it opens; empty where nobody is asked."""
+        return self.workload.owner if self.workload is not None else ""
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         """Sends a frame. A peer that does not read loses its stream rather than filling our memory."""

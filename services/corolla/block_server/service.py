@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Final
@@ -32,9 +31,8 @@ from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
 from corolla.block_server.speed import decode_step, measure_decode_step, measure_speed
 from corolla.block_server.spinning import measure_spin
-from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import StartupError
-from corolla.chassis.handlers import service_handler, where
+from corolla.chassis.handlers import where
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
@@ -47,8 +45,8 @@ from corolla.models.hub import Hub
 from corolla.models.span_model import SpanModel, fetch_span, load_span
 from corolla.models.threads import available_cores
 from corolla.v1 import blocks_pb2, router_pb2
+from corolla.wire.network import Network
 from corolla.wire.span import Span
-from corolla.wire.stream import Connect, StreamListener, connect
 from corolla.wire.tensors import DTYPES, tensor_type
 
 log = logging.getLogger(__name__)
@@ -67,9 +65,7 @@ class BlockServer:
 
     Args:
         span: to hold where the settings leave that to the router; None: the router chooses.
-        channels: to the router.
-        connect: begins streams, to next hops and to servers that take sessions over.
-        listen: takes the port of the data plane.
+        network: to the router, to next hops and to servers that take sessions over; None: as the settings say.
 
     Attributes:
         registry: its metrics, which can be read also when it has stopped.
@@ -83,26 +79,29 @@ class BlockServer:
         settings: BlockServerSettings,
         span: Span | None = None,
         *,
-        channels: Channels = open_channel,
-        connect: Connect = connect,
-        listen: Callable[[str, int], StreamListener] = StreamListener,
+        network: Network | None = None,
     ) -> None:
         self.settings = settings
         self._wanted = settings.span or span
-        self._channels = channels
-        self._connect = connect
+        network = self._network = network or Network.of(settings.tls_dir)
         self.server_id = secrets.token_hex(16)
         self.registry = new_registry()
         self._metrics = BlockServerMetrics(self.registry)
         self._metrics_endpoint = MetricsEndpoint(self.registry, settings.metrics_host, settings.metrics_port)
         with ExitStack() as taken:
             taken.callback(self._metrics_endpoint.close)
-            self._listener = listen(settings.host, settings.port)
+            self._listener = network.listen(settings.host, settings.port)
             taken.callback(self._listener.release)
             # The last port to be taken: only a server that was built frees it.
-            self._rpc = RpcServer(settings.host, settings.control_port, with_reflection=settings.reflection)
+            self._rpc = RpcServer(
+                settings.host,
+                settings.control_port,
+                with_reflection=settings.reflection,
+                credentials=network.rpc_credentials(),
+            )
             taken.pop_all()
         self._tasks = TaskGroup(self._fail, TaskMetrics(self.registry))
+        network.start_renewal(self._tasks)
         self._peers = PeerTable()
         self._scheduler: Scheduler[StepWork] = Scheduler(
             settings.max_batch_tokens,
@@ -119,7 +118,7 @@ class BlockServer:
         self._heartbeats: asyncio.Task[None] | None = None
         self._drain: Drain | None = None
         self._rpc_metrics = RpcMetrics(self.registry)
-        self._admin = AdminEndpoint(settings.admin_host, settings.admin_port, self._rpc_metrics)
+        self._admin = AdminEndpoint(settings.admin_host, settings.admin_port, self._rpc_metrics, network)
 
     @property
     def port(self) -> int:
@@ -165,7 +164,7 @@ class BlockServer:
 
     async def start(self) -> None:
         """Takes a span, loads it and serves it."""
-        settings = self.settings
+        settings, network = self.settings, self._network
         await self._admin.start()
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
@@ -197,7 +196,7 @@ class BlockServer:
             pod_uid=settings.pod_uid,
             movable=settings.span is None,
         )
-        self._registration = Registration(settings.router, description, self._load, self._channels)
+        self._registration = Registration(settings.router, description, self._load, network.channels)
         self._rpc.announce(_SERVICE)
         await self._rpc.start()
         span = await self._registration.register(self._wanted)
@@ -214,7 +213,7 @@ class BlockServer:
         self._sessions = SessionTable(pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
         outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
         self._sessions.on_forget = outputs.forget
-        self._relay = Relay(fingerprint, self._peers, self._connect)
+        self._relay = Relay(fingerprint, self._peers, network.connect)
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
             fail=self._fail, edges=edges,
@@ -238,16 +237,16 @@ class BlockServer:
         )  # fmt: skip
         sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
         self._drain = Drain(
-            description, self._sessions, engine, self._peers, self._registration, sender, self._metrics, self._connect
+            description, self._sessions, engine, self._peers, self._registration, sender, self._metrics, network.connect
         )
-        self._rpc.add(_SERVICE, service_handler(_SERVICE, servicer, self._rpc_metrics))
+        self._rpc.add(_SERVICE, network.service_handler(_SERVICE, servicer, self._rpc_metrics))
         self._tasks.start_essential(engine.run, "engine")
         self._housekeeping = Housekeeping(
             engine, self._scheduler, self._sessions, outputs, self._peers, self._metrics,
             page_bytes=lambda: runner.store.page_bytes,
         )  # fmt: skip
         self._tasks.start_essential(self._housekeeping.run, "housekeeping")
-        await self._listener.start(servicer.accept)
+        await self._listener.start(servicer.accept, trust=network.callers)
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.request_heartbeat()

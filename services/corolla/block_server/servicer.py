@@ -28,10 +28,13 @@ from corolla.chassis.errors import (
     DeadlineExceeded,
     FingerprintMismatch,
     MalformedMessage,
+    RoleDenied,
 )
 from corolla.chassis.handlers import Context
 from corolla.chassis.tasks import TaskGroup
 from corolla.decoding.draft_model import DraftModel
+from corolla.trust.authorisation import check_frame
+from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Frame
@@ -147,6 +150,11 @@ class BlockServicer:
         if len(hello.client_id) not in (0, ID_BYTES):
             raise MalformedMessage("client_id", f"must have {ID_BYTES} bytes")
         peer = Peer(hello.client_id, stream)
+        if peer.workload is not None and (peer.workload.role is Role.BLOCK) == bool(peer.client_id):
+            raise RoleDenied("whoever is no block server has a client id, and block servers have none")
+        known = self._peers.get(hello.client_id)
+        if known is not None and known.workload != peer.workload:
+            raise RoleDenied("the client id is another's")
         self._peers.add(peer)
         peer.send(
             pb.Welcome(
@@ -161,9 +169,12 @@ class BlockServicer:
         return peer
 
     def _handle(self, frame: Frame, peer: Peer) -> None:
-        handler = self._handlers.get(type(frame.control))
+        kind = type(frame.control)
+        handler = self._handlers.get(kind)
         if handler is None:
             raise MalformedMessage("frame", "callers do not send frames of this kind")
+        if peer.workload is not None:
+            check_frame(kind, peer.workload)
         handler(frame, peer)
 
     def _open(self, frame: Frame, peer: Peer) -> None:
@@ -287,16 +298,24 @@ class BlockServicer:
         )
 
     def _has_say(self, session_id: bytes, peer: Peer) -> bool:
-        """A server that handed a session over has no say in it once the client has opened it here, in any epoch."""
+        """Whether a session is its owner's, or nobody's.
+
+        A server that handed it over has no say in it once the client has opened it here, in any epoch.
+        """
         held = self._sessions.get(session_id)
-        return bool(peer.client_id) or held is None or held.state is not SessionState.RUNNING
+        if held is None:
+            return True
+        return held.request.owner == peer.owner if peer.client_id else held.state is not SessionState.RUNNING
 
     def _holds(self, frame: Frame, peer: Peer) -> None:
         control: pb.Holds = frame.control  # type: ignore[assignment]
         hashes = self._checks.page_hashes(control.text)
-        self._engine.between_iterations(
-            lambda: self._sessions.set_page_hashes(control.session_id, control.epoch, hashes), max_released_pages=0
-        )
+
+        def set_hashes() -> None:
+            if self._has_say(control.session_id, peer):
+                self._sessions.set_page_hashes(control.session_id, control.epoch, hashes)
+
+        self._engine.between_iterations(set_hashes, max_released_pages=0)
 
     def _handover(self, frame: Frame, peer: Peer) -> None:
         control: pb.Handover = frame.control  # type: ignore[assignment]

@@ -2,11 +2,12 @@
 
 import asyncio
 
-from corolla.chassis.handlers import Context, service_handler
+from corolla.chassis.handlers import Context
 from corolla.chassis.lifecycle import ask_to_stop
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.rpc_server import RpcServer
 from corolla.v1 import admin_pb2 as pb
+from corolla.wire.network import Network
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"]
 _FAREWELL_S = 1.0
@@ -15,18 +16,21 @@ _FAREWELL_S = 1.0
 class AdminEndpoint:
     """Serves AdminService, if a port was given."""
 
-    def __init__(self, host: str, port: int, metrics: RpcMetrics) -> None:
+    def __init__(self, host: str, port: int, metrics: RpcMetrics, network: Network) -> None:
         self._num_sessions_left: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._host = host
         self._port = port
         self._metrics = metrics
+        self._network = network
         self._rpc: RpcServer | None = None
 
     async def start(self) -> None:
         """Raises StartupError when the port is taken."""
         if self._port:
-            self._rpc = RpcServer(self._host, self._port, with_reflection=False)
-            self._rpc.add(_SERVICE, service_handler(_SERVICE, self, self._metrics))
+            self._rpc = RpcServer(
+                self._host, self._port, with_reflection=False, credentials=self._network.rpc_credentials()
+            )
+            self._rpc.add(_SERVICE, self._network.service_handler(_SERVICE, self, self._metrics))
             await self._rpc.start()
             await self._rpc.ready()
 

@@ -79,13 +79,19 @@ Channels = Callable[[str], grpc.aio.Channel]
 """What opens channels: `open_channel`, or a network that does not exist."""
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port`, `dns:///name:port` (balanced over all addresses) or any other gRPC target."""
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port`, `dns:///name:port` (balanced over all addresses) or any other gRPC target.
+
+    Args:
+        credentials: None: in the clear.
+    """
     options = list(_CHANNEL)
     if address.startswith("dns:"):
         options.append(("grpc.lb_policy_name", "round_robin"))
         # Addresses of pods that were replaced: the default would look them up twice a minute at most.
         options.append(("grpc.dns_min_time_between_resolutions_ms", 1000))
+    if credentials is not None:
+        return grpc.aio.secure_channel(address, credentials, options=options)
     return grpc.aio.insecure_channel(address, options=options)
 
 
@@ -104,10 +110,11 @@ def new_server(max_request_bytes: int | None = None) -> grpc.aio.Server:
     return grpc.aio.server(options=list(options.items()))
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
     """Listens on `host:port`; port 0 takes a free one. Returns the port. Raises StartupError when it is taken."""
+    address = f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError:
         bound = 0
     if bound == 0:

@@ -117,6 +117,20 @@ class Unauthenticated(CorollaError):
     is_callers_fault = True
 
 
+class RoleDenied(CorollaError):
+    """A service or program may not ask for this, whoever it is; see `trust/authorisation`."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "ROLE_DENIED"
+    is_callers_fault = True
+
+
+class AddressNotYours(RoleDenied):
+    """A block server registers at an address, or speaks for a server, that its certificate does not give it."""
+
+    reason = "ADDRESS_NOT_YOURS"
+
+
 class ResourceNotFound(CorollaError):
     """Becomes `google.rpc.ResourceInfo`. A foreign owner's resource is not found, too: existence is not disclosed."""
 

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.protobuf import descriptor, message, message_factory
@@ -25,14 +25,20 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+MAX_CONTROL_REQUEST_BYTES: Final = 4 << 20
+
+Authenticate = Callable[[str, Context], object]
+"""Called with `Service/Method` before anything else. Raises an error of the tree."""
+
 
 def service_handler(
     service: descriptor.ServiceDescriptor,
     servicer: object,
     metrics: RpcMetrics,
     *,
-    max_request_bytes: int = 4 << 20,
+    max_request_bytes: int = MAX_CONTROL_REQUEST_BYTES,
     reader_timeout_s: float | None = None,
+    authenticate: Authenticate | None = None,
 ) -> grpc.GenericRpcHandler:
     """Handlers for every method of `service` that `servicer` has.
 
@@ -40,6 +46,7 @@ def service_handler(
         service: from the generated module, for example `router_pb2.DESCRIPTOR.services_by_name["RouterService"]`.
         servicer: unary methods are coroutines, streaming ones asynchronous generators; `(request, context)`.
         max_request_bytes: larger requests are refused with MESSAGE_TOO_LARGE.
+        authenticate: None: nobody is asked who they are.
         reader_timeout_s: how long the caller of a streaming method may take nothing of what it is sent, before its call
             ends with CALLER_STALLED; None: for ever.
     """
@@ -48,7 +55,7 @@ def service_handler(
         behaviour = getattr(servicer, method.name, None)
         if behaviour is None:
             continue
-        guard = _Guard(f"{service.name}/{method.name}", metrics)
+        guard = _Guard(f"{service.name}/{method.name}", metrics, authenticate)
         parse = _parser(message_factory.GetMessageClass(method.input_type), max_request_bytes)
         if method.server_streaming:
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(
@@ -126,7 +133,8 @@ class _Responses:
 class _Guard:
     """Wraps one method: counts and times it and turns exceptions into statuses."""
 
-    def __init__(self, method: str, metrics: RpcMetrics) -> None:
+    def __init__(self, method: str, metrics: RpcMetrics, authenticate: Authenticate | None) -> None:
+        self._authenticate = authenticate
         self._method = method
         self._metrics = metrics
 
@@ -134,6 +142,8 @@ class _Guard:
         async def handle(data: bytes, context: Context) -> Any:
             started = time.perf_counter()
             try:
+                if self._authenticate is not None:
+                    self._authenticate(self._method, context)
                 response = await behaviour(parse(data), context)
             except BaseException as failure:
                 await self._abort(failure, context, started)
@@ -149,6 +159,8 @@ class _Guard:
         async def handle(data: bytes, context: Context) -> None:
             started = time.perf_counter()
             try:
+                if self._authenticate is not None:
+                    self._authenticate(self._method, context)
                 responses = _Responses(behaviour(parse(data), context), reader_timeout_s, self._stalled)
                 # The servicer's own clean-up runs now, not when the garbage collector comes by.
                 async with aclosing(responses):

@@ -14,14 +14,22 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class RpcServer:
     """Starts NOT_SERVING; `ready()` makes it SERVING; `stop()` says NOT_SERVING before it stops."""
 
-    def __init__(self, host: str, port: int, *, with_reflection: bool, max_request_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        with_reflection: bool,
+        max_request_bytes: int | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         self._server = new_server(max_request_bytes)
         self._with_reflection = with_reflection
         self._services = [health.SERVICE_NAME]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._is_started = False
-        self.port = bind(self._server, host, port)
+        self.port = bind(self._server, host, port, credentials)
 
     def add(self, service: descriptor.ServiceDescriptor, handler: grpc.GenericRpcHandler) -> None:
         """Serves `service` with a handler from `corolla.chassis.handlers`."""

@@ -10,7 +10,6 @@ from corolla.chain.reservations import ChainLimits
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSessions
 from corolla.chain.streams import DataPlane
-from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import SettingsError
 from corolla.chassis.handlers import service_handler
 from corolla.chassis.lifecycle import fail
@@ -30,7 +29,8 @@ from corolla.decoding.parameters import SpeculationMode
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.models.hub import Hub
 from corolla.v1 import generation_pb2
-from corolla.wire.stream import Connect, between_servers, connect
+from corolla.wire.network import Network
+from corolla.wire.stream import between_servers
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,7 @@ class ClientService:
     """One client service in this process.
 
     Args:
-        channels: to the router.
-        connect: begins streams to block servers.
+        network: to router and block servers; None: as the settings say.
         farewell_s: how long before its deadline a caller is notified that there will be no answer.
     """
 
@@ -48,15 +47,13 @@ class ClientService:
         self,
         settings: ClientSettings,
         *,
-        channels: Channels = open_channel,
-        connect: Connect = connect,
+        network: Network | None = None,
         farewell_s: float = FAREWELL_S,
     ) -> None:
         self.settings = settings
         if settings.max_held_request_bytes < settings.max_request_bytes:
             raise SettingsError("COROLLA_MAX_HELD_REQUEST_BYTES must allow one request of COROLLA_MAX_REQUEST_BYTES")
-        self._channels = channels
-        self._connect = connect
+        self._network = network or Network.of(settings.tls_dir)
         self._farewell_s = farewell_s
         self._hub = Hub(settings.offline, settings.hub_patience_s)
         self._tenants = Tenants(settings.api_keys_file)
@@ -91,11 +88,12 @@ class ClientService:
     async def start(self) -> None:
         """Loads the tokenizer, and serves."""
         settings = self.settings
+        self._network.start_renewal(self._tasks)
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
         )
         fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype, settings.quantization)
-        control = self._control = ControlPlane(settings.router, checkpoint.name, self._channels)
+        control = self._control = ControlPlane(settings.router, checkpoint.name, self._network.channels)
         placement = PlacementWatch(control)
         self._tasks.start_essential(placement.run, "placement_watch")
         tokenizer = await asyncio.to_thread(TextTokenizer.load, checkpoint.folder)
@@ -108,7 +106,7 @@ class ClientService:
                 silence_s=settings.probe_after_s + settings.probe_timeout_s,
             ),
             settings.open_timeout_s,
-            self._connect,
+            self._network.connect,
             self._metrics.discarded_tokens.inc,
         )
         routes = self._routes = Routes(

@@ -31,6 +31,11 @@ class ClientSettings(ServiceSettings):
         description="File with a line `tenant:key` for each caller, keys of at least 16 characters; without it "
         "everybody is the tenant `public`.",
     )
+    public_tls_dir: Path | None = Field(
+        None,
+        description="Folder with tls.crt and tls.key in PEM, shown to callers of the public API; changes are taken "
+        "within five seconds. Without it callers speak in the clear.",
+    )
     max_request_bytes: int = Field(4 << 20, ge=1024, le=32 << 20, description="Larger requests are refused.")
     max_running_requests: int = Field(
         256,

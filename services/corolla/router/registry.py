@@ -8,7 +8,15 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from corolla.chassis.errors import InternalError, InvalidRequest, LeaseLost, LeaseTaken, SpanRefused, StoreUnavailable
+from corolla.chassis.errors import (
+    AddressNotYours,
+    InternalError,
+    InvalidRequest,
+    LeaseLost,
+    LeaseTaken,
+    SpanRefused,
+    StoreUnavailable,
+)
 from corolla.router.placement import choose_span
 from corolla.router.rebalancing import Move
 from corolla.router.roster import Roster, end_blocks_of, memory_of, sort_servers
@@ -24,6 +32,7 @@ MOST_ATTEMPTS: Final = 100
 _LONGEST_PAUSE_S: Final = 0.01
 _UNKNOWN: Final = 0
 _TAKEN: Final = 2
+_NOT_THEIRS: Final = 3
 # In which a server hands over, leaves and registers again; then others may move.
 _MOVE_TTL_MS: Final = 60_000
 
@@ -36,18 +45,25 @@ class Registry:
         self._lease_ms = lease_ms
         self._choosing: dict[str, asyncio.Lock] = {}
 
-    async def register(self, server: pb.ServerDescription, wanted: Span | None) -> Span:
+    async def register(self, server: pb.ServerDescription, wanted: Span | None, workload: str = "") -> Span:
         """Gives `server` a span and a lease; it replaces whoever had its address.
 
         The span is chosen on a snapshot and committed only if the placement has not changed since, else chosen anew: no
         two servers get the same gap, whichever routers they ask.
 
+        Args:
+            workload: who asks; empty where nobody is asked.
+
         Raises:
             SpanRefused: the wanted span does not fit, or the model's number of blocks is not that of the others.
+            AddressNotYours: another workload has the address and a lease, or this server's id.
         """
-        return await self._place(server, wanted, _lease(pb.SERVER_STATE_JOINING, pb.ServerLoad()), replaces=True)
+        lease = _lease(pb.SERVER_STATE_JOINING, pb.ServerLoad())
+        return await self._place(server, wanted, lease, workload, replaces=True)
 
-    async def _place(self, server: pb.ServerDescription, wanted: Span | None, lease: bytes, *, replaces: bool) -> Span:
+    async def _place(
+        self, server: pb.ServerDescription, wanted: Span | None, lease: bytes, workload: str, *, replaces: bool
+    ) -> Span:
         await self._store.remember_model(server.model)
         # Within one process they queue up; between routers the version decides.
         async with self._choosing.setdefault(server.model, asyncio.Lock()):
@@ -57,14 +73,16 @@ class Registry:
                     raise LeaseTaken("another server has this one's address")
                 roster = roster.without(server)
                 span = _choose(roster, server, wanted)
-                if await self._commit(roster, server, span, lease):
+                if await self._commit(roster, server, span, lease, workload):
                     # Again: as long as nobody was there, it may have been forgotten.
                     await self._store.remember_model(server.model)
                     return span
                 await asyncio.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * (attempt + 1))))
         raise StoreUnavailable("the placement changes too fast to take part in it")
 
-    async def _commit(self, roster: Roster, server: pb.ServerDescription, span: Span, lease: bytes) -> bool:
+    async def _commit(
+        self, roster: Roster, server: pb.ServerDescription, span: Span, lease: bytes, workload: str
+    ) -> bool:
         description = pb.PlacedServer(server=server, span=span.to_message())
         reply = await self._store.call(
             "register",
@@ -75,10 +93,12 @@ class Registry:
             description.SerializeToString(),
             lease,
             server.num_model_blocks,
+            workload,
         )
+        _check_theirs(reply)
         return bool(reply == 1)
 
-    async def heartbeat(self, beat: pb.HeartbeatRequest) -> Span | None:
+    async def heartbeat(self, beat: pb.HeartbeatRequest, workload: str = "") -> Span | None:
         """Renews the lease. A server that is not known, but describes itself, is registered as it is.
 
         Returns:
@@ -87,18 +107,20 @@ class Registry:
         Raises:
             LeaseLost: it is not known and does not say what it is.
             LeaseTaken: another server has its address.
+            AddressNotYours: another workload registered it.
             SpanRefused: the other servers' model has another number of blocks by now.
         """
         lease = _lease(beat.state, beat.load)
         reply = await self._store.call(
-            "heartbeat", beat.model, beat.server_id, beat.server.address, lease, self._lease_ms
+            "heartbeat", beat.model, beat.server_id, beat.server.address, lease, self._lease_ms, workload
         )
+        _check_theirs(reply)
         if reply == _TAKEN:
             raise LeaseTaken("another server has this one's address")
         if reply == _UNKNOWN:
             if not beat.HasField("server"):
                 raise LeaseLost("this server has no lease; register again")
-            await self._place(beat.server, Span.of(beat.span), lease, replaces=False)
+            await self._place(beat.server, Span.of(beat.span), lease, workload, replaces=False)
         if not isinstance(reply, bytes):
             return None
         try:
@@ -139,9 +161,9 @@ class Registry:
         """Whether this router, alone among all, does `task` for the next `ttl_ms`."""
         return bool(await self._store.call("lead", "", task, router_id, ttl_ms) == 1)
 
-    async def deregister(self, model: str, server_id: str) -> None:
-        """Takes a server out at once; an unknown one is no error."""
-        await self._store.call("deregister", model, server_id)
+    async def deregister(self, model: str, server_id: str, workload: str = "") -> None:
+        """Takes a server out at once; an unknown one is no error. Raises AddressNotYours: it is another workload's."""
+        _check_theirs(await self._store.call("deregister", model, server_id, workload))
 
     async def snapshot(self, model: str) -> Roster:
         """The servers whose leases run now. One that has just lost its lease is taken out, as a change."""
@@ -219,6 +241,11 @@ def _choose(roster: Roster, server: pb.ServerDescription, wanted: Span | None) -
     if len(wanted) > server.capacity_blocks:
         raise SpanRefused(f"span {wanted} has {len(wanted)} blocks; the server has room for {server.capacity_blocks}")
     return wanted
+
+
+def _check_theirs(reply: Any) -> None:
+    if reply == _NOT_THEIRS:
+        raise AddressNotYours("another workload registered this server, or one at its address")
 
 
 def _lease(state: "pb.ServerState.ValueType", load: pb.ServerLoad) -> bytes:

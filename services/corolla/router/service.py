@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from corolla.chassis.errors import CorollaError, StoreUnavailable
-from corolla.chassis.handlers import service_handler
+from corolla.chassis.handlers import Context
 from corolla.chassis.lifecycle import fail, run_service
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
@@ -21,7 +21,10 @@ from corolla.router.sessions import SessionRecords
 from corolla.router.settings import RouterSettings
 from corolla.router.store import Store
 from corolla.router.watch import PlacementWatches
+from corolla.trust.addresses import CallerAddress
+from corolla.trust.credentials import workload_of_call
 from corolla.v1 import router_pb2
+from corolla.wire.network import Network
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +60,25 @@ class RouterProcess:
             relist_interval_s=settings.relist_interval_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
-        self._rpc = RpcServer(settings.host, settings.port, with_reflection=settings.reflection)
+        self._network = Network.of(settings.tls_dir)
+        self._rpc = RpcServer(
+            settings.host,
+            settings.port,
+            with_reflection=settings.reflection,
+            credentials=self._network.rpc_credentials(),
+        )
         self._cluster = ClusterKeeper(self._registry, self._metrics, settings, self._tasks.subgroup(), api_waits)
         servicer = RouterServicer(
-            settings, self._registry, self._sessions, self._watches, on_deregistered=self._cluster.deregistered
+            settings,
+            self._registry,
+            self._sessions,
+            self._watches,
+            registrant=self._registrant,
+            on_deregistered=self._cluster.deregistered,
         )
         self._rpc.add(
             _SERVICE,
-            service_handler(
+            self._network.service_handler(
                 _SERVICE, servicer, RpcMetrics(metrics_registry), max_request_bytes=settings.max_request_bytes
             ),
         )
@@ -83,6 +97,7 @@ class RouterProcess:
 
         Later, the router stays SERVING while Redis is away: to restart it would heal nothing.
         """
+        self._network.start_renewal(self._tasks)
         await self._rpc.start()
         await self._wait_for_redis()
         self._tasks.start_essential(self._observe_placement, "placement_statistics")
@@ -92,6 +107,14 @@ class RouterProcess:
         self._tasks.start_restartable(self._cluster.run, "kubernetes")
         await self._rpc.ready()
         log.info("router serves", extra={"port": self.port, "metrics_port": self.metrics_port})
+
+    def _registrant(self, context: Context, server: router_pb2.ServerDescription | None) -> str:
+        if self._network.credentials is None:
+            return ""
+        caller = CallerAddress.of(context.auth_context(), context.peer())
+        if server is not None:
+            caller.check(server.address)
+        return str(workload_of_call(context.auth_context()))
 
     async def _observe_placement(self) -> None:
         """Shows what the store holds in the gauges, for ever. Its snapshots also turn expired leases into changes."""

@@ -25,7 +25,13 @@ _STATES = frozenset({pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY, pb.SERVER_S
 
 
 class RouterServicer:
-    """Every method raises an error of the tree; StoreUnavailable whenever Redis does not answer."""
+    """Every method raises an error of the tree; StoreUnavailable whenever Redis does not answer.
+
+    Args:
+        registrant: who speaks for a block server, checked against the address that it describes; empty where nobody is
+            asked. Raises AddressNotYours.
+        on_deregistered: is called with the pod of a server that left, and what it said.
+    """
 
     def __init__(
         self,
@@ -34,12 +40,14 @@ class RouterServicer:
         sessions: SessionRecords,
         watches: PlacementWatches,
         *,
+        registrant: Callable[[Context, pb.ServerDescription | None], str],
         on_deregistered: Callable[[str, pb.DeregisterServerRequest], None],
     ) -> None:
         self._settings = settings
         self._registry = registry
         self._sessions = sessions
         self._watches = watches
+        self._registrant = registrant
         self._on_deregistered = on_deregistered
         # By model. Each router counts what it placed itself.
         self._bookings: defaultdict[str, Bookings] = defaultdict(lambda: Bookings(_BOOKING_LAG_S))
@@ -49,7 +57,7 @@ class RouterServicer:
     async def RegisterServer(self, request: pb.RegisterServerRequest, context: Context) -> pb.RegisterServerResponse:
         server = validation.check_server(request.server)
         wanted = validation.check_span("span", request.span) if request.HasField("span") else None
-        span = await self._registry.register(server, wanted)
+        span = await self._registry.register(server, wanted, self._registrant(context, server))
         return pb.RegisterServerResponse(
             span=span.to_message(),
             lease_ms=self._settings.lease_ms,
@@ -64,7 +72,8 @@ class RouterServicer:
         validation.check_load(request.load)
         if request.HasField("server"):
             validation.check_self_description(request)
-        span = await self._registry.heartbeat(request)
+        server = request.server if request.HasField("server") else None
+        span = await self._registry.heartbeat(request, self._registrant(context, server))
         return pb.HeartbeatResponse(move_to=span.to_message() if span else None)
 
     async def DeregisterServer(
@@ -73,7 +82,7 @@ class RouterServicer:
         validation.check_text("model", request.model)
         validation.check_name("server_id", request.server_id)
         roster = await self._registry.snapshot(request.model)
-        await self._registry.deregister(request.model, request.server_id)
+        await self._registry.deregister(request.model, request.server_id, self._registrant(context, None))
         for each in roster.servers:
             if each.server.server_id == request.server_id:
                 self._on_deregistered(each.server.pod_uid, request)

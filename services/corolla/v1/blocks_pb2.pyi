@@ -1126,6 +1126,7 @@ class Handover(_message.Message):
     KEEP_ACTIVATIONS_FIELD_NUMBER: _builtins.int
     BLOCK_PROMPTS_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     """The one that the session is open with; its client opens it on the receiver with a higher one."""
@@ -1137,6 +1138,8 @@ class Handover(_message.Message):
     keep_activations: _builtins.bool
     transfer_id: _builtins.bytes
     """128 random bits: of this attempt at a handover. Parts of another one are not taken."""
+    owner: _builtins.str
+    """Who opened it: a SPIFFE id, or its beginning where that stands for many. Empty: nobody was asked."""
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan: ...
     @_builtins.property
@@ -1155,10 +1158,11 @@ class Handover(_message.Message):
         keep_activations: _builtins.bool = ...,
         block_prompts: Global___BlockPrompts | None = ...,
         transfer_id: _builtins.bytes = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "owner", b"owner", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""One connection of the data plane: frames both ways over TCP, or over TLS where a context is handed in.
+"""One connection of the data plane: frames both ways over TCP, or over TLS where a trust is handed in.
 
 Each end first sends a greeting of eight bytes: `CRLL`, the version of this layout, and zero, as little-endian numbers
 of 16 bits. Frames follow back to back (`wire/frames`). Three kinds belong to the connection itself: Ping and Pong show
@@ -17,7 +17,7 @@ import termios
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from google.protobuf.message import Message
 
@@ -28,10 +28,13 @@ from corolla.chassis.errors import (
     InternalError,
     MalformedMessage,
     QueueFull,
+    RoleDenied,
     StartupError,
 )
 from corolla.chassis.handlers import where
 from corolla.chassis.status import from_reason
+from corolla.trust.credentials import workload_of_transport
+from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer, Frame, FrameParser, encode
 
@@ -137,6 +140,19 @@ Accept = Callable[["Stream"], Receiver]
 """Called with a stream once both ends have greeted each other; gives who takes the frames."""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamTrust:
+    """TLS, and who the other end may be.
+
+    Attributes:
+        context: gives that of the next connection, or of a listener.
+        roles: others are told ROLE_DENIED once both ends have greeted each other.
+    """
+
+    context: Callable[[], ssl.SSLContext]
+    roles: frozenset[Role]
+
+
 class Stream(Protocol):
     """Either end of a connection, as those see it who send and receive on it.
 
@@ -145,6 +161,10 @@ class Stream(Protocol):
     """
 
     ended: asyncio.Future[StreamEnd]
+
+    @property
+    def peer(self) -> Workload | None:
+        """Who is at the other end; None where nobody is asked."""
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         """Writes a frame, as soon as the stream is open. Once it has ended, frames are dropped: `ended` tells of it.
@@ -177,10 +197,12 @@ class FrameStream(asyncio.Protocol):
         peer_address: `host:port` of the other end, for logs.
     """
 
-    def __init__(self, accept: Accept, limits: StreamLimits) -> None:
+    def __init__(self, accept: Accept, limits: StreamLimits, trust: StreamTrust | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[StreamEnd] = self._loop.create_future()
+        self.peer: Workload | None = None
         self.peer_address = ""
+        self._trust = trust
         self._accept = accept
         self._limits = limits
         self._state = StreamState.GREETING
@@ -242,9 +264,9 @@ class FrameStream(asyncio.Protocol):
             self._move(StreamState.CLOSING)
         self._transport.abort()
 
-    def begin(self, address: str, tls: ssl.SSLContext | None) -> None:
+    def begin(self, address: str) -> None:
         """Connects, as the end that calls."""
-        self._connecting = self._loop.create_task(self._connect(address, tls))
+        self._connecting = self._loop.create_task(self._connect(address))
 
     # --- called by the event loop ------------------------------------------------------------------------------------
 
@@ -254,6 +276,8 @@ class FrameStream(asyncio.Protocol):
             self._transport.abort()
             return
         self.peer_address = "{}:{}".format(*(transport.get_extra_info("peername") or ("?", "?"))[:2])
+        if self._trust is not None:
+            self.peer = workload_of_transport(transport)
         self._transport.write(_GREETING.pack(_MAGIC, VERSION, 0))
         self._timer = self._loop.call_later(self._limits.greeting_s, self._on_no_greeting)
 
@@ -276,9 +300,10 @@ class FrameStream(asyncio.Protocol):
 
     # --- within ------------------------------------------------------------------------------------------------------
 
-    async def _connect(self, address: str, tls: ssl.SSLContext | None) -> None:
+    async def _connect(self, address: str) -> None:
         deadline_s = self._loop.time() + self._limits.connect_s
         host, _, port = address.rpartition(":")
+        tls = self._trust.context() if self._trust is not None else None
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._loop.create_connection(lambda: self, host.strip("[]"), int(port), ssl=tls)
@@ -314,6 +339,8 @@ class FrameStream(asyncio.Protocol):
                 f"the other end speaks version {version} of the data plane, and this process version {VERSION}"
             )
         self._move(StreamState.OPEN)
+        if self._trust is not None and (self.peer is None or self.peer.role not in self._trust.roles):
+            raise RoleDenied("the other end of a stream is not whom its certificate should name here")
         rest, self._greeting = self._greeting[_GREETING.size :], b""
         if self._transport is not None and self._unsent:
             self._write(self._transport, self._unsent)
@@ -430,6 +457,13 @@ class FrameStream(asyncio.Protocol):
             self._state = state
 
 
+def _tls_options(trust: StreamTrust | None, limits: StreamLimits) -> dict[str, Any]:
+    """Of a listener. Who does not shake hands has no longer than who does not greet."""
+    if trust is None:
+        return {}
+    return {"ssl": trust.context(), "ssl_handshake_timeout": limits.greeting_s}
+
+
 def _num_unacknowledged_bytes(transport: asyncio.Transport) -> int:
     """What the system has still to bring to the other end's machine."""
     try:
@@ -446,11 +480,11 @@ def connect(
     accept: Accept,
     limits: StreamLimits | None = None,
     *,
-    tls: ssl.SSLContext | None = None,
+    trust: StreamTrust | None = None,
 ) -> FrameStream:
     """A stream to `host:port`. What is sent before it is open waits for that."""
-    stream = FrameStream(accept, limits or between_servers())
-    stream.begin(address, tls)
+    stream = FrameStream(accept, limits or between_servers(), trust)
+    stream.begin(address)
     return stream
 
 
@@ -484,13 +518,13 @@ class StreamListener:
         self._streams: set[FrameStream] = set()
 
     async def start(
-        self, accept: Accept, limits: StreamLimits | None = None, *, tls: ssl.SSLContext | None = None
+        self, accept: Accept, limits: StreamLimits | None = None, *, trust: StreamTrust | None = None
     ) -> None:
         """Takes streams from now on. Until then, who connects is refused."""
         limits = limits or from_callers()
 
         def make() -> FrameStream:
-            stream = FrameStream(accept, limits)
+            stream = FrameStream(accept, limits, trust)
             self._streams.add(stream)
             stream.ended.add_done_callback(lambda _: self._streams.discard(stream))
             return stream
@@ -499,7 +533,7 @@ class StreamListener:
             # Here, since uvloop says nothing of a socket on which it cannot listen.
             self._socket.listen(_BACKLOG)
             self._server = await asyncio.get_running_loop().create_server(
-                make, sock=self._socket, backlog=_BACKLOG, ssl=tls
+                make, sock=self._socket, backlog=_BACKLOG, **_tls_options(trust, limits)
             )
         except OSError as failure:  # another process that had bound the port as well listens by now
             raise StartupError(f"cannot listen on port {self.port}: {failure.strerror or failure}") from None

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,10 +13,13 @@ from corolla.chassis.errors import (
     FingerprintMismatch,
     MalformedMessage,
     QueueFull,
+    RoleDenied,
     StartupError,
 )
+from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame, encode, join
+from corolla.wire.network import Network
 from corolla.wire.stream import (
     TRANSITIONS,
     FrameStream,
@@ -27,9 +29,10 @@ from corolla.wire.stream import (
     StreamLimits,
     StreamListener,
     StreamState,
+    StreamTrust,
     connect,
 )
-from tests.certificates import client_tls, make_certificate, server_tls
+from tests.identities import Identities
 
 LIMITS = StreamLimits()
 # A machine may pause; a peer that answers must not be taken for silent.
@@ -57,10 +60,10 @@ class Acceptor:
 
 
 @asynccontextmanager
-async def accepting(limits: StreamLimits = LIMITS, tls: ssl.SSLContext | None = None) -> AsyncIterator[Acceptor]:
+async def accepting(limits: StreamLimits = LIMITS, trust: StreamTrust | None = None) -> AsyncIterator[Acceptor]:
     acceptor = Acceptor()
     listener = StreamListener("127.0.0.1", 0)
-    await listener.start(acceptor.accept, limits, tls=tls)
+    await listener.start(acceptor.accept, limits, trust=trust)
     acceptor.address = f"127.0.0.1:{listener.port}"
     try:
         yield acceptor
@@ -75,7 +78,7 @@ class Caller:
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
 
     async def connect(
-        self, address: str, limits: StreamLimits = LIMITS, tls: ssl.SSLContext | None = None
+        self, address: str, limits: StreamLimits = LIMITS, trust: StreamTrust | None = None
     ) -> FrameStream:
         """Returns when the stream is open, or has ended."""
         is_open = asyncio.Event()
@@ -84,7 +87,7 @@ class Caller:
             is_open.set()
             return self.frames.put_nowait
 
-        stream = connect(address, accept, limits, tls=tls)
+        stream = connect(address, accept, limits, trust=trust)
         stream.ended.add_done_callback(lambda _: is_open.set())
         await is_open.wait()
         return stream
@@ -141,16 +144,68 @@ async def test_what_was_sent_last_arrives_before_the_stream_closes() -> None:
         assert [frame.control for frame in acceptor.frames] == [step(7)]
 
 
+def networks(identities: Identities, *workloads: tuple[Role, str]) -> list[Network]:
+    return [Network.of(identities.folder_of(*workload)) for workload in workloads]
+
+
 async def test_streams_run_over_tls(tmp_path: Path) -> None:
-    make_certificate(tmp_path)
-    async with accepting(tls=server_tls(tmp_path)) as acceptor:
+    block, client = networks(Identities(tmp_path), (Role.BLOCK, "1"), (Role.CLIENT, "2"))
+    async with accepting(trust=block.callers) as acceptor:
         caller = Caller()
-        stream = await caller.connect(acceptor.address, tls=client_tls(tmp_path))
+        stream = await caller.connect(acceptor.address, trust=client.servers)
+        assert (str(stream.peer), str((await acceptor.streams.get()).peer)) == (
+            "spiffe://test/block/1", "spiffe://test/client/2",
+        )  # fmt: skip
         stream.send(step(1), b"secret" * 100_000)
         assert bytes((await caller.frames.get()).payload) == b"secret" * 100_000
         stream.close()
         assert (await stream.ended).cause is StreamCause.CLOSED
         assert (await (await Caller().connect(acceptor.address, QUICK)).ended).cause is StreamCause.LOST
+
+
+async def test_a_certificate_of_another_authority_gets_no_connection(tmp_path: Path) -> None:
+    (block,) = networks(Identities(tmp_path / "own"), (Role.BLOCK, "1"))
+    (client,) = networks(Identities(tmp_path / "foreign"), (Role.CLIENT, "2"))
+    async with accepting(trust=block.callers) as acceptor:
+        assert (await (await Caller().connect(acceptor.address, trust=client.servers)).ended).error is None
+        assert acceptor.streams.empty()
+
+
+@pytest.mark.parametrize("role", [Role.ROUTER, Role.OPERATOR])
+async def test_who_has_another_role_is_told_so(tmp_path: Path, role: Role) -> None:
+    block, other = networks(Identities(tmp_path), (Role.BLOCK, "1"), (role, "2"))
+    async with accepting(trust=block.callers) as acceptor:
+        end = await (await Caller().connect(acceptor.address, trust=other.servers)).ended
+        assert isinstance(end.error, RoleDenied)
+        assert acceptor.streams.empty()
+
+
+async def test_who_answers_and_is_no_block_server_learns_nothing(tmp_path: Path) -> None:
+    """As a process that took the address of one."""
+    impostor, client = networks(Identities(tmp_path), (Role.CLIENT, "1"), (Role.CLIENT, "2"))
+    async with accepting(trust=impostor.callers) as acceptor:
+        stream = connect(acceptor.address, lambda _: lambda _: None, LIMITS, trust=client.servers)
+        stream.send(step(1), b"secret")
+        assert isinstance((await stream.ended).error, RoleDenied)
+        await asyncio.sleep(0.05)
+        assert acceptor.frames == []
+
+
+async def test_connections_that_begin_after_a_renewal_use_the_new_certificates(tmp_path: Path) -> None:
+    """Of a new authority, too: that of the old one is no longer believed."""
+    old, new = Identities(tmp_path / "old"), Identities(tmp_path / "new")
+    block, client = networks(old, (Role.BLOCK, "1"), (Role.CLIENT, "2"))
+    async with accepting(trust=block.callers) as acceptor:
+        before = await Caller().connect(acceptor.address, trust=client.servers)
+        for network, role, name in ((block, Role.BLOCK, "1"), (client, Role.CLIENT, "2")):
+            new.authority.issue(old.folder_of(role, name), Workload("test", role, name), ["127.0.0.1"])
+            assert network.credentials is not None
+            network.credentials.refresh()
+        after = await Caller().connect(acceptor.address, trust=client.servers)
+        assert not after.ended.done()
+        assert not before.ended.done()
+        (outdated,) = networks(Identities(tmp_path / "3", old.authority), (Role.CLIENT, "3"))
+        assert (await (await Caller().connect(acceptor.address, trust=outdated.servers)).ended).error is None
 
 
 # --- ends that misbehave ----------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
--- Renews a lease with a new state and load. ARGV: server id, address or '', lease, lease in ms.
--- Returns 1; 0 when the server is not known; 2 when another one has its address; the span that it is to move to.
+-- Renews a lease with a new state and load. ARGV: server id, address or '', lease, lease in ms, who asks or ''.
+-- Returns 1; 0 when the server is not known; 2 when another one has its address; 3 when somebody else registered it; the span that it is to
+-- move to.
 local READY, DRAINING = '2', '3'
 listening_since(tonumber(ARGV[4]))
 local holder = redis.call('HGET', ADDRESSES, ARGV[2])
 if holder and holder ~= ARGV[1] then return 2 end
+if is_anothers(ARGV[1], ARGV[5]) then return 3 end
 local before = redis.call('HGET', LEASES, ARGV[1])
 if not before or redis.call('HEXISTS', SERVERS, ARGV[1]) == 0 then return 0 end
 hear(ARGV[1], ARGV[3])

@@ -7,6 +7,7 @@ local ADDRESSES = PREFIX .. 'addresses'    -- hash: address -> server id
 local CHANGES = PREFIX .. 'changes'        -- stream: an entry for each change of the version
 local SESSIONS = PREFIX .. 'sessions'      -- sorted set: session id by the millisecond at which it expires
 local LEASES = PREFIX .. 'leases'          -- hash: server id -> one digit, its state, then serialised PlacedServer with only state and load
+local WORKLOADS = PREFIX .. 'workloads'    -- hash: server id -> who registered it, where routers ask that
 local HEARD = PREFIX .. 'heard'            -- sorted set: server id by the millisecond of its last heartbeat
 local LISTENING = PREFIX .. 'listening'    -- hash: since when a router has been there to hear heartbeats, and when one was last
 local STORE_ID = PREFIX .. 'store'          -- string: names this memory of the store; another one after it was lost
@@ -77,10 +78,17 @@ local function hear(server_id, lease)
   redis.call('ZADD', HEARD, string.format('%.0f', now_ms()), server_id)
 end
 
+-- Whether a server was registered by somebody else. Where nobody is asked, `workload` is empty, and everybody may.
+local function is_anothers(server_id, workload)
+  local registered = redis.call('HGET', WORKLOADS, server_id)
+  return workload ~= '' and registered and registered ~= workload
+end
+
 local function remove(server_id, entry)
   redis.call('DEL', suspect_key(server_id), withheld_key(server_id))
   redis.call('HDEL', SERVERS, server_id)
   redis.call('HDEL', LEASES, server_id)
+  redis.call('HDEL', WORKLOADS, server_id)
   redis.call('ZREM', HEARD, server_id)
   local address = address_of(entry)
   if redis.call('HGET', ADDRESSES, address) == server_id then redis.call('HDEL', ADDRESSES, address) end

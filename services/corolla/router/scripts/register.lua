@@ -1,14 +1,20 @@
--- Commits a span if the placement is still the one that it was chosen on. Returns 1, or 0 when it is not.
--- ARGV: expected version, server id, address, description, lease, number of blocks.
+-- Commits a span if the placement is still the one that it was chosen on. Returns 1; 0 when it is not; 3 when somebody
+-- else registered this server, or the one at its address. ARGV: expected version, server id, address, description, lease,
+-- number of blocks, who asks or ''.
 if version() ~= ARGV[1] then return 0 end
 local server_id, address = ARGV[2], ARGV[3]
 local older = redis.call('HGET', ADDRESSES, address)
+if is_anothers(server_id, ARGV[7]) or (older and is_anothers(older, ARGV[7])) then return 3 end
 for _, replaced in ipairs({older or server_id, server_id}) do
   local entry = redis.call('HGET', SERVERS, replaced)
   if entry then remove(replaced, entry) end
 end
 redis.call('HSET', SERVERS, server_id, address .. '\n' .. ARGV[4])
 redis.call('HSET', ADDRESSES, address, server_id)
+if ARGV[7] ~= '' then
+  redis.call('HSET', WORKLOADS, server_id, ARGV[7])
+  redis.call('PEXPIRE', WORKLOADS, FORGOTTEN_AFTER_MS)
+end
 hear(server_id, ARGV[5])
 redis.call('HSET', PLACEMENT, 'blocks', ARGV[6])
 changed(server_id)

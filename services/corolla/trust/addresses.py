@@ -1,0 +1,60 @@
+"""At which addresses a block server may say that it is reached."""
+
+import ipaddress
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Self
+from urllib.parse import unquote
+
+from corolla.chassis.errors import AddressNotYours
+
+_NAMES: Final = "x509_subject_alternative_name"
+_WILDCARD: Final = "*."
+
+
+@dataclass(frozen=True, slots=True)
+class CallerAddress:
+    """What is known of where a caller is.
+
+    Pods get their addresses when they start, often after their certificates. So one that names no address may be used
+    at that which the call comes from.
+
+    Attributes:
+        names: DNS names and IP addresses of its certificate.
+        host: IP address that the call came from; empty: unknown.
+    """
+
+    names: tuple[str, ...]
+    host: str
+
+    @classmethod
+    def of(cls, auth_context: Mapping[str, Iterable[bytes]], peer: str) -> Self:
+        """As gRPC says: `peer` is like `ipv4:10.0.0.7:4711` or `ipv6:%5B::1%5D:4711`."""
+        names = tuple(name.decode(errors="replace") for name in auth_context.get(_NAMES, ()))
+        kind, _, place = unquote(peer).partition(":")
+        host = place.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+        return cls(tuple(name for name in names if "://" not in name), host)
+
+    def check(self, address: str) -> None:
+        """Raises AddressNotYours where `host:port` is not the caller's."""
+        host = address.rpartition(":")[0].strip("[]").lower()
+        if not any(_is_same(host, name.lower()) for name in self.names or (self.host,)):
+            raise AddressNotYours("neither the certificate of this server nor where it calls from gives it its address")
+
+
+def _is_same(host: str, name: str) -> bool:
+    try:
+        ip_address = ipaddress.ip_address(host)
+    except ValueError:
+        if name.startswith(_WILDCARD):
+            return host.partition(".")[2] == name.removeprefix(_WILDCARD)
+        return host == name
+    try:
+        return _plain(ip_address) == _plain(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An IPv4 address that is written as one of IPv6 is one of IPv4."""
+    return getattr(address, "ipv4_mapped", None) or address

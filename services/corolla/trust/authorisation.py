@@ -1,0 +1,72 @@
+"""Who may ask for what: one row for each method between services, and one for each kind of frame."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from google.protobuf.message import Message
+
+from corolla.chassis.errors import RoleDenied
+from corolla.trust.workload import Role, Workload
+from corolla.v1 import blocks_pb2 as pb
+
+_CLIENT, _BLOCK, _ROUTER, _LIBRARY, _OPERATOR = Role.CLIENT, Role.BLOCK, Role.ROUTER, Role.LIBRARY, Role.OPERATOR
+# Who steps through chains.
+_STEPPERS: Final = frozenset({_CLIENT, _LIBRARY})
+
+METHODS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
+    {
+        "RouterService/RegisterServer": frozenset({_BLOCK}),
+        "RouterService/Heartbeat": frozenset({_BLOCK}),
+        "RouterService/DeregisterServer": frozenset({_BLOCK}),
+        "RouterService/MoveSession": frozenset({_BLOCK}),
+        "RouterService/PlanChain": _STEPPERS,
+        "RouterService/WatchPlacement": _STEPPERS,
+        "RouterService/ReportServer": _STEPPERS,
+        "RouterService/GetPlacement": frozenset({*_STEPPERS, _BLOCK, _OPERATOR}),
+        "RouterService/CreateSessionRecord": frozenset({_CLIENT}),
+        "RouterService/GetSessionRecord": frozenset({_CLIENT}),
+        "RouterService/BeginTurn": frozenset({_CLIENT}),
+        "RouterService/RenewTurn": frozenset({_CLIENT}),
+        "RouterService/EndTurn": frozenset({_CLIENT}),
+        "RouterService/DeleteSessionRecord": frozenset({_CLIENT}),
+        "RouterService/CountSessionRecords": frozenset({_CLIENT, _OPERATOR}),
+        "BlockService/GetStatus": frozenset({_CLIENT, _ROUTER, _OPERATOR}),
+        "AdminService/Drain": frozenset({_OPERATOR}),
+    }
+)
+"""By service and method. Health and reflection are for whoever has a certificate."""
+
+FRAMES: Final[Mapping[type[Message], frozenset[Role]]] = MappingProxyType(
+    {
+        pb.Hello: frozenset({*_STEPPERS, _BLOCK}),
+        pb.Open: _STEPPERS,
+        pb.Step: frozenset({*_STEPPERS, _BLOCK}),
+        pb.Resend: _STEPPERS,
+        pb.Credit: _STEPPERS,
+        pb.Holds: _STEPPERS,
+        # A server that has handed a session over passes on what its client said meanwhile.
+        pb.Close: frozenset({*_STEPPERS, _BLOCK}),
+        pb.Truncate: frozenset({*_STEPPERS, _BLOCK}),
+        pb.Next: frozenset({_BLOCK}),
+        pb.Handover: frozenset({_BLOCK}),
+        pb.HandoverTokens: frozenset({_BLOCK}),
+    }
+)
+"""By what a block server takes."""
+
+
+def check_method(method: str, caller: Workload | None) -> None:
+    """Raises RoleDenied: the caller may not ask for `Service/Method`, or is no workload."""
+    if caller is None or caller.role not in METHODS[method]:
+        raise RoleDenied(f"{_named(caller)} may not call {method}")
+
+
+def check_frame(kind: type[Message], caller: Workload) -> None:
+    """Raises RoleDenied: the caller may not send frames of this kind, which is one of `FRAMES`."""
+    if caller.role not in FRAMES[kind]:
+        raise RoleDenied(f"{_named(caller)} may not send {kind.DESCRIPTOR.name}")
+
+
+def _named(caller: Workload | None) -> str:
+    return "who has no role" if caller is None else f"the role {caller.role.value}"
