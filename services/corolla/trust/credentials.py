@@ -86,7 +86,9 @@ class Credentials:
             return _server_configuration(seen)
 
         return grpc.dynamic_ssl_server_credentials(
-            _server_configuration(seen), fetch, require_client_authentication=True
+            _server_configuration(seen),
+            fetch,  # type: ignore[arg-type]  # which may answer None: nothing new
+            require_client_authentication=True,
         )
 
     def for_channels(self) -> grpc.ChannelCredentials:

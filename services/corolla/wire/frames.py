@@ -22,7 +22,7 @@ MAX_TENANT_CHARS: Final = 256
 _HEADER: Final = struct.Struct("<HBxII")
 _MAGIC: Final = 0x01C0
 
-_CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
+CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
     pb.FRAME_KIND_HELLO: pb.Hello,
     pb.FRAME_KIND_WELCOME: pb.Welcome,
     pb.FRAME_KIND_OPEN: pb.Open,
@@ -44,7 +44,7 @@ _CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
     pb.FRAME_KIND_NEXT: pb.Next,
     pb.FRAME_KIND_CREDIT: pb.Credit,
 }
-_KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in _CONTROL_CLASSES.items()}
+_KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in CONTROL_CLASSES.items()}
 
 
 class Frame(NamedTuple):
@@ -130,7 +130,7 @@ def _read_frame(view: memoryview, offset: int) -> tuple[Frame | None, int]:
     if payload_start > len(view):
         return None, payload_start
     magic, kind, control_length, payload_length = _HEADER.unpack_from(view, offset)
-    cls = _CONTROL_CLASSES.get(kind)
+    cls = CONTROL_CLASSES.get(kind)
     if magic != _MAGIC or cls is None:
         raise MalformedMessage("frame", "not a frame of this protocol version")
     control_start, payload_start = payload_start, payload_start + control_length

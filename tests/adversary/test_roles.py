@@ -1,0 +1,205 @@
+"""Who has a certificate, and asks for what its role does not give: refused by real processes, each by its table."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.protobuf.message import Message
+
+from corolla.chassis.errors import CorollaError, HopSessionLost, RoleDenied
+from corolla.chassis.status import from_reason, from_rpc_error
+from corolla.local.ports import Ports
+from corolla.trust.authorisation import FRAMES, METHODS
+from corolla.trust.workload import Role
+from corolla.v1 import admin_pb2, common_pb2, router_pb2
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1.router_pb2_grpc import RouterServiceStub
+from corolla.wire.network import Network
+from corolla.wire.stream import Stream
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ON_STREAMS = {Role.CLIENT, Role.LIBRARY, Role.BLOCK}
+FINGERPRINTS: list[str] = []
+FILES = (router_pb2, pb, admin_pb2)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+    folder: Path = tmp_path_factory.mktemp("roles")
+    model = make_tiny_checkpoint("llama", folder / "tiny")
+    admin_port = {"admin_host": "127.0.0.1", "admin_port": Ports().free()}
+    async with Swarm(folder, model, ["0:5"], server=admin_port, is_encrypted=True) as swarm:
+        FINGERPRINTS[:] = [status.fingerprint for status in await swarm.statuses()]
+        yield swarm
+
+
+def network_of(swarm: Swarm, role: Role, name: str = "rogue") -> Network:
+    assert swarm.identities is not None
+    return Network.of(swarm.identities.folder_of(role, name))
+
+
+class Caller:
+    """A stream to the swarm's only block server, and what came on it."""
+
+    def __init__(self, swarm: Swarm, role: Role, name: str = "rogue", client_id: bytes | None = None) -> None:
+        self.frames: asyncio.Queue[Message] = asyncio.Queue()
+        network = network_of(swarm, role, name)
+        self.stream: Stream = network.connect(
+            swarm.servers[0].address, lambda _: lambda frame: self.frames.put_nowait(frame.control)
+        )
+        if client_id is None:
+            client_id = b"" if role is Role.BLOCK else secrets.token_bytes(16)
+        self.stream.send(pb.Hello(client_id=client_id, fingerprint=FINGERPRINTS[0]))
+
+    async def fate(self) -> CorollaError | None:
+        """Why the other end ended the stream; None where it did not."""
+        try:
+            return (await asyncio.wait_for(asyncio.shield(self.stream.ended), 0.3)).error
+        except TimeoutError:
+            return None
+
+    async def answer(self, kind: type[Message]) -> Any:
+        while not isinstance(frame := await asyncio.wait_for(self.frames.get(), 10), (kind, pb.Fault)):
+            pass
+        return frame
+
+    async def open(self, session_id: bytes, tenant: str, epoch: int = 1) -> Any:
+        self.stream.send(
+            pb.Open(
+                request_id=1, session_id=session_id, epoch=epoch, tenant=tenant, max_tokens=16, lease_ms=60_000,
+                blocks=common_pb2.BlockSpan(start=0, end=5),
+            )
+        )  # fmt: skip
+        return await self.answer(pb.Opened)
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_frames_are_taken_as_the_table_says(swarm: Swarm, role: Role) -> None:
+    for kind, roles in FRAMES.items():
+        caller = Caller(swarm, role)
+        if kind is not pb.Hello:
+            caller.stream.send(kind())
+        assert isinstance(await caller.fate(), RoleDenied) is (role not in roles), kind
+        caller.stream.close()
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_methods_answer_as_the_table_says(swarm: Swarm, role: Role) -> None:
+    server = swarm.servers[0]
+    places = {
+        "RouterService": swarm.router_address,
+        "BlockService": f"127.0.0.1:{server.control_port}",
+        "AdminService": f"127.0.0.1:{server.settings.admin_port}",
+    }
+    for service in (each for file in FILES for each in file.DESCRIPTOR.services_by_name.values()):
+        async with network_of(swarm, role).open_channel(places[service.name]) as channel:
+            for method in service.methods:
+                name = f"{service.name}/{method.name}"
+                if name == "AdminService/Drain" and role in METHODS[name]:
+                    continue  # it would end the swarm
+                path = f"/{service.full_name}/{method.name}"
+                call: Any = channel.unary_stream(path) if method.server_streaming else channel.unary_unary(path)
+                error = await failure_of(call, watches=method.server_streaming)
+                assert isinstance(error, RoleDenied) is (role not in METHODS[name]), name
+
+
+async def failure_of(call: Callable[..., Any], *, watches: bool) -> CorollaError | None:
+    """Of a call with an empty request."""
+    try:
+        if watches:
+            call_of = call(b"", timeout=10)
+            await call_of.read()
+            call_of.cancel()
+        else:
+            await call(b"", timeout=10)
+    except grpc.RpcError as failure:
+        return from_rpc_error(failure)
+    return None
+
+
+async def test_nobody_takes_the_place_of_a_block_server_that_lives(swarm: Swarm) -> None:
+    (placed,) = (await swarm.placement()).servers
+    async with network_of(swarm, Role.BLOCK).open_channel(swarm.router_address) as channel:
+        stub = RouterServiceStub(channel)
+        at_its_address = router_pb2.ServerDescription()
+        at_its_address.CopyFrom(placed.server)
+        at_its_address.server_id = secrets.token_hex(16)
+        elsewhere = router_pb2.ServerDescription()
+        elsewhere.CopyFrom(placed.server)
+        elsewhere.server_id, elsewhere.address = secrets.token_hex(16), "192.0.2.1:50052"
+        beat = router_pb2.HeartbeatRequest(
+            model="tiny", server_id=placed.server.server_id, state=router_pb2.SERVER_STATE_DRAINING,
+        )  # fmt: skip
+        leave = router_pb2.DeregisterServerRequest(model="tiny", server_id=placed.server.server_id)
+        for call in (
+            stub.RegisterServer(router_pb2.RegisterServerRequest(server=at_its_address)),
+            stub.RegisterServer(router_pb2.RegisterServerRequest(server=elsewhere)),
+            stub.Heartbeat(beat),
+            stub.DeregisterServer(leave),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert from_rpc_error(refused.value).reason == "ADDRESS_NOT_YOURS"
+    (now,) = (await swarm.placement()).servers
+    assert (now.server, now.state) == (placed.server, placed.state)
+
+
+async def test_a_library_opens_sessions_of_its_own_tenant_only(swarm: Swarm) -> None:
+    caller = Caller(swarm, Role.LIBRARY, "acme")
+    refused = await caller.open(secrets.token_bytes(16), "victim")
+    assert isinstance(from_reason(refused.reason, refused.message, {}), RoleDenied)
+    assert isinstance(await caller.open(secrets.token_bytes(16), "acme"), pb.Opened)
+    caller.stream.close()
+
+
+async def test_what_one_opened_another_neither_opens_nor_ends(swarm: Swarm) -> None:
+    session_id = secrets.token_bytes(16)
+    owner, rogue = Caller(swarm, Role.CLIENT, "1"), Caller(swarm, Role.LIBRARY, "acme")
+    assert isinstance(await owner.open(session_id, "acme"), pb.Opened)
+    refused = await rogue.open(session_id, "acme", epoch=9)
+    assert refused.reason == HopSessionLost.reason
+    held = {facts.session_id: facts for facts in swarm.servers[0].sessions}[session_id]
+    rogue.stream.send(pb.Truncate(session_id=session_id, epoch=1, position=0, idle=True))
+    rogue.stream.send(pb.Close(session_id=session_id, epoch=9))
+    # An answer: the frames before it have been handled.
+    assert isinstance(await rogue.open(secrets.token_bytes(16), "acme"), pb.Opened)
+    assert {facts.session_id: facts for facts in swarm.servers[0].sessions}[session_id] == held
+    # Another client service goes on with it, as after the end of the first.
+    assert isinstance(await Caller(swarm, Role.CLIENT, "2").open(session_id, "acme", epoch=2), pb.Opened)
+    owner.stream.send(pb.Close(session_id=session_id, epoch=2))
+
+    async def is_gone() -> bool:
+        return session_id not in {facts.session_id for facts in swarm.servers[0].sessions}
+
+    await until(is_gone)
+    for caller in (owner, rogue):
+        caller.stream.close()
+
+
+async def test_nobody_takes_the_client_id_of_another(swarm: Swarm) -> None:
+    client_id = secrets.token_bytes(16)
+    client = Caller(swarm, Role.CLIENT, "1", client_id)
+    await client.answer(pb.Welcome)
+    rogue = Caller(swarm, Role.LIBRARY, "acme", client_id)
+    assert isinstance(await rogue.fate(), RoleDenied)
+    assert await client.fate() is None
+    client.stream.close()
+
+
+async def test_no_block_server_speaks_as_a_client_and_no_client_as_a_block_server(swarm: Swarm) -> None:
+    assert isinstance(await Caller(swarm, Role.BLOCK, "1", secrets.token_bytes(16)).fate(), RoleDenied)
+    assert isinstance(await Caller(swarm, Role.CLIENT, "1", b"").fate(), RoleDenied)
+
+
+async def test_the_swarm_answers_all_the_while(swarm: Swarm) -> None:
+    async with swarm.connect() as client:
+        assert len((await client.generate([1, 2, 3], max_tokens=4)).token_ids) == 4
