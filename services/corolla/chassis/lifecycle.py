@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 import uvloop
 
 from corolla.chassis import failpoints, logs
+from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import StartupError
 from corolla.chassis.settings import ServiceSettings, load
 
@@ -87,6 +88,7 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
     try:
         settings = load(settings_class, **overrides)
         failpoints.arm(os.environ)
+        os.environ.setdefault(*TLS_1_3_ONLY)
         logs.configure(settings.log_level, settings.log_format)
         uvloop.run(_serve_until_signal(lambda: build(settings)))
     except StartupError as failure:

@@ -5,14 +5,15 @@ import sys
 import grpc
 
 from corolla.chassis.errors import StartupError
-from corolla.sdk.transport import CHANNEL_OPTIONS, error_of
+from corolla.cli.control_channel import open_control_channel
+from corolla.sdk.transport import error_of
 from corolla.v1 import admin_pb2
 from corolla.v1.admin_pb2_grpc import AdminServiceStub
 
 
 def run_drain(address: str, timeout_s: float) -> int:
     """Asks a block server to leave, and waits until it has. Returns 0 also where sessions are left to be replayed."""
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    with open_control_channel(address) as channel:
         try:
             answer = AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=timeout_s)
         except grpc.RpcError as failure:

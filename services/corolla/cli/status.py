@@ -6,8 +6,9 @@ import sys
 import grpc
 
 from corolla.chassis.errors import RouterUnavailable
+from corolla.cli.control_channel import open_control_channel
 from corolla.cli.placement_table import placement_facts, placement_table, uncovered_text
-from corolla.sdk.transport import CHANNEL_OPTIONS, error_of
+from corolla.sdk.transport import error_of
 from corolla.v1 import router_pb2
 from corolla.v1.router_pb2_grpc import RouterServiceStub
 
@@ -16,7 +17,7 @@ _TIMEOUT_S = 5.0
 
 def run_status(router: str, model: str, *, as_json: bool) -> int:
     """Prints the placement. Returns 1 when a block has no ready server, else 0."""
-    with grpc.insecure_channel(router, options=CHANNEL_OPTIONS) as channel:
+    with open_control_channel(router) as channel:
         stub = RouterServiceStub(channel)
         try:
             placement = stub.GetPlacement(router_pb2.GetPlacementRequest(model=model), timeout=_TIMEOUT_S)

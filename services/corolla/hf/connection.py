@@ -8,6 +8,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar, cast, get_args
 
 import torch
@@ -29,6 +30,9 @@ from corolla.chassis.weight_formats import QuantizationName, full_dtype_name
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.hf.row_group import RowGroup
 from corolla.models.checkpoint import Checkpoint
+from corolla.trust import loopback
+from corolla.trust.workload import Role
+from corolla.wire.network import Network
 from corolla.wire.stream import between_servers
 from corolla.wire.tensors import DTYPES
 
@@ -55,20 +59,31 @@ class Connection:
         model: name under which the router knows the model.
         fingerprint: of the weights that every block server must have.
         num_blocks: of the model.
+        tls_dir: folder of the library's certificate; None: in the clear.
     """
 
     _shared: ClassVar["weakref.WeakValueDictionary[tuple[object, ...], Connection]"] = weakref.WeakValueDictionary()
     _shared_lock: ClassVar = threading.Lock()
 
-    def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int) -> None:
+    def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int, tls_dir: Path | None = None) -> None:
         self._process_id = os.getpid()
         self._thread = LoopThread("corolla")
-        self._planes = self.call(_connect(router, model, fingerprint, num_blocks))
+        self._planes = self.call(_connect(router, model, fingerprint, num_blocks, tls_dir))
         self.close = weakref.finalize(self, self._thread.stop, self._planes.close)
 
     @classmethod
-    def to(cls, checkpoint: Checkpoint, router: str, dtype: str | torch.dtype, quantization: str) -> "Connection":
+    def to(
+        cls,
+        checkpoint: Checkpoint,
+        router: str,
+        dtype: str | torch.dtype,
+        quantization: str,
+        tls_dir: str | Path | None = None,
+    ) -> "Connection":
         """To the block servers that run a checkpoint in a dtype and a quantisation.
+
+        Args:
+            tls_dir: see `trust.loopback.tls_dir`.
 
         Raises:
             ValueError: they are none that block servers run.
@@ -79,16 +94,19 @@ class Connection:
         if quantization not in get_args(QuantizationName):
             raise ValueError(f"`quantization` must be one of {', '.join(get_args(QuantizationName))}.")
         fingerprint = checkpoint.fingerprint(dtype_name, quantization)
-        return cls.shared(router, checkpoint.name, fingerprint, checkpoint.num_blocks)
+        folder = loopback.tls_dir(router, Role.LIBRARY, tls_dir)
+        return cls.shared(router, checkpoint.name, fingerprint, checkpoint.num_blocks, folder)
 
     @classmethod
-    def shared(cls, router: str, model: str, fingerprint: str, num_blocks: int) -> "Connection":
+    def shared(
+        cls, router: str, model: str, fingerprint: str, num_blocks: int, tls_dir: Path | None = None
+    ) -> "Connection":
         """The connection that models of this process have in common."""
-        key = (os.getpid(), router, model, fingerprint)
+        key = (os.getpid(), router, model, fingerprint, tls_dir)
         with cls._shared_lock:
             connection = cls._shared.get(key)
             if connection is None or not connection.close.alive:
-                connection = cls._shared[key] = cls(router, model, fingerprint, num_blocks)
+                connection = cls._shared[key] = cls(router, model, fingerprint, num_blocks, tls_dir)
             return connection
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Connection":
@@ -193,12 +211,13 @@ class Connection:
 class _Planes:
     """What lives in the thread."""
 
-    def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int) -> None:
-        self.control = ControlPlane(router, model)
+    def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int, network: Network) -> None:
+        self.control = ControlPlane(router, model, network.channels)
         # The process is its caller's: whatever fails here is restarted, and ends nothing.
         self.tasks = TaskGroup()
+        network.start_renewal(self.tasks)
         limits = replace(between_servers(), ping_after_s=1.0, silence_s=_SILENCE_S)
-        self.data = DataPlane(fingerprint, self.tasks.subgroup(), limits)
+        self.data = DataPlane(fingerprint, self.tasks.subgroup(), limits, connect=network.connect)
         placement = PlacementWatch(self.control)
         self.tasks.start_essential(placement.run, "placement_watch")
         self.routes = Routes(self.control, placement, fingerprint, num_blocks)
@@ -214,8 +233,8 @@ class _Planes:
         await self.control.close()
 
 
-async def _connect(router: str, model: str, fingerprint: str, num_blocks: int) -> _Planes:
-    return _Planes(router, model, fingerprint, num_blocks)
+async def _connect(router: str, model: str, fingerprint: str, num_blocks: int, tls_dir: Path | None) -> _Planes:
+    return _Planes(router, model, fingerprint, num_blocks, Network.of(tls_dir))
 
 
 def _ignore(report: RecoveryReport) -> None:

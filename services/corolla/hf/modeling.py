@@ -1,6 +1,7 @@
 """Causal language models whose blocks are remote: embedding, final norm, head and sampling run here."""
 
 import copy
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self, cast
 
 import torch
@@ -66,6 +67,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         device: torch.device | str = "cpu",
         tenant: str = "public",
         reuse_prefixes: bool = False,
+        tls_dir: str | Path | None = None,
     ) -> Self:
         """Reads what runs here, and connects to a router for the rest.
 
@@ -80,6 +82,8 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             reuse_prefixes: whether block servers keep what they compute for a text and use it again for others of the
                 tenant that begin alike. Only with the checkpoint's own embeddings: a text stands for what they make
                 of it.
+            tls_dir: folder with `tls.crt`, `tls.key` and `ca.crt` of a library, whose certificate names the tenant;
+                else `COROLLA_TLS_DIR`; else what a stack on this machine left for its user; else all is in the clear.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another family than this class is for.
@@ -92,7 +96,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
                 f"{name_or_path} is of the family {checkpoint.family.model_type!r}, and {cls.__name__} is for "
                 f"{cls.model_type!r}; AutoDistributedModelForCausalLM takes any."
             )
-        connection = Connection.to(checkpoint, router, dtype, quantization)
+        connection = Connection.to(checkpoint, router, dtype, quantization, tls_dir)
         run_dtype = DTYPES[full_dtype_name(str(dtype).removeprefix("torch."))]
         remote = RemoteSpan(
             connection=connection,

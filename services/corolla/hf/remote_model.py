@@ -4,6 +4,7 @@ import copy
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
@@ -78,10 +79,11 @@ class RemoteModelForCausalLM(GenerationMixin):
         revision: str | None = None,
         tenant: str = "public",
         reuse_prefixes: bool = False,
+        tls_dir: str | Path | None = None,
     ) -> Self:
         """Reads the configuration, and connects to a router. See `DistributedModelForCausalLM.from_pretrained`."""
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
-        connection = Connection.to(checkpoint, router, dtype, quantization)
+        connection = Connection.to(checkpoint, router, dtype, quantization, tls_dir)
         return cls(checkpoint, connection, tenant, reuse_prefixes=reuse_prefixes)
 
     @property

@@ -28,6 +28,7 @@ class StackOptions:
         num_threads: torch threads of each process.
         log_folder: where each process gets its log file.
         environment: more variables for all processes, such as `COROLLA_LEASE_MS`.
+        is_secure: whether the processes show each other certificates, and Redis asks for a password.
         restarts: whether a process that dies is started again.
         start_timeout_s: seconds until all must be ready, once the model is there.
         grace_s: seconds that a process gets to end by itself.
@@ -45,6 +46,7 @@ class StackOptions:
     num_threads: int = 1
     log_folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    is_secure: bool = True
     restarts: bool = True
     start_timeout_s: float = 180.0
     grace_s: float = 5.0

@@ -8,8 +8,10 @@ from pathlib import Path
 from corolla.local.log_files import LogFile
 from corolla.local.options import StackOptions
 from corolla.local.ports import Ports
+from corolla.trust.workload import Role
 
 LOOPBACK = "127.0.0.1"
+_OF_ONE_PROCESS = frozenset({"COROLLA_PORT", "COROLLA_HOST", "COROLLA_TLS_DIR"})
 SERVICE_MODULE = "corolla.cli.app"
 
 
@@ -47,15 +49,20 @@ class ManagedProcess:
         return self.control_address or self.address
 
     @property
+    def role(self) -> Role | None:
+        """Which its certificate names; None for Redis, which has none."""
+        if self.is_block_server:
+            return Role.BLOCK
+        return next((role for role in (Role.CLIENT, Role.ROUTER) if self.name.startswith(role.value)), None)
+
+    @property
     def is_block_server(self) -> bool:
         return bool(self.blocks)
 
 
-def redis_process(folder: Path, port: int) -> ManagedProcess:
-    arguments = (LOOPBACK, str(port), str(folder))
-    return ManagedProcess(
-        "redis", "corolla.local.redis_server", arguments, f"{LOOPBACK}:{port}", LogFile(folder / "redis.log")
-    )
+def redis_process(folder: Path, address: str, configuration: Path) -> ManagedProcess:
+    log = LogFile(folder / "redis.log")
+    return ManagedProcess("redis", "corolla.local.redis_server", (str(configuration),), address, log)
 
 
 def router_process(folder: Path, port: int, metrics_port: int) -> ManagedProcess:
@@ -116,7 +123,7 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
     }
     offline = {"HF_HUB_OFFLINE": "1"} if options.model == "demo" or Path(options.model).expanduser().is_dir() else {}
     # The command line says these to each process; a variable of the surroundings is not meant for all of them.
-    own = {key: value for key, value in os.environ.items() if key not in ("COROLLA_PORT", "COROLLA_HOST")}
+    own = {key: value for key, value in os.environ.items() if key not in _OF_ONE_PROCESS}
     # The servers share this machine, and would each measure that the others are idle. Who knows better says so.
     shared = {"COROLLA_SPIN_US": "0"}
     return {**shared, **own, **fixed, **offline, **options.environment}

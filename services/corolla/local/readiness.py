@@ -23,8 +23,12 @@ _OPTIONS = [
 class Probe:
     """Asks one gRPC service how it is."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._channel = (
+            grpc.secure_channel(address, credentials, options=_OPTIONS)
+            if credentials is not None
+            else grpc.insecure_channel(address, options=_OPTIONS)
+        )
 
     def is_serving(self) -> bool:
         # The published annotations of this stub lack its method.

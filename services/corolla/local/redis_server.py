@@ -1,6 +1,7 @@
 """A Redis server of our own, as a child process that keeps everything in memory."""
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -132,12 +133,34 @@ def _answers(port: int, pid: int) -> bool:
         return False
 
 
+def write_configuration(path: Path, folder: Path, port: int = 0) -> str:
+    """Writes the configuration of a Redis that keeps everything in memory. Returns its address, as a URL.
+
+    Args:
+        path: of the file, which only its owner can read.
+        folder: where it runs.
+        port: on the loopback address, where whoever is on this machine may do as they like; 0: it listens on a socket
+            next to `path`, and asks for a password.
+    """
+    lines = [f'dir "{folder.resolve()}"', "daemonize no", 'save ""', "appendonly no"]
+    if port:
+        lines += [f"bind {_HOST}", f"port {port}"]
+        url = f"redis://{_HOST}:{port}/0"
+    else:
+        secret, place = secrets.token_urlsafe(32), path.with_name("redis.sock")
+        lines += ["port 0", f'unixsocket "{place}"', "unixsocketperm 700", f"requirepass {secret}"]
+        url = f"unix://:{secret}@{place}"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+    return url
+
+
 def main(arguments: Sequence[str]) -> NoReturn:
     """Becomes the Redis of a stack, a child of the fork server like the services: stopped in order, never an orphan.
 
     Args:
-        arguments: host, port and the folder to run in.
+        arguments: the configuration.
     """
-    host, port, folder = arguments
-    command = redis_command(host, int(port), Path(folder))
-    os.execv(command[0], command)
+    (configuration,) = arguments
+    server = str(find_redis_server())
+    os.execv(server, [server, configuration])

@@ -9,15 +9,21 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
+import grpc
+
 from corolla.chassis.errors import StartupError
 from corolla.local import processes, readiness
 from corolla.local.events import Report, StackEvent, ignore
 from corolla.local.fork_server import Exit, ForkServer
+from corolla.local.identities import StackIdentities
 from corolla.local.log_files import LogFile
 from corolla.local.options import DEFAULT_CLIENT_PORT, DEFAULT_ROUTER_PORT, StackOptions, server_blocks
 from corolla.local.ports import Ports
 from corolla.local.processes import LOOPBACK, ManagedProcess
+from corolla.local.redis_server import write_configuration
 from corolla.local.supervisor import Supervisor
+from corolla.trust.loopback import VARIABLE
+from corolla.trust.workload import Role
 from corolla.v1 import router_pb2
 
 _POLL_S = 0.05
@@ -53,6 +59,7 @@ class Stack:
         self._fork_server: ForkServer | None = None
         self._supervisor: Supervisor | None = None
         self._environment: dict[str, str] = {}
+        self._identities: StackIdentities | None = None
         self._stopping = threading.Event()
 
     @property
@@ -120,7 +127,7 @@ class Stack:
         """
         if self._processes.get(process.name) != process:
             self._plan([process])
-        variables = {**self._environment, **(environment or {})}
+        variables = {**self._environment, **self._identity(process), **(environment or {})}
         if self._fork_server is not None and not self._stopping.is_set():
             what = (process.name, process.module, process.arguments)
             self._fork_server.start(*what, variables, process.log.path, title=process.title)
@@ -148,6 +155,8 @@ class Stack:
                 self._stop_kind(self._fork_server, [name for name in self._processes if name.startswith(kinds)])
             self._fork_server.close()
             self._fork_server = None
+        if self._identities is not None:
+            self._identities.remove()
 
     def __enter__(self) -> Self:
         self.start()
@@ -168,10 +177,16 @@ class Stack:
         except OSError as failure:
             raise StartupError(f"cannot make the log folder {options.log_folder}: {failure.strerror}") from None
         planned = []
+        private = options.log_folder
+        if options.is_secure:
+            self._identities = StackIdentities(self.router_address)
+            private = self._identities.folder
         if not self.redis_url:
-            redis_port = ports.free()
-            self.redis_url = f"redis://{LOOPBACK}:{redis_port}/0"
-            planned.append(processes.redis_process(options.log_folder, redis_port))
+            configuration = private / "redis.conf"
+            redis_port = 0 if options.is_secure else ports.free()
+            self.redis_url = write_configuration(configuration, options.log_folder, redis_port)
+            address = f"{LOOPBACK}:{redis_port}" if redis_port else str(private)
+            planned.append(processes.redis_process(options.log_folder, address, configuration))
         planned.append(processes.router_process(options.log_folder, router_port, ports.free()))
         client = processes.client_process(options, client_port, ports.free(), self.router_address)
         self.client_address = client.address
@@ -258,7 +273,18 @@ class Stack:
             if (earlier := self._probes.pop(process.name, None)) is not None:
                 earlier.close()
             if process.name != "redis":
-                self._probes[process.name] = readiness.Probe(process.rpc_address)
+                self._probes[process.name] = readiness.Probe(process.rpc_address, self._credentials_for(process))
+
+    def _identity(self, process: ManagedProcess) -> dict[str, str]:
+        if self._identities is None or process.role is None:
+            return {}
+        return {VARIABLE: str(self._identities.folder_of(process.role, process.name))}
+
+    def _credentials_for(self, process: ManagedProcess) -> grpc.ChannelCredentials | None:
+        """What a process has to be shown that asks how another one is."""
+        if self._identities is None or process.role is Role.CLIENT:
+            return None
+        return self._identities.operator.for_channels()
 
     def _covered(self) -> bool:
         placement = self.placement()

@@ -37,7 +37,7 @@ async def serving(credentials: Credentials) -> AsyncIterator[int]:
         return str(workload_of_call(context.auth_context())).encode()
 
     server = grpc.aio.server()
-    method = grpc.unary_unary_rpc_method_handler(who)
+    method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(who)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Who": method}),))
     port = server.add_secure_port("127.0.0.1:0", credentials.for_rpc_servers())
     await server.start()
@@ -48,8 +48,8 @@ async def serving(credentials: Credentials) -> AsyncIterator[int]:
 
 
 async def who(channel: grpc.aio.Channel) -> str:
-    answer: bytes = await channel.unary_unary("/test.Service/Who")(b"", timeout=10)
-    return answer.decode()
+    ask: Any = channel.unary_unary("/test.Service/Who")
+    return str((await ask(b"", timeout=10)).decode())
 
 
 def test_only_its_owner_reads_a_key(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""The certificates of a stack on this machine."""
+
+import shutil
+from pathlib import Path
+from typing import Final
+
+from corolla.trust.authority import Authority
+from corolla.trust.credentials import Credentials
+from corolla.trust.loopback import make_folder
+from corolla.trust.workload import Role, Workload
+
+TRUST_DOMAIN: Final = "local"
+LIBRARY_TENANT: Final = "public"
+_HERE: Final = ("127.0.0.1", "localhost", "::1")
+
+
+class StackIdentities:
+    """Signs for the processes of one stack, and for the user's own programs; what it wrote goes with the stack.
+
+    Args:
+        router: its address, by which other programs find theirs.
+
+    Attributes:
+        folder: for all that only the user may read.
+        operator: what the stack itself shows to its processes.
+
+    Raises:
+        StartupError: the folder cannot be made.
+    """
+
+    def __init__(self, router: str) -> None:
+        self._authority = Authority()
+        self.folder = make_folder(router)
+        self._issue(self.folder / Role.LIBRARY.value, Role.LIBRARY, LIBRARY_TENANT)
+        self._issue(self.folder / Role.OPERATOR.value, Role.OPERATOR, "user")
+        self.operator = Credentials(self.folder / Role.OPERATOR.value)
+
+    def folder_of(self, role: Role, name: str) -> Path:
+        """The certificate of a process; the same one each time that it is started."""
+        folder = self.folder / name
+        if not folder.exists():
+            self._issue(folder, role, name)
+        return folder
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _issue(self, folder: Path, role: Role, name: str) -> None:
+        self._authority.issue(folder, Workload(TRUST_DOMAIN, role, name), _HERE)

@@ -1,0 +1,62 @@
+"""Where a stack on this machine keeps its certificates, so that other programs of whoever started it find theirs."""
+
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from corolla.chassis.errors import StartupError
+from corolla.trust.workload import Role
+
+VARIABLE: Final = "COROLLA_TLS_DIR"
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
+
+
+def make_folder(router: str) -> Path:
+    """An empty folder for the certificates of a stack, by the address of its router, which nobody else can read.
+
+    Raises:
+        StartupError: somebody else has it, or it cannot be made.
+    """
+    own, folder = _own_folder(), _folder_of(router)
+    try:
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(own):
+            raise StartupError(f"{own} is open to others; remove it, or have XDG_RUNTIME_DIR name a folder of yours")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+    except OSError as failure:
+        raise StartupError(f"cannot make {folder}: {failure.strerror}") from None
+    return folder
+
+
+def tls_dir(router: str, role: Role, given: str | Path | None = None) -> Path | None:
+    """Which certificates a program of this user shows to a router. None: it speaks in the clear.
+
+    Args:
+        given: what its caller says; else `COROLLA_TLS_DIR`; else what a stack on this machine has left for the role.
+    """
+    if named := given or os.environ.get(VARIABLE):
+        return Path(named)
+    host = router.rpartition(":")[0]
+    folder = _folder_of(router) / role.value
+    return folder if host in _LOOPBACK and _is_private(_own_folder()) and folder.is_dir() else None
+
+
+def _own_folder() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"corolla-{os.geteuid()}"
+
+
+def _folder_of(router: str) -> Path:
+    return _own_folder() / router.rpartition(":")[2]
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether it is this user's and nobody else's: in a folder for all, somebody else may have made it before."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
