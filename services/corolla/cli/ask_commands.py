@@ -22,6 +22,8 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to complete; - reads it from standard input.")],
     server: ask.Server = ask.DEFAULT_SERVER,
     api_key: ask.ApiKey = None,
+    tls: ask.Tls = False,
+    ca_file: ask.CaFile = None,
     model: ask.Model = "",
     timeout: ask.Timeout = None,
     stream: Annotated[
@@ -59,13 +61,15 @@ def generate(
         frequency_penalty=frequency_penalty, seed=seed, stop=stop, ignore_eos=ignore_eos, time_limit_s=time_limit,
         speculation=speculation,
     )  # fmt: skip
-    with Client(server, api_key=api_key, timeout=timeout) as client:
+    with Client(server, api_key=api_key, timeout=timeout, credentials=ask.credentials(tls, ca_file)) as client:
         return run_generate(client, prompt, n, options, streams=stream, as_json=json)
 
 
 def chat(
     server: ask.Server = ask.DEFAULT_SERVER,
     api_key: ask.ApiKey = None,
+    tls: ask.Tls = False,
+    ca_file: ask.CaFile = None,
     model: ask.Model = "",
     timeout: ask.Timeout = None,
     system: Annotated[str | None, typer.Option(help="System message: how the model is to answer.")] = None,
@@ -97,7 +101,7 @@ def chat(
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         seed=seed, stop=stop, time_limit_s=time_limit, speculation=speculation,
     )  # fmt: skip
-    with Client(server, api_key=api_key, timeout=timeout) as client:
+    with Client(server, api_key=api_key, timeout=timeout, credentials=ask.credentials(tls, ca_file)) as client:
         return run_chat(client, system, session, options, as_json=json)
 
 

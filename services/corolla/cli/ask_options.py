@@ -1,8 +1,12 @@
 """The options of the commands that ask a running service."""
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    import grpc
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 
@@ -24,6 +28,21 @@ ApiKey = Annotated[
     str | None,
     typer.Option(
         "--api-key", envvar="COROLLA_API_KEY", help="Key, where the service wants one.", rich_help_panel=_PLACE
+    ),
+]
+Tls = Annotated[
+    bool, typer.Option("--tls", help="Encrypt, and believe the authorities of the web.", rich_help_panel=_PLACE)
+]
+CaFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca-file",
+        envvar="COROLLA_CA_FILE",
+        help="Encrypt, and believe the authorities in this file (PEM).",
+        rich_help_panel=_PLACE,
+        exists=True,
+        dir_okay=False,
+        readable=True,
     ),
 ]
 Model = Annotated[str, typer.Option("--model", "-m", help="Model, where there are several.", rich_help_panel=_PLACE)]
@@ -51,6 +70,15 @@ TimeLimit = Annotated[float | None, _answer("time-limit", "End with what there i
 Speculation = Annotated[
     str | None, _answer("speculation", "Draft tokens ahead: off, prompt_lookup or draft_model. Tokens stay the same.")
 ]
+
+
+def credentials(tls: bool, ca_file: Path | None) -> "grpc.ChannelCredentials | None":
+    """None: in the clear."""
+    if not tls and ca_file is None:
+        return None
+    import grpc
+
+    return grpc.ssl_channel_credentials(ca_file.read_bytes() if ca_file is not None else None)
 
 
 def given(**options: Any) -> dict[str, Any]:

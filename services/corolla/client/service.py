@@ -28,6 +28,7 @@ from corolla.client.transcripts import Transcripts
 from corolla.decoding.parameters import SpeculationMode
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.models.hub import Hub
+from corolla.trust.credentials import PublicCertificate
 from corolla.v1 import generation_pb2
 from corolla.wire.network import Network
 from corolla.wire.stream import between_servers
@@ -57,6 +58,7 @@ class ClientService:
         self._farewell_s = farewell_s
         self._hub = Hub(settings.offline, settings.hub_patience_s)
         self._tenants = Tenants(settings.api_keys_file)
+        self._certificate = PublicCertificate(settings.public_tls_dir) if settings.public_tls_dir else None
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
         self._rpc = RpcServer(
@@ -64,6 +66,7 @@ class ClientService:
             settings.port,
             with_reflection=settings.reflection,
             max_request_bytes=settings.max_request_bytes,
+            credentials=self._certificate.for_rpc_servers() if self._certificate is not None else None,
         )
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(self._registry))
@@ -89,6 +92,8 @@ class ClientService:
         """Loads the tokenizer, and serves."""
         settings = self.settings
         self._network.start_renewal(self._tasks)
+        if self._certificate is not None:
+            self._tasks.start_restartable(self._certificate.files.run, "credentials")
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
         )

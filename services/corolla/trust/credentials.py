@@ -4,45 +4,33 @@ cert-manager, SPIFFE agents and Vault all write files. Connections that begin af
 """
 
 import asyncio
-import logging
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
 from cryptography import x509
 
-from corolla.chassis.errors import SettingsError
+from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.trust.workload import Workload
-
-log = logging.getLogger(__name__)
 
 CERTIFICATE_FILE: Final = "tls.crt"
 KEY_FILE: Final = "tls.key"
 AUTHORITY_FILE: Final = "ca.crt"
 
-LOOK_INTERVAL_S: Final = 2.0
 _URIS: Final = "x509_subject_alternative_name"
-
-
-class _Files(NamedTuple):
-    certificate: bytes
-    key: bytes
-    authority: bytes
 
 
 class Credentials:
     """What a process shows to others, and what it asks them to show: TLS 1.3 with certificates of both ends.
-
-    A change of the files that makes no sense, such as a key of another certificate, is logged, and leaves what there
-    was: whoever writes them file by file is seen in between.
 
     Args:
         folder: with `tls.crt`, `tls.key` and `ca.crt`, in PEM; the first may hold intermediate certificates, too, and
             the last several authorities.
 
     Attributes:
+        files: which are to be watched.
         version: counts the changes.
 
     Raises:
@@ -51,14 +39,11 @@ class Credentials:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._bad: _Files | None = None
         self.version = 0
-        try:
-            self._take(self._read())
-            self._listening = _context(ssl.PROTOCOL_TLS_SERVER, folder)
-        except (OSError, ValueError) as failure:
-            raise SettingsError(f"COROLLA_TLS_DIR={folder}: {_sentence(failure)}") from None
+        names = (CERTIFICATE_FILE, KEY_FILE, AUTHORITY_FILE)
+        self.files = WatchedFiles("COROLLA_TLS_DIR", folder, names, self._take)
         # A listener keeps its context for ever. Which one holds for a handshake is chosen as that begins.
+        self._listening = _context(ssl.PROTOCOL_TLS_SERVER, folder)
         self._listening.sni_callback = self._choose
 
     @property
@@ -75,61 +60,74 @@ class Credentials:
         return self._listening
 
     def for_rpc_servers(self) -> grpc.ServerCredentials:
-        """For gRPC servers, likewise. They take TLS 1.2, too; `require_tls_1_3` is against that."""
-        seen = self._files
-
-        def fetch() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal seen
-            if seen is self._files:
-                return None
-            seen = self._files
-            return _server_configuration(seen)
-
-        return grpc.dynamic_ssl_server_credentials(
-            _server_configuration(seen),
-            fetch,  # type: ignore[arg-type]  # which may answer None: nothing new
-            require_client_authentication=True,
-        )
+        """For gRPC servers, likewise. They take TLS 1.2, too, unless the process has `TLS_1_3_ONLY` set."""
+        return _rpc_servers(lambda: self._rpc, shows_certificate=True)
 
     def for_channels(self) -> grpc.ChannelCredentials:
         """For a channel that is opened now."""
-        return grpc.ssl_channel_credentials(self._files.authority, self._files.key, self._files.certificate)
+        return grpc.ssl_channel_credentials(self._authority, self._key, self._certificate)
 
-    async def run(self) -> None:
-        """Takes changes of the files, for ever."""
-        while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
-            await asyncio.to_thread(self.refresh)
+    def knows(self, other: Workload | None) -> bool:
+        """Whether somebody is of this process's trust domain: an authority may sign for others, too."""
+        return other is not None and other.trust_domain == self._workload.trust_domain
 
-    def refresh(self) -> None:
-        """Reads the files, and takes them if they have changed."""
-        files: _Files | None = None
-        try:
-            files = self._read()
-            if files in (self._files, self._bad):
-                return
-            self._take(files)
-        except (OSError, ValueError) as failure:
-            self._bad = files
-            log.error("new certificates cannot be used; the old ones stay", extra={"cause": _sentence(failure)})
-        else:
-            log.info("certificates were renewed", extra={"workload": str(self._workload)})
-
-    def _read(self) -> _Files:
-        return _Files(*((self._folder / name).read_bytes() for name in (CERTIFICATE_FILE, KEY_FILE, AUTHORITY_FILE)))
-
-    def _take(self, files: _Files) -> None:
-        workload = workload_of_certificate(x509.load_pem_x509_certificate(files.certificate))
+    def _take(self, contents: Contents) -> None:
+        certificate, key, authority = contents
+        workload = workload_of_certificate(x509.load_pem_x509_certificate(certificate))
         if workload is None:
             raise ValueError("the certificate's only URI must be like spiffe://<trust domain>/<role>/<name>")
-        calling, taking = (_context(kind, self._folder) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
-        if self._read() != files:
-            raise ValueError("the files change just now")
-        self._files, self._workload, self._calling, self._taking = files, workload, calling, taking
+        self._calling, self._taking = (
+            _context(kind, self._folder) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
+        )
+        self._certificate, self._key, self._authority, self._workload = certificate, key, authority, workload
+        self._rpc = grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
         self.version += 1
 
     def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = self._taking
+
+
+class PublicCertificate:
+    """What a service shows to callers who show none.
+
+    Args:
+        folder: with `tls.crt` and `tls.key`, in PEM.
+
+    Attributes:
+        files: which are to be watched.
+
+    Raises:
+        SettingsError: a file is missing, or they do not belong together.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.files = WatchedFiles("COROLLA_PUBLIC_TLS_DIR", folder, (CERTIFICATE_FILE, KEY_FILE), self._take)
+
+    def for_rpc_servers(self) -> grpc.ServerCredentials:
+        """For gRPC servers that live longer than the files."""
+        return _rpc_servers(lambda: self._rpc, shows_certificate=False)
+
+    def _take(self, contents: Contents) -> None:
+        certificate, key = contents
+        _load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._folder)
+        self._rpc = grpc.ssl_server_certificate_configuration([(key, certificate)])
+
+
+def _rpc_servers(
+    newest: Callable[[], grpc.ServerCertificateConfiguration], *, shows_certificate: bool
+) -> grpc.ServerCredentials:
+    seen = newest()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """For a connection that begins. None: nothing new."""
+        nonlocal seen
+        if seen is newest():
+            return None
+        seen = newest()
+        return seen
+
+    return grpc.dynamic_ssl_server_credentials(seen, fetch, require_client_authentication=shows_certificate)  # type: ignore[arg-type]
 
 
 def workload_of_certificate(certificate: x509.Certificate) -> Workload | None:
@@ -153,10 +151,6 @@ def workload_of_call(auth_context: Mapping[str, Iterable[bytes]]) -> Workload | 
     return Workload.only_one(name for name in names if "://" in name)
 
 
-def _server_configuration(files: _Files) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(files.key, files.certificate)], files.authority)
-
-
 def _context(protocol: int, folder: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -164,17 +158,13 @@ def _context(protocol: int, folder: Path) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(folder / AUTHORITY_FILE)
-    context.load_cert_chain(folder / CERTIFICATE_FILE, folder / KEY_FILE, password=_refuse_password)
+    _load_chain(context, folder)
     return context
+
+
+def _load_chain(context: ssl.SSLContext, folder: Path) -> None:
+    context.load_cert_chain(folder / CERTIFICATE_FILE, folder / KEY_FILE, password=_refuse_password)
 
 
 def _refuse_password() -> str:
     raise ValueError(f"{KEY_FILE} is encrypted; a service cannot ask for its password")
-
-
-def _sentence(failure: Exception) -> str:
-    if isinstance(failure, ssl.SSLError):
-        return f"{CERTIFICATE_FILE}, {KEY_FILE} and {AUTHORITY_FILE} do not belong together, or are no PEM"
-    if isinstance(failure, OSError):
-        return f"{Path(failure.filename or '').name or 'a file'} cannot be read: {failure.strerror}"
-    return str(failure)

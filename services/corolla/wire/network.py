@@ -13,10 +13,11 @@ from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.handlers import MAX_CONTROL_REQUEST_BYTES, Context, service_handler
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.tasks import TaskGroup
-from corolla.trust.authorisation import check_method
+from corolla.trust.authorisation import FRAMES, check_method
 from corolla.trust.channels import renewed_channels
 from corolla.trust.credentials import Credentials, workload_of_call
-from corolla.trust.workload import Role
+from corolla.trust.workload import Role, Workload
+from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.stream import Connect, StreamListener, StreamTrust, connect
 
 
@@ -69,7 +70,7 @@ class Network:
     def start_renewal(self, tasks: TaskGroup) -> None:
         """From now on, changed certificates are taken."""
         if self.credentials is not None:
-            tasks.start_restartable(self.credentials.run, "credentials")
+            tasks.start_restartable(self.credentials.files.run, "credentials")
 
     @property
     def servers(self) -> StreamTrust | None:
@@ -81,13 +82,18 @@ class Network:
         """Who may begin streams to a block server."""
         if self.credentials is None:
             return None
-        return StreamTrust(self.credentials.for_listeners, frozenset({Role.CLIENT, Role.LIBRARY, Role.BLOCK}))
+        return StreamTrust(self.credentials.for_listeners, _admits(self.credentials, FRAMES[pb.Hello]))
 
     def _check_role(self, method: str, context: Context) -> None:
         """Raises RoleDenied: whoever calls may not."""
         if self.credentials is not None:
-            check_method(method, workload_of_call(context.auth_context()))
+            caller = workload_of_call(context.auth_context())
+            check_method(method, caller if self.credentials.knows(caller) else None)
 
 
 def _servers(credentials: Credentials) -> StreamTrust:
-    return StreamTrust(credentials.for_connections, frozenset({Role.BLOCK}))
+    return StreamTrust(credentials.for_connections, _admits(credentials, frozenset({Role.BLOCK})))
+
+
+def _admits(credentials: Credentials, roles: frozenset[Role]) -> Callable[[Workload | None], bool]:
+    return lambda peer: peer is not None and credentials.knows(peer) and peer.role in roles

@@ -34,7 +34,7 @@ from corolla.chassis.errors import (
 from corolla.chassis.handlers import where
 from corolla.chassis.status import from_reason
 from corolla.trust.credentials import workload_of_transport
-from corolla.trust.workload import Role, Workload
+from corolla.trust.workload import Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer, Frame, FrameParser, encode
 
@@ -146,11 +146,11 @@ class StreamTrust:
 
     Attributes:
         context: gives that of the next connection, or of a listener.
-        roles: others are told ROLE_DENIED once both ends have greeted each other.
+        admits: whether it may be this one; who may not is told ROLE_DENIED once both ends have greeted each other.
     """
 
     context: Callable[[], ssl.SSLContext]
-    roles: frozenset[Role]
+    admits: Callable[[Workload | None], bool]
 
 
 class Stream(Protocol):
@@ -339,7 +339,7 @@ class FrameStream(asyncio.Protocol):
                 f"the other end speaks version {version} of the data plane, and this process version {VERSION}"
             )
         self._move(StreamState.OPEN)
-        if self._trust is not None and (self.peer is None or self.peer.role not in self._trust.roles):
+        if self._trust is not None and not self._trust.admits(self.peer):
             raise RoleDenied("the other end of a stream is not whom its certificate should name here")
         rest, self._greeting = self._greeting[_GREETING.size :], b""
         if self._transport is not None and self._unsent:

@@ -18,7 +18,14 @@ import pytest
 from corolla.chassis.errors import SettingsError
 from corolla.trust.authority import Authority
 from corolla.trust.channels import renewed_channels
-from corolla.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, Credentials, workload_of_call
+from corolla.trust.credentials import (
+    AUTHORITY_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    Credentials,
+    PublicCertificate,
+    workload_of_call,
+)
 from corolla.trust.workload import Role, Workload
 from tests.identities import Identities
 
@@ -30,7 +37,7 @@ def credentials_of(identities: Identities, workload: Workload) -> Credentials:
 
 
 @asynccontextmanager
-async def serving(credentials: Credentials) -> AsyncIterator[int]:
+async def serving(credentials: Credentials | PublicCertificate) -> AsyncIterator[int]:
     """A server whose only method answers who calls."""
 
     async def who(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
@@ -112,7 +119,7 @@ async def test_channels_and_servers_go_on_with_new_certificates(tmp_path: Path) 
                 folder = identities.folder_of(workload.role, workload.name)
                 signer.issue(folder, workload, ["127.0.0.1"])
                 (folder / AUTHORITY_FILE).write_bytes(believed)
-                credentials.refresh()
+                credentials.files.refresh()
             assert await who(channel) == str(CLIENT)
         await channel.close(None)
         outdated = credentials_of(Identities(tmp_path / "other", old), CLIENT)
@@ -128,11 +135,11 @@ def test_files_that_make_no_sense_leave_what_there_was(tmp_path: Path, caplog: p
     folder = identities.folder_of(Role.ROUTER, "1")
     (folder / CERTIFICATE_FILE).write_text("half a cert")
     for _ in range(3):
-        credentials.refresh()
+        credentials.files.refresh()
     assert credentials.version == 1
     assert len(caplog.records) == 1
     identities.authority.issue(folder, ROUTER, ["127.0.0.1"])
-    credentials.refresh()
+    credentials.files.refresh()
     assert credentials.version == 2
 
 
@@ -167,3 +174,26 @@ async def test_nothing_older_than_tls_1_3_is_spoken_on_streams(tmp_path: Path) -
     with pytest.raises(ssl.SSLError):
         await asyncio.to_thread(version, ssl.TLSVersion.TLSv1_2)
     server.close()
+
+
+async def test_callers_of_the_public_api_show_nothing(tmp_path: Path) -> None:
+    identities = Identities(tmp_path)
+    folder = identities.folder_of(Role.CLIENT, "1")
+    certificate = PublicCertificate(folder)
+    authority = identities.authority.certificate_pem
+    async with serving(certificate) as port:
+        for _ in range(2):
+            async with grpc.aio.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(authority)) as channel:
+                assert await who(channel) == "None"
+            other = Authority()
+            other.issue(folder, CLIENT, ["127.0.0.1"])
+            certificate.files.refresh()
+            authority = other.certificate_pem
+
+
+def test_one_of_another_trust_domain_is_a_stranger(tmp_path: Path) -> None:
+    """Also where the same authority signs for both."""
+    credentials = credentials_of(Identities(tmp_path), ROUTER)
+    assert credentials.knows(CLIENT)
+    assert not credentials.knows(Workload("elsewhere", Role.CLIENT, "2"))
+    assert not credentials.knows(None)

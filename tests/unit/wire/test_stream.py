@@ -200,7 +200,7 @@ async def test_connections_that_begin_after_a_renewal_use_the_new_certificates(t
         for network, role, name in ((block, Role.BLOCK, "1"), (client, Role.CLIENT, "2")):
             new.authority.issue(old.folder_of(role, name), Workload("test", role, name), ["127.0.0.1"])
             assert network.credentials is not None
-            network.credentials.refresh()
+            network.credentials.files.refresh()
         after = await Caller().connect(acceptor.address, trust=client.servers)
         assert not after.ended.done()
         assert not before.ended.done()

@@ -1,0 +1,81 @@
+"""Files of one folder that belong together, and that others renew while this process runs."""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from corolla.chassis.errors import SettingsError
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S: Final = 2.0
+
+Contents = tuple[bytes, ...]
+
+
+class WatchedFiles:
+    """Reads the files, and reads them again when they have changed.
+
+    A change that makes no sense, such as a key of another certificate, is logged once, and leaves what there was:
+    whoever writes them file by file is seen in between.
+
+    Args:
+        variable: by which the folder was named.
+        names: of the files.
+        take: is called with their contents, in any thread. Raises ValueError or OSError where they make no sense.
+
+    Raises:
+        SettingsError: a file is missing, or they make no sense from the beginning.
+    """
+
+    def __init__(self, variable: str, folder: Path, names: Sequence[str], take: Callable[[Contents], None]) -> None:
+        self._folder = folder
+        self._names = names
+        self._take = take
+        self._bad: Contents | None = None
+        try:
+            self._taken = self._take_all()
+        except (OSError, ValueError) as failure:
+            raise SettingsError(f"{variable}={folder}: {_sentence(failure)}") from None
+
+    async def run(self) -> None:
+        """Takes changes, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.to_thread(self.refresh)
+
+    def refresh(self) -> None:
+        """Reads the files, and takes them if they have changed."""
+        contents: Contents | None = None
+        try:
+            contents = self._read()
+            if contents in (self._taken, self._bad):
+                return
+            self._taken = self._take_all()
+        except (OSError, ValueError) as failure:
+            self._bad = contents
+            log.error("changed files cannot be used; the old ones stay", extra={"cause": _sentence(failure)})
+        else:
+            log.info("changed files were taken", extra={"folder": str(self._folder)})
+
+    def _take_all(self) -> Contents:
+        contents = self._read()
+        self._take(contents)
+        # Whoever takes them may have to read the files itself.
+        if self._read() != contents:
+            raise ValueError("the files change just now")
+        return contents
+
+    def _read(self) -> Contents:
+        return tuple((self._folder / name).read_bytes() for name in self._names)
+
+
+def _sentence(failure: Exception) -> str:
+    if isinstance(failure, ssl.SSLError):
+        return "certificate, key and authority do not belong together, or are no PEM"
+    if isinstance(failure, OSError):
+        return f"{Path(failure.filename or '').name or 'a file'} cannot be read: {failure.strerror}"
+    return str(failure)
