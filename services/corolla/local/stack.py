@@ -60,6 +60,7 @@ class Stack:
         self._supervisor: Supervisor | None = None
         self._environment: dict[str, str] = {}
         self._identities: StackIdentities | None = None
+        self._ports = Ports()
         self._stopping = threading.Event()
 
     @property
@@ -157,6 +158,7 @@ class Stack:
             self._fork_server = None
         if self._identities is not None:
             self._identities.remove()
+        self._ports.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -168,7 +170,7 @@ class Stack:
         self.stop()
 
     def _choose_addresses(self) -> None:
-        options, ports = self.options, Ports()
+        options, ports = self.options, self._ports
         router_port = _choose(ports, options.router_port, DEFAULT_ROUTER_PORT, "router", LOOPBACK)
         client_port = _choose(ports, options.port, DEFAULT_CLIENT_PORT, "client service", options.host)
         self.router_address = f"{LOOPBACK}:{router_port}"
@@ -190,7 +192,7 @@ class Stack:
         planned.append(processes.router_process(options.log_folder, router_port, ports.free()))
         client = processes.client_process(options, client_port, ports.free(), self.router_address)
         self.client_address = client.address
-        self._ports, self._client = ports, client
+        self._client = client
         self._plan(planned)
 
     def _start_control_plane(self) -> None:

@@ -1,6 +1,7 @@
 """Ports: given ones are checked, found ones are free and never handed out twice."""
 
 import socket
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -39,3 +40,18 @@ def test_no_port_is_handed_out_twice() -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(StartupError, match=r"192\.0\.2\.1"):
         is_free(20_000, "192.0.2.1")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets two sockets have a port in this way")
+def test_what_one_stack_has_another_does_not_get_and_its_own_processes_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they listen, too."""
+    monkeypatch.setattr("random.sample", lambda candidates, count: list(candidates)[:count])
+    ours, theirs = Ports(), Ports()
+    found = [ours.free() for _ in range(10)]
+    assert not {theirs.free() for _ in range(10)} & set(found)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", found[0]))
+        listener.listen()
+    ours.close()
+    theirs.close()
