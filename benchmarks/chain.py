@@ -45,7 +45,9 @@ class Chain:
         self._exits = ExitStack()
         logs = Path(self._exits.enter_context(tempfile.TemporaryDirectory()))
         self._stack = Stack(
+            # In the clear, as those are that it is measured against.
             StackOptions(
+                is_secure=False,
                 model=str(folder), num_servers=num_servers, blocks=blocks, dtype=dtype, quantization=quantization,
                 num_threads=num_threads, log_folder=logs, environment=environment or {},
             )

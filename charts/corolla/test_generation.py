@@ -5,6 +5,9 @@ import re
 import socket
 import sys
 import urllib.request
+from pathlib import Path
+
+import grpc
 
 from corolla import Client, errors
 
@@ -20,9 +23,17 @@ def num_counted_tokens() -> float:
     return total
 
 
+def credentials() -> grpc.ChannelCredentials | None:
+    """None: callers speak in the clear."""
+    if (file := os.environ.get("CA_FILE")) is None:
+        return None
+    return grpc.ssl_channel_credentials(Path(file).read_bytes())
+
+
 before = num_counted_tokens()
+options = {"api_key": os.environ.get("API_KEY"), "credentials": credentials(), "timeout": 120}
 try:
-    with Client(os.environ["COROLLA_SERVER"], api_key=os.environ.get("API_KEY"), timeout=120) as client:
+    with Client(os.environ["COROLLA_SERVER"], **options) as client:
         answer = client.generate("Once upon a time", max_tokens=8, temperature=0)
 except errors.Unauthenticated:
     sys.exit("helm test needs a key of its own: put one into the Secret of client.apiKeys under client.apiKeys.testKey")

@@ -40,7 +40,8 @@ from tests.charts.rendering import (
 )  # fmt: skip
 from tests.integration.waiting import until
 
-FOREIGN_KINDS: Final = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
+FOREIGN_KINDS: Final = {"Certificate", "ScaledObject", "ServiceMonitor", "PrometheusRule"}
+TLS: Final[Object] = {"tls": {"enabled": True, "certManager": {"issuer": "corolla"}}}
 NEWEST: Final = ".".join([*kubernetes_validate.latest_version().split(".")[:2], "0"])
 ci_values = pytest.mark.parametrize("file", CI_VALUES, ids=lambda file: file.stem)
 
@@ -87,6 +88,41 @@ def test_a_current_cluster_asks_for_grpc_health_by_itself() -> None:
     specs = pod_specs(render())
     for name in ("rel-corolla-router", "rel-corolla-client", "rel-corolla-block-server-main"):
         assert "grpc" in specs[name]["containers"][0]["readinessProbe"]
+
+
+def test_a_pod_that_asks_for_certificates_is_asked_for_its_health_without_one() -> None:
+    specs = pod_specs(render(TLS))
+    for name, probed in (("router", "httpGet"), ("block-server-main", "httpGet"), ("client", "grpc")):
+        assert probed in specs[f"rel-corolla-{name}"]["containers"][0]["readinessProbe"], name
+    public = pod_specs(render({**TLS, "client": {"tls": {"existingSecret": "public"}}}))
+    probe = public["rel-corolla-client"]["containers"][0]["readinessProbe"]
+    assert probe["httpGet"] == {"path": "/health", "port": 9464}
+
+
+def test_every_kind_of_pod_has_the_certificate_of_its_role() -> None:
+    objects = render(TLS)
+    certificates = of_kind(objects, "Certificate")
+    assert {each["spec"]["secretName"]: each["spec"]["uris"] for each in certificates} == {
+        "rel-corolla-router-tls": ["spiffe://corolla/router/rel-corolla"],
+        "rel-corolla-block-server-tls": ["spiffe://corolla/block/rel-corolla"],
+        "rel-corolla-client-tls": ["spiffe://corolla/client/rel-corolla"],
+    }
+    (router,) = (each for each in certificates if each["metadata"]["name"] == "rel-corolla-router")
+    target = named(objects, "ConfigMap", "rel-corolla-client")["data"]["COROLLA_ROUTER"]
+    assert target == f"dns:///{router['spec']['dnsNames'][0]}:50050"
+    for name in ("router", "client", "block-server-main"):
+        spec = pod_specs(objects)[f"rel-corolla-{name}"]
+        (volume,) = (each for each in spec["volumes"] if each["name"] == "tls")
+        assert volume["secret"]["secretName"] == f"rel-corolla-{name.removesuffix('-main')}-tls"
+        assert named(objects, "ConfigMap", f"rel-corolla-{name}")["data"]["COROLLA_TLS_DIR"] == "/etc/corolla/tls"
+
+
+def test_given_certificates_need_no_issuer_and_all_others_do() -> None:
+    given = {"router": "a", "blockServer": "b", "client": "c"}
+    objects = render({"tls": {"enabled": True, "existingSecrets": given}})
+    assert not of_kind(objects, "Certificate")
+    with pytest.raises(Refused, match=r"name Secrets in tls\.existingSecrets, or an issuer"):
+        render({"tls": {"enabled": True}})
 
 
 def test_autoscaling_without_keda_is_refused() -> None:

@@ -28,6 +28,7 @@ NEEDED: Final[dict[str, Object]] = {
     "blockServer.defaults.gpu.resource": {"blockServer": {"defaults": {"gpu": {"count": 1}}}},
     "client.autoscaling": {"client": {"autoscaling": {"enabled": True}}},
     "redis.enabled": {"redis": {"external": {"existingSecret": "address"}}},
+    "tls": {"tls": {"enabled": True, "certManager": {"issuer": "authority"}}},
     "redis.external": {"redis": {"enabled": False, "external": {"existingSecret": "address"}}},
 }
 OTHERS: Final[dict[str, Any]] = {

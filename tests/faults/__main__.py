@@ -48,6 +48,8 @@ ROWS: dict[str, tuple[Row, int, str]] = {
 }
 # Half a second is judged, which the processes that another row starts may take.
 _ALONE: Final = frozenset({"drain"})
+# Its relays have addresses that no certificate names.
+_IN_THE_CLEAR: Final = frozenset({"cut"})
 # A soak that is short tells nothing that the others do not.
 _LONG: Final = frozenset({"soak"})
 
@@ -56,7 +58,7 @@ async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage
     work, default_runs, what = ROWS[row]
     num_runs = num_runs or default_runs
     say(f"==> {what}: {num_runs} runs on {model} as {spans}, seed {seed}")
-    async with standing(model, spans, outage_s=outage_s) as stand:
+    async with standing(model, spans, outage_s=outage_s, is_secure=row not in _IN_THE_CLEAR) as stand:
         return await work(stand, random.Random(seed), num_runs)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import grpc
 
-from corolla.chassis.channels import open_channel
 from corolla.local.events import StackEvent
 from corolla.local.log_files import LogFile
 from corolla.local.options import StackOptions
@@ -110,7 +109,7 @@ class Stand:
         await until(is_gone, _RECOVERY_TIMEOUT_S)
 
     async def status(self, server: ManagedProcess) -> blocks_pb2.BlockServerStatus:
-        async with open_channel(server.rpc_address) as channel:
+        async with self.stack.operator.open_channel(server.rpc_address) as channel:
             stub = blocks_pb2_grpc.BlockServiceStub(channel)
             return await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest(), timeout=5, wait_for_ready=True)
 
@@ -196,7 +195,12 @@ class Stand:
 
 @asynccontextmanager
 async def standing(
-    model: str, spans: str, environment: Mapping[str, str] | None = None, *, outage_s: float = 60.0
+    model: str,
+    spans: str,
+    environment: Mapping[str, str] | None = None,
+    *,
+    outage_s: float = 60.0,
+    is_secure: bool = True,
 ) -> AsyncIterator[Stand]:
     """A stack that is ready; "tiny" is a random model of six blocks."""
     with tempfile.TemporaryDirectory(prefix="corolla-faults-") as name:
@@ -205,7 +209,7 @@ async def standing(
             changes = {"max_position_embeddings": 8192}
             model = str(make_tiny_checkpoint("llama", folder / "tiny", num_blocks=NUM_BLOCKS, config_changes=changes))
         options = StackOptions(
-            model=model, blocks=spans, log_folder=folder / "logs", restarts=False,
+            model=model, blocks=spans, log_folder=folder / "logs", restarts=False, is_secure=is_secure,
             # A stack in a terminal ends at once; what is proved here are the times of a cluster.
             environment={"COROLLA_GRACE_S": "25", **(environment or {})},
         )  # fmt: skip

@@ -15,12 +15,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from corolla.chassis import failpoints
-from corolla.chassis.channels import open_channel
 from corolla.chassis.failpoints import EssentialTask
 from corolla.chassis.lifecycle import EXIT_FAILED
 from corolla.local.log_files import LogFile
 from corolla.local.processes import ManagedProcess
 from corolla.sdk.async_client import AsyncClient
+from corolla.wire.network import Network
 from tests.faults.figures import Figures, say
 from tests.faults.stand import NUM_BLOCKS, Stand
 from tests.faults.streams import Answer, Question, Repertoire, listen
@@ -99,7 +99,8 @@ async def _run(
                 await listen(other, answer, request_id=name, resume_from=list(answer.token_ids))
                 answers.append(answer)
 
-    watching = asyncio.create_task(_statuses(victim.rpc_address, is_watched.touch))
+    network = Network() if kind == "client" else stand.stack.operator
+    watching = asyncio.create_task(_statuses(network, victim.rpc_address, is_watched.touch))
     ending = asyncio.create_task(_seconds_to_end(stand, armed))
     if kind == "client":
         await stand.until_serving(victim)
@@ -150,13 +151,13 @@ async def _seconds_to_end(stand: Stand, process: ManagedProcess) -> tuple[float,
     return end_s, await stand.next_end()
 
 
-async def _statuses(address: str, on_status: Callable[[], None]) -> list[int]:
+async def _statuses(network: Network, address: str, on_status: Callable[[], None]) -> list[int]:
     """The states of health, from the first one until the process ends."""
     statuses: list[int] = []
     give_up_s = time.monotonic() + _GIVE_UP_S
     while not statuses and time.monotonic() < give_up_s:
         # A channel of its own for each try: the pauses of one that is tried again grow to seconds.
-        async with open_channel(address) as channel:
+        async with network.open_channel(address) as channel:
             watch = channel.unary_stream(
                 "/grpc.health.v1.Health/Watch",
                 request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

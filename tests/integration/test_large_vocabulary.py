@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 
 from corolla import Client
 from corolla.block_server.speed import measure_speed
+from corolla.cli.control_channel import open_control_channel
 from corolla.models.checkpoint import Checkpoint
 from corolla.router.placement import HostedSpan, WeightMemory, choose_span, uncovered
 from corolla.v1 import router_pb2, router_pb2_grpc
@@ -79,6 +79,6 @@ def test_auto_gives_the_server_of_the_head_fewer_blocks(folder: Path) -> None:
 
 
 def test_the_server_of_the_head_has_the_fewest_blocks(up: RunningUp) -> None:
-    with grpc.insecure_channel(up.addresses["router"]) as channel:
+    with open_control_channel(up.addresses["router"]) as channel:
         placement = router_pb2_grpc.RouterServiceStub(channel).GetPlacement(router_pb2.GetPlacementRequest())
     assert sorted(str(Span.of(each.span)) for each in placement.servers) == ["0:17", "17:18"]

@@ -44,9 +44,12 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* Asks for gRPC health; the kubelet does so itself from 1.24 on. dict "root" "port". */}}
+{{/* Asks for gRPC health; the kubelet does so itself from 1.24 on. It shows no certificate, so where one is asked for, it
+     asks next to the metrics. dict "root" "port" "showsCertificate". */}}
 {{- define "corolla.healthCheck" -}}
-{{- if semverCompare ">=1.24.0-0" .root.Capabilities.KubeVersion.Version }}
+{{- if .showsCertificate }}
+httpGet: {path: /health, port: {{ .root.Values.metrics.port }}}
+{{- else if semverCompare ">=1.24.0-0" .root.Capabilities.KubeVersion.Version }}
 grpc: {port: {{ .port }}}
 {{- else }}
 exec: {command: [python, -m, corolla.chassis.probe, {{ .port | quote }}]}
@@ -55,7 +58,7 @@ exec: {command: [python, -m, corolla.chassis.probe, {{ .port | quote }}]}
 
 {{/* Probes. Only a process that does not accept connections is restarted: one that is not ready loads, drains or waits,
      and a restart would make that worse. Where the kubelet speaks no gRPC, each question starts a process, so fewer are
-     asked. dict "root" "port" "startupSeconds". */}}
+     asked. dict "root" "port" "startupSeconds" "showsCertificate". */}}
 {{- define "corolla.probes" -}}
 startupProbe:
   tcpSocket: {port: {{ .port }}}
@@ -65,8 +68,8 @@ startupProbe:
 readinessProbe:
   {{- $health := include "corolla.healthCheck" . }}
   {{- $health | nindent 2 }}
-  periodSeconds: {{ ternary 5 15 (contains "grpc:" $health) }}
-  timeoutSeconds: {{ ternary 5 15 (contains "grpc:" $health) }}
+  periodSeconds: {{ ternary 15 5 (contains "exec:" $health) }}
+  timeoutSeconds: {{ ternary 15 5 (contains "exec:" $health) }}
   failureThreshold: 2
 livenessProbe:
   tcpSocket: {port: {{ .port }}}

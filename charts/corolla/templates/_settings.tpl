@@ -10,6 +10,7 @@ COROLLA_{{ snakecase $name | upper }}: {{ ternary $value (toJson $value) (kindIs
 {{/* Settings of every service. */}}
 {{- define "corolla.commonSettings" -}}
 COROLLA_METRICS_PORT: {{ .Values.metrics.port | quote }}
+{{- include "corolla.tlsSettings" . }}
 {{- end }}
 
 {{/* Settings of the model for block servers and client service, which must agree on it. */}}

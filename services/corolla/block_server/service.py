@@ -100,6 +100,7 @@ class BlockServer:
                 credentials=network.rpc_credentials(),
             )
             taken.pop_all()
+        self._metrics_endpoint.is_serving = lambda: self._rpc.is_serving
         self._tasks = TaskGroup(self._fail, TaskMetrics(self.registry))
         network.start_renewal(self._tasks)
         self._peers = PeerTable()

@@ -11,8 +11,8 @@ import grpc
 from corolla.chassis.errors import StartupError
 
 TLS_1_3_ONLY: Final = ("GRPC_SSL_CIPHER_SUITES", "ECDHE-PSK-CHACHA20-POLY1305")
-"""Variable and value, to be set before gRPC's first handshake. gRPC cannot be told the least version of TLS that it
-takes; of the ciphers of TLS 1.2 it is left with one that needs a shared secret, which nobody has."""
+"""Variable and value, to be set before gRPC's first handshake. It has no option for the least version of TLS; of the
+ciphers of TLS 1.2, this leaves one that needs a shared secret, which nobody has."""
 MAX_FRAME_BYTES: Final = 64 << 20
 """Hard limit of a gRPC message; services refuse earlier, with a status of their own."""
 

@@ -143,22 +143,35 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
 
 
 class MetricsEndpoint:
-    """Serves `/metrics` of one registry from a thread of its own. Port 0 takes a free one.
+    """Serves `/metrics` of one registry, and `/health`, from a thread of its own. Port 0 takes a free one.
 
     Args:
         clock: in seconds; of the ages of connections.
+
+    Attributes:
+        is_serving: what `/health` answers, with status 200 or 503: for kubelets, which show no certificate.
     """
 
     def __init__(
         self, registry: CollectorRegistry, host: str, port: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.is_serving: Callable[[], bool] = lambda: False
         try:
             self._server = _MetricsServer(host, port, clock)
         except OSError as failure:
             raise StartupError(
                 f"cannot serve metrics on {host}:{port} ({failure.strerror}); set another COROLLA_METRICS_PORT"
             ) from None
-        self._server.set_app(make_wsgi_app(registry))
+        metrics = make_wsgi_app(registry)
+
+        def answer(environ: Any, start_response: Any) -> Any:
+            if environ.get("PATH_INFO") != "/health":
+                return metrics(environ, start_response)
+            is_serving = self.is_serving()
+            start_response("200 OK" if is_serving else "503 Service Unavailable", [("Content-Type", "text/plain")])
+            return [b"SERVING\n" if is_serving else b"NOT_SERVING\n"]
+
+        self._server.set_app(answer)
         self._thread = Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.port: int = self._server.server_port

@@ -12,7 +12,11 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class RpcServer:
-    """Starts NOT_SERVING; `ready()` makes it SERVING; `stop()` says NOT_SERVING before it stops."""
+    """Starts NOT_SERVING; `ready()` makes it SERVING; `stop()` says NOT_SERVING before it stops.
+
+    Attributes:
+        is_serving: what health says.
+    """
 
     def __init__(
         self,
@@ -29,6 +33,7 @@ class RpcServer:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._is_started = False
+        self.is_serving = False
         self.port = bind(self._server, host, port, credentials)
 
     def add(self, service: descriptor.ServiceDescriptor, handler: grpc.GenericRpcHandler) -> None:
@@ -63,5 +68,6 @@ class RpcServer:
         await self._server.stop(grace_s)
 
     async def _set_all(self, status: int) -> None:
+        self.is_serving = status == _SERVING
         for service in ("", *self._services):
             await self._health.set(service, status)

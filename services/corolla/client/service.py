@@ -69,6 +69,7 @@ class ClientService:
             credentials=self._certificate.for_rpc_servers() if self._certificate is not None else None,
         )
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
+        self._metrics_endpoint.is_serving = lambda: self._rpc.is_serving
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(self._registry))
         self._control: ControlPlane | None = None
         self._plane: DataPlane | None = None

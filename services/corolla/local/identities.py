@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Final
 
 from corolla.trust.authority import Authority
-from corolla.trust.credentials import Credentials
 from corolla.trust.loopback import make_folder
 from corolla.trust.workload import Role, Workload
+from corolla.wire.network import Network
 
 TRUST_DOMAIN: Final = "local"
 LIBRARY_TENANT: Final = "public"
@@ -22,7 +22,7 @@ class StackIdentities:
 
     Attributes:
         folder: for all that only the user may read.
-        operator: what the stack itself shows to its processes.
+        operator: how the stack itself reaches its processes.
 
     Raises:
         StartupError: the folder cannot be made.
@@ -33,7 +33,7 @@ class StackIdentities:
         self.folder = make_folder(router)
         self._issue(self.folder / Role.LIBRARY.value, Role.LIBRARY, LIBRARY_TENANT)
         self._issue(self.folder / Role.OPERATOR.value, Role.OPERATOR, "user")
-        self.operator = Credentials(self.folder / Role.OPERATOR.value)
+        self.operator = Network.of(self.folder / Role.OPERATOR.value)
 
     def folder_of(self, role: Role, name: str) -> Path:
         """The certificate of a process; the same one each time that it is started."""

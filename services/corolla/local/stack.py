@@ -25,6 +25,7 @@ from corolla.local.supervisor import Supervisor
 from corolla.trust.loopback import VARIABLE
 from corolla.trust.workload import Role
 from corolla.v1 import router_pb2
+from corolla.wire.network import Network
 
 _POLL_S = 0.05
 # What the block servers and the client service import, and forked children then have already.
@@ -71,6 +72,11 @@ class Stack:
     def servers(self) -> tuple[ManagedProcess, ...]:
         """The block servers."""
         return tuple(process for process in self.processes if process.is_block_server)
+
+    @property
+    def operator(self) -> Network:
+        """How to reach what only operators may ask."""
+        return self._identities.operator if self._identities is not None else Network()
 
     def pid(self, name: str) -> int | None:
         """Process id of "redis", "router", "client" or "server-1" and so on; None while it does not live."""
@@ -284,9 +290,8 @@ class Stack:
 
     def _credentials_for(self, process: ManagedProcess) -> grpc.ChannelCredentials | None:
         """What a process has to be shown that asks how another one is."""
-        if self._identities is None or process.role is Role.CLIENT:
-            return None
-        return self._identities.operator.for_channels()
+        credentials = self.operator.credentials
+        return credentials.for_channels() if credentials is not None and process.role is not Role.CLIENT else None
 
     def _covered(self) -> bool:
         placement = self.placement()

@@ -83,6 +83,7 @@ class RouterProcess:
             ),
         )
         self._metrics_endpoint = MetricsEndpoint(metrics_registry, settings.metrics_host, settings.metrics_port)
+        self._metrics_endpoint.is_serving = lambda: self._rpc.is_serving
 
     @property
     def port(self) -> int:

@@ -146,7 +146,7 @@ class StreamTrust:
 
     Attributes:
         context: gives that of the next connection, or of a listener.
-        admits: whether it may be this one; who may not is told ROLE_DENIED once both ends have greeted each other.
+        admits: whether it may be this one; to another, the stream ends with ROLE_DENIED after the greetings.
     """
 
     context: Callable[[], ssl.SSLContext]

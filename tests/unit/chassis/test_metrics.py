@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -81,3 +82,16 @@ def test_a_connection_that_is_slow_to_ask_is_cut_off(endpoint: MetricsEndpoint, 
         clock.now_s = 60.0
         assert connection.recv(1) == b""
     assert "corolla_errors_total" in read(endpoint)
+
+
+def test_health_needs_no_certificate(endpoint: MetricsEndpoint) -> None:
+    def asked() -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/health", timeout=30) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as refused:
+            return refused.code, refused.read()
+
+    assert asked() == (503, b"NOT_SERVING\n")
+    endpoint.is_serving = lambda: True
+    assert asked() == (200, b"SERVING\n")

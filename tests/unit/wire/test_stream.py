@@ -172,7 +172,7 @@ async def test_a_certificate_of_another_authority_gets_no_connection(tmp_path: P
 
 
 @pytest.mark.parametrize("role", [Role.ROUTER, Role.OPERATOR])
-async def test_who_has_another_role_is_told_so(tmp_path: Path, role: Role) -> None:
+async def test_another_role_ends_the_stream(tmp_path: Path, role: Role) -> None:
     block, other = networks(Identities(tmp_path), (Role.BLOCK, "1"), (role, "2"))
     async with accepting(trust=block.callers) as acceptor:
         end = await (await Caller().connect(acceptor.address, trust=other.servers)).ended
