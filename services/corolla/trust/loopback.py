@@ -11,6 +11,7 @@ from corolla.chassis.errors import StartupError
 from corolla.trust.workload import Role
 
 VARIABLE: Final = "COROLLA_TLS_DIR"
+_OWNER_FILE: Final = "stack.pid"
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -27,6 +28,7 @@ def make_folder(router: str) -> Path:
             raise StartupError(f"{own} is open to others; remove it, or have XDG_RUNTIME_DIR name a folder of yours")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
+        (folder / _OWNER_FILE).write_text(str(os.getpid()))
     except OSError as failure:
         raise StartupError(f"cannot make {folder}: {failure.strerror}") from None
     return folder
@@ -41,8 +43,9 @@ def tls_dir(router: str, role: Role, given: str | Path | None = None) -> Path | 
     if named := given or os.environ.get(VARIABLE):
         return Path(named)
     host = router.rpartition(":")[0]
-    folder = _folder_of(router) / role.value
-    return folder if host in _LOOPBACK and _is_private(_own_folder()) and folder.is_dir() else None
+    folder = _folder_of(router)
+    is_left = host in _LOOPBACK and _is_private(_own_folder()) and _has_living_owner(folder)
+    return folder / role.value if is_left else None
 
 
 def _own_folder() -> Path:
@@ -51,6 +54,15 @@ def _own_folder() -> Path:
 
 def _folder_of(router: str) -> Path:
     return _own_folder() / router.rpartition(":")[2]
+
+
+def _has_living_owner(folder: Path) -> bool:
+    """A stack that was killed has left its folder, and another one may listen there that shows no certificates."""
+    try:
+        os.kill(int((folder / _OWNER_FILE).read_text()), 0)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _is_private(folder: Path) -> bool:
