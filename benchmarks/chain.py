@@ -29,6 +29,7 @@ class Chain:
         num_servers: hops, with even parts of the model.
         num_threads: torch threads of each process.
         environment: settings of all processes.
+        is_secure: whether they show each other certificates; what they are measured against does not.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class Chain:
         quantization: str = "none",
         blocks: str = "",
         environment: Mapping[str, str] | None = None,
+        is_secure: bool = False,
     ) -> None:
         self._exits = ExitStack()
         logs = Path(self._exits.enter_context(tempfile.TemporaryDirectory()))
         self._stack = Stack(
-            # In the clear, as those are that it is measured against.
             StackOptions(
-                is_secure=False,
+                is_secure=is_secure,
                 model=str(folder), num_servers=num_servers, blocks=blocks, dtype=dtype, quantization=quantization,
                 num_threads=num_threads, log_folder=logs, environment=environment or {},
             )
