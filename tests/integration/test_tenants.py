@@ -1,6 +1,8 @@
 """The caller's key identifies the owner of a session, which other tenants do not see."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import SessionNotFound, SettingsError, Unauthenticated
+from corolla.chassis.errors import ScopeDenied, SessionNotFound, SettingsError, Unauthenticated
 from corolla.chassis.settings import load
+from corolla.client.api.keys import NewKey, Scope
 from corolla.client.api.tenants import Tenants
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
@@ -19,6 +22,7 @@ from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.refusals import refusal
 from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -157,6 +161,32 @@ async def test_a_key_may_stand_twice_for_the_same_tenant(tmp_path: Path) -> None
 async def test_a_missing_file_of_keys_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read"):
         ClientService(load(ClientSettings, port=0, metrics_port=0, api_keys_file=tmp_path / "none"))
+
+
+async def test_changed_keys_count_within_seconds_and_broken_files_change_nothing(swarm: Swarm, tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys"
+    first, second = NewKey("acme", scopes=[Scope.CHAT]), NewKey("acme")
+    keys_file.write_text(f"{first.record.line}\n")
+    service = await swarm.add_client(api_keys_file=keys_file)
+
+    async def is_known(key: str) -> bool:
+        async with AsyncClient(f"127.0.0.1:{service.port}", api_key=key) as client:
+            try:
+                await client.models()
+            except Unauthenticated:
+                return False
+        return True
+
+    assert await is_known(first.key)
+    async with AsyncClient(f"127.0.0.1:{service.port}", api_key=first.key) as client:
+        with pytest.raises(ScopeDenied):
+            await client.generate([1, 2, 3], max_tokens=1)
+    keys_file.write_text("nonsense")
+    await asyncio.sleep(3)
+    assert await is_known(first.key)
+    keys_file.write_text(f"{second.record.line}\n")
+    await until(partial(is_known, second.key), 10)
+    assert not await is_known(first.key)
 
 
 async def test_refusals_of_keys_say_how_and_no_more(swarm: Swarm) -> None:

@@ -117,6 +117,14 @@ class Unauthenticated(CorollaError):
     is_callers_fault = True
 
 
+class ScopeDenied(CorollaError):
+    """A caller's key is for other calls, or other models."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "SCOPE_DENIED"
+    is_callers_fault = True
+
+
 class RoleDenied(CorollaError):
     """A service or program may not ask for this, whoever it is; see `trust/authorisation`."""
 

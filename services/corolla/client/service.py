@@ -93,8 +93,9 @@ class ClientService:
         """Loads the tokenizer, and serves."""
         settings = self.settings
         self._network.start_renewal(self._tasks)
-        if self._certificate is not None:
-            self._tasks.start_restartable(self._certificate.files.run, "credentials")
+        for part in (self._certificate, self._tenants):
+            if part is not None and part.files is not None:
+                self._tasks.start_restartable(part.files.run, "credentials")
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
         )
@@ -166,6 +167,7 @@ class ClientService:
             RpcMetrics(self._registry),
             max_request_bytes=settings.max_request_bytes,
             reader_timeout_s=settings.reader_timeout_s,
+            authenticate=lambda _, context: self._tenants.of(context),
         )
         self._rpc.add(service, handler)
         await self._rpc.start()

@@ -28,8 +28,8 @@ class ClientSettings(ServiceSettings):
     )
     api_keys_file: Path | None = Field(
         None,
-        description="File with a line `tenant:key` for each caller, keys of at least 16 characters; without it "
-        "everybody is the tenant `public`.",
+        description="File of callers' keys, as `corolla keys` writes it, or with lines `tenant:key`, keys of at least "
+        "16 characters; changes are taken within five seconds. Without it everybody is the tenant `public`.",
     )
     public_tls_dir: Path | None = Field(
         None,

@@ -25,13 +25,21 @@ class WatchedFiles:
     Args:
         variable: by which the folder was named.
         names: of the files.
+        named: what the variable names, where that is not the folder.
         take: is called with their contents, in any thread. Raises ValueError or OSError where they make no sense.
 
     Raises:
         SettingsError: a file is missing, or they make no sense from the beginning.
     """
 
-    def __init__(self, variable: str, folder: Path, names: Sequence[str], take: Callable[[Contents], None]) -> None:
+    def __init__(
+        self,
+        variable: str,
+        folder: Path,
+        names: Sequence[str],
+        take: Callable[[Contents], None],
+        named: Path | None = None,
+    ) -> None:
         self._folder = folder
         self._names = names
         self._take = take
@@ -39,7 +47,7 @@ class WatchedFiles:
         try:
             self._taken = self._take_all()
         except (OSError, ValueError) as failure:
-            raise SettingsError(f"{variable}={folder}: {_sentence(failure)}") from None
+            raise SettingsError(f"{variable}={named or folder}: {_sentence(failure)}") from None
 
     async def run(self) -> None:
         """Takes changes, for ever."""

@@ -13,6 +13,7 @@ from corolla.chain.session import ChainSessions
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Context
 from corolla.client.api import replies, validation
+from corolla.client.api.keys import Scope
 from corolla.client.api.tenants import Tenants
 from corolla.client.generation.admission import Admission, Caller, Usage
 from corolla.client.generation.answer import Delta
@@ -103,7 +104,7 @@ class GenerationServicer:
     def _generate(
         self, request: pb.GenerateRequest, context: Context, usage: Usage
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        tenant = self._tenants.of(context)
+        tenant = self._tenant(context, Scope.GENERATE)
         validation.check_model(request.model, self._model.name)
         num_completions = validation.num_completions(request)
         prompt = validation.prompt(request, self._model.vocab_size, self._model.context_length)
@@ -167,7 +168,7 @@ class GenerationServicer:
     def _answer(
         self, request: pb.ChatRequest, context: Context, usage: Usage
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        tenant = self._tenants.of(context)
+        tenant = self._tenant(context, Scope.CHAT)
         validation.check_model(request.model, self._model.name)
         messages = validation.messages(request.messages)
         options = validation.answer_options(request, self._model.vocab_size)
@@ -194,16 +195,17 @@ class GenerationServicer:
     # --- sessions -------------------------------------------------------------------------------------------------
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.Session:
-        tenant = self._tenants.of(context)
+        tenant = self._tenant(context, Scope.SESSIONS)
         validation.check_model(request.model, self._model.name)
         return replies.session(await self._transcripts.create(tenant))
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        return replies.session(await self._transcripts.get(request.session_id, self._tenants.of(context)))
+        return replies.session(await self._transcripts.get(request.session_id, self._tenant(context, Scope.SESSIONS)))
 
     async def DeleteSession(self, request: pb.DeleteSessionRequest, context: Context) -> pb.DeleteSessionResponse:
+        tenant = self._tenant(context, Scope.SESSIONS)
         # Shielded from a caller that leaves: the router says only once where the pages of the session are.
-        await asyncio.shield(asyncio.ensure_future(self._delete(request.session_id, self._tenants.of(context))))
+        await asyncio.shield(asyncio.ensure_future(self._delete(request.session_id, tenant)))
         return pb.DeleteSessionResponse()
 
     async def _delete(self, session_id: str, tenant: str) -> None:
@@ -214,7 +216,7 @@ class GenerationServicer:
     # --- the model ------------------------------------------------------------------------------------------------
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        tenant = self._tenants.of(context)
+        tenant = self._tenant(context, Scope.TOKENIZE)
         validation.check_model(request.model, self._model.name)
         encode: Callable[[], Sequence[int]]
         match request.WhichOneof("input"):
@@ -252,6 +254,9 @@ class GenerationServicer:
         described = pb.Model(ready=self._placement.cheapest_chain is not None)
         described.MergeFrom(self._model)
         return described
+
+    def _tenant(self, context: Context, scope: Scope) -> str:
+        return self._tenants.of(context, scope, self._model.name)
 
     def _until_s(self, context: Context) -> float:
         """When a caller no longer waits, less the moment in which it can still learn why."""

@@ -1,0 +1,102 @@
+"""`corolla keys`: a file of callers' keys."""
+
+import os
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from corolla.chassis.errors import StartupError
+from corolla.client.api.keys import KeyTable, NewKey, Scope
+
+keys = typer.Typer(help="Makes, lists and revokes callers' keys in a file.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The file that COROLLA_API_KEYS_FILE names.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(keys, name="keys", rich_help_panel="More")
+
+
+@keys.command()
+def new(
+    file: File,
+    tenant: Annotated[str, typer.Option(help="Whose key it is.")],
+    expires_days: Annotated[
+        int | None, typer.Option(min=1, max=36_500, help="Days for which it holds; for ever if not given.")
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Only this model; may be given several times.")] = None,
+    scope: Annotated[
+        list[Scope] | None, typer.Option(help="Only calls of this kind; may be given several times.")
+    ] = None,
+) -> int:
+    """Prints a new key, which nothing else knows, and adds its hash to the file."""
+    expires = None
+    if expires_days is not None:
+        expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=expires_days)
+    try:
+        made = NewKey(tenant, expires=expires, models=model or (), scopes=scope or ())
+    except ValueError as failure:
+        raise StartupError(str(failure)) from None
+    text = _read(file) if file.exists() else ""
+    if text:
+        _parse(file, text)
+    _write(file, text + ("" if text.endswith("\n") or not text else "\n") + made.record.line + "\n")
+    sys.stdout.write(made.key + "\n")
+    return 0
+
+
+@keys.command("list")
+def list_keys(file: File) -> int:
+    """Lists the keys of a file, without their secrets."""
+    now = datetime.now(UTC)
+    for record in _parse(file, _read(file)).records:
+        facts = [record.id, record.tenant, f"since {record.created:%Y-%m-%d}"]
+        if record.expires is not None:
+            facts.append(f"{'expired' if record.expires <= now else 'until'} {record.expires:%Y-%m-%d}")
+        facts += sorted(record.models) + sorted(scope.value for scope in record.scopes)
+        sys.stdout.write("  ".join(facts) + "\n")
+    return 0
+
+
+@keys.command()
+def revoke(
+    file: File, key_id: Annotated[str, typer.Argument(metavar="ID", help="As `corolla keys list` names it.")]
+) -> int:
+    """Takes a key out of the file. Client services refuse it within five seconds of seeing the change."""
+    text = _read(file)
+    records = {record.id: record for record in _parse(file, text).records}
+    if key_id not in records:
+        raise StartupError(f"{file} has no key {key_id}; `corolla keys list` names those that it has")
+    mark = f'"id":"{key_id}"'
+    kept = [line for line in text.splitlines() if not (line.lstrip().startswith("{") and mark in line.replace(" ", ""))]
+    _write(file, "".join(f"{line}\n" for line in kept))
+    sys.stdout.write(f"revoked {key_id} of {records[key_id].tenant}\n")
+    return 0
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise StartupError(f"{file} cannot be read") from None
+
+
+def _parse(file: Path, text: str) -> KeyTable:
+    try:
+        return KeyTable.parse(text)
+    except ValueError as failure:
+        raise StartupError(f"{file}: {failure}") from None
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all, and for its owner's eyes only."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:
+            written.write(text)
+        draft.replace(file)
+    except OSError as failure:
+        raise StartupError(f"{file} cannot be written: {failure.strerror}") from None

@@ -1,0 +1,180 @@
+"""Keys of callers, as a file holds them: hashes of random secrets, and what each key may do.
+
+A file has a line for each key: a JSON object that `NewKey.line` wrote, or, the simple form, `tenant:key` in the clear.
+Empty lines and those that begin with `#` are passed over.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from enum import Enum
+from typing import Annotated, Final, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, StringConstraints, ValidationError
+
+from corolla.wire.frames import MAX_TENANT_CHARS
+
+MIN_KEY_CHARS: Final = 16
+"""A shorter key could be found by trying."""
+MAX_KEY_CHARS: Final = 512
+_SECRET_BYTES: Final = 32
+_FORM: Final = re.compile(r"ck_([0-9a-f]{16})_[A-Za-z0-9_-]{43}")
+
+Tenant = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TENANT_CHARS, pattern=r"^[^\x00-\x1f\x7f:]+$")]
+
+
+class Scope(Enum):
+    """What a key may be for. Every key may ask which models there are."""
+
+    GENERATE = "generate"
+    CHAT = "chat"
+    SESSIONS = "sessions"
+    TOKENIZE = "tokenize"
+
+
+class KeyRecord(BaseModel):
+    """What is known of a key. Its secret is not: 256 random bits need no slow hash, so theirs is SHA-256.
+
+    Attributes:
+        models: by name; empty: all.
+        scopes: empty: all.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    tenant: Tenant
+    created: AwareDatetime
+    expires: AwareDatetime | None = None
+    models: frozenset[str] = frozenset()
+    scopes: frozenset[Scope] = frozenset()
+
+    def allows(self, scope: Scope | None, model: str) -> bool:
+        """Whether it is for calls of a scope, to a model; None: whatever every key may."""
+        return (scope is None or not self.scopes or scope in self.scopes) and (not self.models or model in self.models)
+
+    @property
+    def line(self) -> str:
+        """Of a file."""
+        return self.model_dump_json(exclude_defaults=True)
+
+
+class NewKey:
+    """A key that was drawn just now.
+
+    Attributes:
+        key: for the caller; nothing else knows it.
+        record: for the file.
+    """
+
+    def __init__(
+        self,
+        tenant: str,
+        *,
+        expires: datetime | None = None,
+        models: Iterable[str] = (),
+        scopes: Iterable[Scope] = (),
+    ) -> None:
+        """Raises ValueError where the tenant's name is none."""
+        key_id = secrets.token_hex(8)
+        self.key = f"ck_{key_id}_{secrets.token_urlsafe(_SECRET_BYTES)}"
+        try:
+            self.record = KeyRecord(
+                id=key_id, sha256=_digest(self.key), tenant=tenant, created=datetime.now(UTC).replace(microsecond=0),
+                expires=expires, models=frozenset(models), scopes=frozenset(scopes),
+            )  # fmt: skip
+        except ValidationError as failure:
+            raise ValueError(_sentence(failure)) from None
+
+
+class KeyTable:
+    """The keys of one file.
+
+    Args:
+        by_id: by the id that a key names.
+        simple: of keys in the simple form, by the hash of the whole key.
+    """
+
+    def __init__(self, by_id: Mapping[str, KeyRecord], simple: Mapping[str, KeyRecord]) -> None:
+        self._by_id = by_id
+        self._simple = simple
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError: a sentence that names the line, and no key."""
+        by_id: dict[str, KeyRecord] = {}
+        simple: dict[str, KeyRecord] = {}
+        first_lines: dict[str, int] = {}
+        for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+            if not line or line.startswith("#"):
+                continue
+            try:
+                record = _read_json(line) if line.startswith("{") else _read_simple(line)
+            except ValueError as failure:
+                raise ValueError(f"line {number}{failure}") from None
+            same = by_id.get(record.id) or simple.get(record.sha256)
+            if same is not None and same.tenant != record.tenant:
+                raise ValueError(f"line {number}: the key of line {first_lines[same.sha256]} belongs to another tenant")
+            first_lines.setdefault(record.sha256, number)
+            if record.id == _NO_ID:
+                simple[record.sha256] = record
+            else:
+                by_id[record.id] = record
+        if not by_id and not simple:
+            raise ValueError("holds no keys")
+        return cls(by_id, simple)
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        return frozenset(record.tenant for record in self.records)
+
+    @property
+    def records(self) -> tuple[KeyRecord, ...]:
+        return (*self._by_id.values(), *self._simple.values())
+
+    def find(self, key: str, now: datetime) -> KeyRecord | None:
+        """The record of a key that holds now. Compared in constant time: how long it takes tells nothing about keys."""
+        if len(key) > MAX_KEY_CHARS:
+            return None
+        digest, matched = _digest(key), _FORM.fullmatch(key)
+        named = self._by_id.get(matched[1]) if matched else None
+        if named is not None and hmac.compare_digest(named.sha256, digest):
+            return named if named.expires is None or now < named.expires else None
+        found = [record for known, record in self._simple.items() if hmac.compare_digest(known, digest)]
+        return found[0] if found else None
+
+
+_NO_ID: Final = "0" * 16
+_LONG_AGO: Final = datetime.fromtimestamp(0, UTC)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _read_json(line: str) -> KeyRecord:
+    try:
+        return KeyRecord.model_validate_json(line)
+    except ValidationError as failure:
+        raise ValueError(f": {_sentence(failure)}") from None
+
+
+def _read_simple(line: str) -> KeyRecord:
+    tenant, _, key = map(str.strip, line.partition(":"))
+    if not (tenant and key):
+        raise ValueError(" is not of the form tenant:key")
+    if len(tenant) > MAX_TENANT_CHARS:
+        raise ValueError(f": a tenant's name has at most {MAX_TENANT_CHARS} characters")
+    if len(key) < MIN_KEY_CHARS:
+        raise ValueError(f": a key has at least {MIN_KEY_CHARS} characters; draw it at random")
+    return KeyRecord(id=_NO_ID, sha256=_digest(key), tenant=tenant, created=_LONG_AGO)
+
+
+def _sentence(failure: ValidationError) -> str:
+    """Without what was given, which may be a key."""
+    first = failure.errors(include_input=False, include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"
