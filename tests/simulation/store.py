@@ -232,6 +232,9 @@ class SimulatedRedis:
     def _zcard(self, key: bytes) -> int:
         return len(self._find(key) or {})
 
+    def _zcount(self, key: bytes, least: bytes, most: bytes) -> int:
+        return sum(float(least) <= score <= float(most) for score in (self._find(key) or {}).values())
+
     def _zscore(self, key: bytes, member: bytes) -> Any:
         score = (self._find(key) or {}).get(member)
         return None if score is None else b"%.17g" % score

@@ -117,6 +117,15 @@ class Unauthenticated(CorollaError):
     is_callers_fault = True
 
 
+class QuotaExceeded(CorollaError):
+    """The caller's tenant has all that it may; `metadata["quota"]` says of what. Becomes `google.rpc.QuotaFailure`."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "QUOTA_EXCEEDED"
+    retry_after_default_s = 60.0
+    is_callers_fault = True
+
+
 class ScopeDenied(CorollaError):
     """A caller's key is for other calls, or other models."""
 

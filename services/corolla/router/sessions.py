@@ -5,7 +5,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from corolla.chassis.errors import InternalError, InvalidRequest, SessionBusy, SessionNotFound
+from corolla.chassis.errors import InternalError, InvalidRequest, QuotaExceeded, SessionBusy, SessionNotFound
 from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -13,16 +13,27 @@ from corolla.v1 import router_pb2 as pb
 
 class SessionRecords:
     """Methods raise StoreUnavailable when Redis does not answer, SessionNotFound for a session that is unknown,
-    expired or of another tenant. Whoever repeats a call that may have got through gets the same answer."""
+    expired or of another tenant. Whoever repeats a call that may have got through gets the same answer.
 
-    def __init__(self, store: Store) -> None:
+    Args:
+        max_tenant_sessions: that one tenant may have stored at a time; 0: any number.
+    """
+
+    def __init__(self, store: Store, max_tenant_sessions: int = 0) -> None:
         self._store = store
+        self._max_tenant_sessions = max_tenant_sessions
 
     async def create(self, record: pb.SessionRecord, ttl_ms: int) -> pb.SessionRecord:
-        """Raises InvalidRequest when the id is taken."""
+        """Raises InvalidRequest when the id is taken, and QuotaExceeded when the tenant has as many as it may."""
         reply = await self._store.call(
-            "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms
-        )
+            "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms,
+            self._max_tenant_sessions,
+        )  # fmt: skip
+        if reply[0] == b"quota":
+            raise QuotaExceeded(
+                f"the tenant has {self._max_tenant_sessions} sessions; delete some, or let them expire",
+                metadata={"quota": "stored_sessions"},
+            )
         if reply[0] == b"taken":
             raise InvalidRequest("record.session_id", "is taken; draw another one")
         return _record(reply)

@@ -84,6 +84,9 @@ class RouterSettings(ServiceSettings):
     session_ttl_s: float = Field(
         3600, gt=0, le=2_592_000, description="Seconds that a session record lives when its creator names no time."
     )
+    max_tenant_sessions: int = Field(
+        10_000, ge=0, description="Session records that one tenant may have stored at a time; 0: any number."
+    )
     turn_lock_ms: int = Field(
         30_000, ge=10, le=3_600_000, description="Milliseconds that a turn holds its session when it names no time."
     )

@@ -55,6 +55,37 @@ class Session:
         return await getattr(self.stub, method)(request, timeout=30)
 
 
+async def test_a_tenant_has_so_many_sessions_and_no_more(start_router: StartRouter, model: str) -> None:
+    """Whichever router it asks; others are not kept from theirs."""
+    routers = [await start_router(max_tenant_sessions=3) for _ in range(2)]
+    sessions = [Session(routers[number % 2], model, "greedy") for number in range(4)]
+    for each in sessions[:3]:
+        await each.create()
+    await sessions[0].create()  # the same call again
+    refused = await refusal(sessions[3].create())
+    assert refused.reason == "QUOTA_EXCEEDED"
+    await Session(routers[0], model, "modest").create()
+    await sessions[1].delete()
+    await sessions[3].create()
+
+
+async def test_sessions_that_have_expired_do_not_count(start_router: StartRouter, model: str) -> None:
+    router = await start_router(max_tenant_sessions=1)
+    await Session(router, model).create(ttl_ms=100)
+    assert (await refusal(Session(router, model).create())).reason == "QUOTA_EXCEEDED"
+    await asyncio.sleep(0.3)
+    await Session(router, model).create()
+
+
+async def test_a_turn_keeps_its_session_among_those_that_count(start_router: StartRouter, model: str) -> None:
+    router = await start_router(max_tenant_sessions=1)
+    session = Session(router, model)
+    await session.create(ttl_ms=200)
+    await session.begin("turn")
+    await asyncio.sleep(0.4)
+    assert (await refusal(Session(router, model).create())).reason == "QUOTA_EXCEEDED"
+
+
 @pytest.fixture
 def session(router: Router, model: str) -> Session:
     return Session(router, model)

@@ -11,4 +11,5 @@ local reply = found(ARGV[1], record)
 redis.call('RENAME', session_key(ARGV[1]), deleted_key(ARGV[3]))
 redis.call('PEXPIRE', deleted_key(ARGV[3]), REPEATED_WITHIN_MS)
 redis.call('ZREM', SESSIONS, ARGV[1])
+redis.call('ZREM', tenant_key(ARGV[2]), ARGV[1])
 return reply

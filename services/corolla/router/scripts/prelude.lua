@@ -26,6 +26,8 @@ local function withheld_key(server_id) return PREFIX .. 'withheld:' .. server_id
 local function lead_key(task) return PREFIX .. 'lead:' .. task end
 -- Hash with a TTL: tenant, record, chain, epoch, and the id of the turn that ended last.
 local function session_key(session_id) return PREFIX .. 'session:' .. session_id end
+-- Sorted set with a TTL: the sessions of one tenant, by the millisecond at which they expire.
+local function tenant_key(tenant) return PREFIX .. 'tenant:' .. tenant end
 -- The hash of a session that was deleted by a call of this name.
 local function deleted_key(call) return PREFIX .. 'deleted:' .. call end
 -- String with a TTL: the id of the turn that holds the session.
@@ -115,6 +117,9 @@ local function keep(session_id, ttl_ms)
   local expires = string.format('%.0f', now_ms() + ttl_ms)
   redis.call('PEXPIREAT', session_key(session_id), expires)
   redis.call('ZADD', SESSIONS, expires, session_id)
+  local sessions = tenant_key(redis.call('HGET', session_key(session_id), 'tenant') or '')
+  redis.call('ZADD', sessions, expires, session_id)
+  if redis.call('PTTL', sessions) < ttl_ms then redis.call('PEXPIREAT', sessions, expires) end
   store_id()
   redis.call('PEXPIRE', STORE_ID, MOST_SESSION_TTL_MS)
 end
