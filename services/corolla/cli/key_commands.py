@@ -4,12 +4,12 @@ import os
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corolla.chassis.errors import StartupError
-from corolla.client.api.keys import KeyTable, NewKey, Scope
+if TYPE_CHECKING:
+    from corolla.client.api.keys import KeyTable
 
 keys = typer.Typer(help="Makes, lists and revokes callers' keys in a file.", no_args_is_help=True)
 
@@ -29,15 +29,19 @@ def new(
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="Only this model; may be given several times.")] = None,
     scope: Annotated[
-        list[Scope] | None, typer.Option(help="Only calls of this kind; may be given several times.")
+        list[str] | None,
+        typer.Option(help="Only calls of this kind: generate, chat, sessions or tokenize; may be given several times."),
     ] = None,
 ) -> int:
     """Prints a new key, which nothing else knows, and adds its hash to the file."""
+    from corolla.chassis.errors import StartupError
+    from corolla.client.api.keys import NewKey, Scope
+
     expires = None
     if expires_days is not None:
         expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=expires_days)
     try:
-        made = NewKey(tenant, expires=expires, models=model or (), scopes=scope or ())
+        made = NewKey(tenant, expires=expires, models=model or (), scopes=[Scope(each) for each in scope or ()])
     except ValueError as failure:
         raise StartupError(str(failure)) from None
     text = _read(file) if file.exists() else ""
@@ -66,6 +70,8 @@ def revoke(
     file: File, key_id: Annotated[str, typer.Argument(metavar="ID", help="As `corolla keys list` names it.")]
 ) -> int:
     """Takes a key out of the file. Client services refuse it within five seconds of seeing the change."""
+    from corolla.chassis.errors import StartupError
+
     text = _read(file)
     records = {record.id: record for record in _parse(file, text).records}
     if key_id not in records:
@@ -78,13 +84,18 @@ def revoke(
 
 
 def _read(file: Path) -> str:
+    from corolla.chassis.errors import StartupError
+
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         raise StartupError(f"{file} cannot be read") from None
 
 
-def _parse(file: Path, text: str) -> KeyTable:
+def _parse(file: Path, text: str) -> "KeyTable":
+    from corolla.chassis.errors import StartupError
+    from corolla.client.api.keys import KeyTable
+
     try:
         return KeyTable.parse(text)
     except ValueError as failure:
@@ -93,6 +104,8 @@ def _parse(file: Path, text: str) -> KeyTable:
 
 def _write(file: Path, text: str) -> None:
     """Whole or not at all, and for its owner's eyes only."""
+    from corolla.chassis.errors import StartupError
+
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:
