@@ -492,12 +492,12 @@ class _Call:
 
     async def _handle(self, handler: Any, request: bytes | None) -> None:
         serialise = handler.response_serializer or (lambda response: response)
-        context = _Context(self, serialise)
+        context = _Context(self, serialise, request)
         try:
             if self._kind == "unary_unary":
-                await context.write(await handler.unary_unary(request, context))
+                await context.write(await handler.stream_unary(None, context))
             else:
-                await handler.unary_stream(request, context)
+                await handler.stream_stream(None, context)
         except aio.AbortError:
             pass
         except Exception:
@@ -536,9 +536,14 @@ class _Call:
 class _Context:
     """The context of a handler."""
 
-    def __init__(self, call: _Call, serialise: Callable[[Any], bytes]) -> None:
+    def __init__(self, call: _Call, serialise: Callable[[Any], bytes], request: bytes | None) -> None:
         self._call = call
         self._serialise = serialise
+        self._request = request
+
+    async def read(self) -> Any:
+        request, self._request = self._request, None
+        return aio.EOF if request is None else request
 
     async def write(self, response: Any) -> None:
         self._call.answer(self._serialise(response))

@@ -1,6 +1,8 @@
 """Servicers as gRPC handlers: the one door through which requests come in and errors go out.
 
 Requests are parsed here rather than by gRPC, so that undecodable bytes and over-long messages get a status of our own.
+They are read here, too: every method is registered as one that reads a stream, which is the same on the wire, because
+gRPC reads a single request before it calls a handler, and a caller who is refused shall cost no memory for its request.
 Whatever a servicer raises leaves as a status of the error tree; an exception's own text never does.
 """
 
@@ -28,7 +30,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 MAX_CONTROL_REQUEST_BYTES: Final = 4 << 20
 
 Authenticate = Callable[[str, Context], object]
-"""Called with `Service/Method` before anything else. Raises an error of the tree."""
+"""Called with `Service/Method` before the request is read. Raises an error of the tree."""
 
 
 def service_handler(
@@ -58,11 +60,11 @@ def service_handler(
         guard = _Guard(f"{service.name}/{method.name}", metrics, authenticate)
         parse = _parser(message_factory.GetMessageClass(method.input_type), max_request_bytes)
         if method.server_streaming:
-            handlers[method.name] = grpc.unary_stream_rpc_method_handler(
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(
                 guard.unary_stream(behaviour, parse, reader_timeout_s), response_serializer=_serialise
             )
         else:
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+            handlers[method.name] = grpc.stream_unary_rpc_method_handler(
                 guard.unary_unary(behaviour, parse), response_serializer=_serialise
             )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -85,6 +87,13 @@ def _parser(request_class: type[message.Message], max_request_bytes: int) -> Cal
             raise errors.MalformedMessage("request", f"the bytes are no {request_class.DESCRIPTOR.name}") from None
 
     return parse
+
+
+async def _request(context: Context) -> bytes:
+    data = await context.read()
+    if data is aio.EOF:
+        raise errors.MalformedMessage("request", "there is none")
+    return bytes(data)
 
 
 class _Responses:
@@ -139,12 +148,12 @@ class _Guard:
         self._metrics = metrics
 
     def unary_unary(self, behaviour: Any, parse: Callable[[bytes], message.Message]) -> Any:
-        async def handle(data: bytes, context: Context) -> Any:
+        async def handle(requests: object, context: Context) -> Any:
             started = time.perf_counter()
             try:
                 if self._authenticate is not None:
                     self._authenticate(self._method, context)
-                response = await behaviour(parse(data), context)
+                response = await behaviour(parse(await _request(context)), context)
             except BaseException as failure:
                 await self._abort(failure, context, started)
                 raise
@@ -156,12 +165,14 @@ class _Guard:
     def unary_stream(
         self, behaviour: Any, parse: Callable[[bytes], message.Message], reader_timeout_s: float | None
     ) -> Any:
-        async def handle(data: bytes, context: Context) -> None:
+        async def handle(requests: object, context: Context) -> None:
             started = time.perf_counter()
             try:
                 if self._authenticate is not None:
                     self._authenticate(self._method, context)
-                responses = _Responses(behaviour(parse(data), context), reader_timeout_s, self._stalled)
+                responses = _Responses(
+                    behaviour(parse(await _request(context)), context), reader_timeout_s, self._stalled
+                )
                 # The servicer's own clean-up runs now, not when the garbage collector comes by.
                 async with aclosing(responses):
                     async for response in responses.generator:

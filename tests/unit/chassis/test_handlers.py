@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import QueueFull
+from corolla.chassis.errors import QueueFull, Unauthenticated
 from corolla.chassis.handlers import service_handler
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.rpc_server import RpcServer
@@ -172,3 +172,22 @@ async def test_a_stalled_caller_may_leave_silently() -> None:
 
         await until(is_counted)
         assert service.servicer.num_cleanups == 1
+
+
+def refuse(method: str, context: Any) -> None:
+    raise Unauthenticated(f"nobody may call {method}")
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_a_refused_caller_who_holds_back_its_request_hears_so_before_it_sends_it(method: str) -> None:
+    server = RpcServer("127.0.0.1", 0, with_reflection=False)
+    handler = service_handler(SERVICE, Servicer(), RpcMetrics(CollectorRegistry()), authenticate=refuse)
+    server.add(SERVICE, handler)
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{server.port}") as channel:
+            call = channel.stream_stream(f"/{SERVICE.full_name}/{method}")()
+            assert await asyncio.wait_for(call.code(), 5) is grpc.StatusCode.UNAUTHENTICATED
+            assert await call.details() == f"nobody may call GenerationService/{method}"
+    finally:
+        await server.stop(0)
