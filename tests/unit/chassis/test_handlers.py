@@ -186,7 +186,7 @@ async def test_a_refused_caller_who_holds_back_its_request_hears_so_before_it_se
     await server.start()
     try:
         async with open_channel(f"127.0.0.1:{server.port}") as channel:
-            call = channel.stream_stream(f"/{SERVICE.full_name}/{method}")()
+            call: Any = channel.stream_stream(f"/{SERVICE.full_name}/{method}")()
             assert await asyncio.wait_for(call.code(), 5) is grpc.StatusCode.UNAUTHENTICATED
             assert await call.details() == f"nobody may call GenerationService/{method}"
     finally:
