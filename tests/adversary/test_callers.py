@@ -21,7 +21,7 @@ from tests.integration.swarm import Swarm
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MIB = 1 << 20
-MAX_MEMORY_MIB = 64
+MAX_MEMORY_MIB = 128
 MAX_REQUEST_BYTES = MIB
 NUM_RUNNING = 4
 NUM_WAITING = 4
