@@ -57,6 +57,9 @@ def list_keys(file: File) -> int:
     """Lists the keys of a file, without their secrets."""
     now = datetime.now(UTC)
     for record in _parse(file, _read(file)).records:
+        if record.is_simple:
+            sys.stdout.write(f"{'(no id)':16}  {record.tenant}\n")
+            continue
         facts = [record.id, record.tenant, f"since {record.created:%Y-%m-%d}"]
         if record.expires is not None:
             facts.append(f"{'expired' if record.expires <= now else 'until'} {record.expires:%Y-%m-%d}")
@@ -71,14 +74,17 @@ def revoke(
 ) -> int:
     """Takes a key out of the file. Client services refuse it within five seconds of seeing the change."""
     from corolla.chassis.errors import StartupError
+    from corolla.client.api.keys import without_key
 
     text = _read(file)
-    records = {record.id: record for record in _parse(file, text).records}
+    records = {record.id: record for record in _parse(file, text).records if not record.is_simple}
     if key_id not in records:
         raise StartupError(f"{file} has no key {key_id}; `corolla keys list` names those that it has")
-    mark = f'"id":"{key_id}"'
-    kept = [line for line in text.splitlines() if not (line.lstrip().startswith("{") and mark in line.replace(" ", ""))]
-    _write(file, "".join(f"{line}\n" for line in kept))
+    kept = without_key(text, key_id)
+    if not any(line.strip() and not line.strip().startswith("#") for line in kept.splitlines()):
+        # Client services take no file without keys: they would go on with the old one, and this key.
+        raise StartupError(f"{key_id} is the only key of {file}; add another one with `corolla keys new` first")
+    _write(file, kept)
     sys.stdout.write(f"revoked {key_id} of {records[key_id].tenant}\n")
     return 0
 
@@ -103,9 +109,10 @@ def _parse(file: Path, text: str) -> "KeyTable":
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all, and for its owner's eyes only."""
+    """Whole or not at all, and for its owner's eyes only. A link stays one."""
     from corolla.chassis.errors import StartupError
 
+    file = file.resolve()
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:

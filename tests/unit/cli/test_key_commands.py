@@ -44,3 +44,53 @@ def test_mistakes_end_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has no key 00" in run(capsys, "revoke", str(file), "00")[2]
     assert "tenant: " in run(capsys, "new", str(file), "--tenant", "a:b")[2]
     assert "cannot be written" in run(capsys, "new", str(tmp_path / "none" / "keys"), "--tenant", "acme")[2]
+
+
+def test_a_key_that_is_said_to_be_revoked_is_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys"
+    key_ids = [run(capsys, "new", str(file), "--tenant", name)[1].split("_")[1] for name in ("acme", "beta")]
+    file.write_text(file.read_text().replace('"id":', '"id"\t:\t'))
+    assert run(capsys, "revoke", str(file), key_ids[0])[0] == 0
+    assert [record.id for record in KeyTable.parse(file.read_text()).records] == [key_ids[1]]
+
+
+def test_the_only_key_is_not_revoked_because_services_would_keep_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    key_id = run(capsys, "new", str(file), "--tenant", "acme")[1].split("_")[1]
+    before = file.read_text()
+    status, _, says = run(capsys, "revoke", str(file), key_id)
+    assert status != 0
+    assert "is the only key" in says
+    assert file.read_text() == before
+
+
+def test_keys_of_the_simple_form_have_no_id_to_be_revoked_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("acme:key-of-acme-0001\nbeta:key-of-beta-0001\n")
+    assert [line.split() for line in run(capsys, "list", str(file))[1].splitlines()] == [
+        ["(no", "id)", "acme"],
+        ["(no", "id)", "beta"],
+    ]
+    status, _, says = run(capsys, "revoke", str(file), "0" * 16)
+    assert status != 0
+    assert "has no key" in says
+
+
+def test_a_link_to_a_file_of_keys_stays_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, link = tmp_path / "keys", tmp_path / "link"
+    run(capsys, "new", str(file), "--tenant", "acme")
+    link.symlink_to(file)
+    assert run(capsys, "new", str(link), "--tenant", "beta")[0] == 0
+    assert link.is_symlink()
+    assert KeyTable.parse(file.read_text()).tenants == {"acme", "beta"}
+
+
+def test_no_name_ends_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "keys")
+    assert "tenant: " in run(capsys, "new", file, "--tenant", "ac\u2028me")[2]
+    assert "models" in run(capsys, "new", file, "--tenant", "acme", "--model", "lla\x85ma")[2]
+    assert not (tmp_path / "keys").exists()

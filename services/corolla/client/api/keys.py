@@ -23,7 +23,11 @@ MAX_KEY_CHARS: Final = 512
 _SECRET_BYTES: Final = 32
 _FORM: Final = re.compile(r"ck_([0-9a-f]{16})_[A-Za-z0-9_-]{43}")
 
-Tenant = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TENANT_CHARS, pattern=r"^[^\x00-\x1f\x7f:]+$")]
+# No character that ends a line, for `str.splitlines` or for a terminal: a file of keys has a line for each.
+_ONE_LINE: Final = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
+
+Tenant = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TENANT_CHARS, pattern=rf"^[^{_ONE_LINE}:]+$")]
+ModelName = Annotated[str, StringConstraints(min_length=1, pattern=rf"^[^{_ONE_LINE}]+$")]
 
 
 class Scope(Enum):
@@ -50,12 +54,17 @@ class KeyRecord(BaseModel):
     tenant: Tenant
     created: AwareDatetime
     expires: AwareDatetime | None = None
-    models: frozenset[str] = frozenset()
+    models: frozenset[ModelName] = frozenset()
     scopes: frozenset[Scope] = frozenset()
 
     def allows(self, scope: Scope | None, model: str) -> bool:
         """Whether it is for calls of a scope, to a model; None: whatever every key may."""
         return (scope is None or not self.scopes or scope in self.scopes) and (not self.models or model in self.models)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether it was read in the simple form, in which keys have no id."""
+        return self.id == _NO_ID
 
     @property
     def line(self) -> str:
@@ -120,7 +129,7 @@ class KeyTable:
             if same is not None and same.tenant != record.tenant:
                 raise ValueError(f"line {number}: the key of line {first_lines[same.sha256]} belongs to another tenant")
             first_lines.setdefault(record.sha256, number)
-            if record.id == _NO_ID:
+            if record.is_simple:
                 simple[record.sha256] = record
             else:
                 by_id[record.id] = record
@@ -148,6 +157,15 @@ class KeyTable:
         return found[0] if found else None
 
 
+def without_key(text: str, key_id: str) -> str:
+    """A file's text, which `KeyTable.parse` takes, without the lines of the key with this id."""
+    return "".join(
+        f"{line}\n"
+        for line in text.splitlines()
+        if not (line.strip().startswith("{") and _read_json(line.strip()).id == key_id)
+    )
+
+
 _NO_ID: Final = "0" * 16
 _LONG_AGO: Final = datetime.fromtimestamp(0, UTC)
 
@@ -171,7 +189,10 @@ def _read_simple(line: str) -> KeyRecord:
         raise ValueError(f": a tenant's name has at most {MAX_TENANT_CHARS} characters")
     if len(key) < MIN_KEY_CHARS:
         raise ValueError(f": a key has at least {MIN_KEY_CHARS} characters; draw it at random")
-    return KeyRecord(id=_NO_ID, sha256=_digest(key), tenant=tenant, created=_LONG_AGO)
+    try:
+        return KeyRecord(id=_NO_ID, sha256=_digest(key), tenant=tenant, created=_LONG_AGO)
+    except ValidationError as failure:
+        raise ValueError(f": {_sentence(failure)}") from None
 
 
 def _sentence(failure: ValidationError) -> str:

@@ -70,10 +70,11 @@ def test_both_forms_stand_in_one_file() -> None:
         ("{}", "line 1: id: Field required"),
         ('{"id": "x"}', "line 1: id: String should match"),
         ("{nonsense", "line 1: the line: Invalid JSON"),
+        ("ac\tme:key-of-acme-0001", "^line 1: tenant: String should match pattern [^\n]*$"),
         (NewKey("acme").record.line.replace('"acme"', '""'), "line 1: tenant: String should have at least 1 character"),
         (NewKey("acme").record.line.replace('"tenant"', '"owner"'), "line 1: tenant: Field required"),
     ],
-    ids=["empty", "id", "json", "no name", "no tenant"],
+    ids=["empty", "id", "json", "control character", "no name", "no tenant"],
 )
 def test_a_mistake_names_its_line(line: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
