@@ -1,6 +1,5 @@
 """`corolla keys`: a file of callers' keys."""
 
-import os
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -109,14 +108,10 @@ def _parse(file: Path, text: str) -> "KeyTable":
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all, and for its owner's eyes only. A link stays one."""
     from corolla.chassis.errors import StartupError
+    from corolla.chassis.private_files import write_private
 
-    file = file.resolve()
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:
-            written.write(text)
-        draft.replace(file)
+        write_private(file, text.encode())
     except OSError as failure:
         raise StartupError(f"{file} cannot be written: {failure.strerror}") from None

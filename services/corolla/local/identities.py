@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from corolla.chassis.errors import StartupError
 from corolla.trust.authority import Authority
 from corolla.trust.loopback import make_folder
 from corolla.trust.workload import Role, Workload
@@ -25,7 +26,7 @@ class StackIdentities:
         operator: how the stack itself reaches its processes.
 
     Raises:
-        StartupError: the folder cannot be made.
+        StartupError: the folder cannot be made, or written to.
     """
 
     def __init__(self, router: str) -> None:
@@ -46,4 +47,7 @@ class StackIdentities:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _issue(self, folder: Path, role: Role, name: str) -> None:
-        self._authority.issue(folder, Workload(TRUST_DOMAIN, role, name), _HERE)
+        try:
+            self._authority.issue(folder, Workload(TRUST_DOMAIN, role, name), _HERE)
+        except OSError as failure:
+            raise StartupError(f"cannot write {folder}: {failure.strerror}") from None

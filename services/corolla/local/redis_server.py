@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from corolla.chassis.errors import StartupError
+from corolla.chassis.private_files import write_private
 from corolla.local.ports import Ports
 
 START_TIMEOUT_S: Final = 10.0
@@ -46,11 +47,31 @@ def find_redis_server() -> Path:
     )
 
 
-def redis_command(host: str, port: int, folder: Path) -> list[str]:
-    """The command line of a Redis that keeps everything in memory. Raises StartupError when there is none."""
-    options = {"--bind": host, "--port": str(port), "--dir": str(folder), "--daemonize": "no"}
-    options |= {"--save": "", "--appendonly": "no"}
-    return [str(find_redis_server()), *(word for option in options.items() for word in option)]
+def write_configuration(path: Path, folder: Path, port: int = 0) -> str:
+    """Writes the configuration of a Redis that keeps everything in memory. Returns its address, as a URL.
+
+    Args:
+        path: of the file, which only its owner can read.
+        folder: where it runs.
+        port: on the loopback address, where whoever is on this machine may do as they like; 0: it listens on a socket
+            next to `path`, and asks for a password.
+
+    Raises:
+        StartupError: the file cannot be written.
+    """
+    lines = [f'dir "{folder.resolve()}"', "daemonize no", 'save ""', "appendonly no"]
+    if port:
+        lines += [f"bind {_HOST}", f"port {port}"]
+        url = f"redis://{_HOST}:{port}/0"
+    else:
+        secret, place = secrets.token_urlsafe(32), path.with_name("redis.sock")
+        lines += ["port 0", f'unixsocket "{place}"', "unixsocketperm 700", f"requirepass {secret}"]
+        url = f"unix://:{secret}@{place}"
+    try:
+        write_private(path, ("\n".join(lines) + "\n").encode())
+    except OSError as failure:
+        raise StartupError(f"cannot write {path}: {failure.strerror}") from None
+    return url
 
 
 class EmbeddedRedis:
@@ -75,7 +96,9 @@ class EmbeddedRedis:
         folder.mkdir(parents=True, exist_ok=True)
         log_file = folder / "redis.log"
         port = port or Ports().free()
-        command = redis_command(_HOST, port, folder)
+        configuration = folder / "redis.conf"
+        write_configuration(configuration, folder, port)
+        command = _command(configuration)
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
         with log_file.open("ab") as log:
@@ -133,26 +156,8 @@ def _answers(port: int, pid: int) -> bool:
         return False
 
 
-def write_configuration(path: Path, folder: Path, port: int = 0) -> str:
-    """Writes the configuration of a Redis that keeps everything in memory. Returns its address, as a URL.
-
-    Args:
-        path: of the file, which only its owner can read.
-        folder: where it runs.
-        port: on the loopback address, where whoever is on this machine may do as they like; 0: it listens on a socket
-            next to `path`, and asks for a password.
-    """
-    lines = [f'dir "{folder.resolve()}"', "daemonize no", 'save ""', "appendonly no"]
-    if port:
-        lines += [f"bind {_HOST}", f"port {port}"]
-        url = f"redis://{_HOST}:{port}/0"
-    else:
-        secret, place = secrets.token_urlsafe(32), path.with_name("redis.sock")
-        lines += ["port 0", f'unixsocket "{place}"', "unixsocketperm 700", f"requirepass {secret}"]
-        url = f"unix://:{secret}@{place}"
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")
-    return url
+def _command(configuration: Path) -> list[str]:
+    return [str(find_redis_server()), str(configuration)]
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -162,5 +167,5 @@ def main(arguments: Sequence[str]) -> NoReturn:
         arguments: the configuration.
     """
     (configuration,) = arguments
-    server = str(find_redis_server())
-    os.execv(server, [server, configuration])
+    command = _command(Path(configuration))
+    os.execv(command[0], command)

@@ -7,8 +7,8 @@ from typing import Final, Self
 from urllib.parse import unquote
 
 from corolla.chassis.errors import AddressNotYours
+from corolla.trust.credentials import names_of_call
 
-_NAMES: Final = "x509_subject_alternative_name"
 _WILDCARD: Final = "*."
 
 
@@ -30,10 +30,9 @@ class CallerAddress:
     @classmethod
     def of(cls, auth_context: Mapping[str, Iterable[bytes]], peer: str) -> Self:
         """As gRPC says: `peer` is like `ipv4:10.0.0.7:4711` or `ipv6:%5B::1%5D:4711`."""
-        names = tuple(name.decode(errors="replace") for name in auth_context.get(_NAMES, ()))
         kind, _, place = unquote(peer).partition(":")
         host = place.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
-        return cls(tuple(name for name in names if "://" not in name), host)
+        return cls(tuple(name for name in names_of_call(auth_context) if "://" not in name), host)
 
     def check(self, address: str) -> None:
         """Raises AddressNotYours where `host:port` is not the caller's."""

@@ -2,7 +2,6 @@
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -12,6 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from corolla.chassis.private_files import write_private
 from corolla.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 from corolla.trust.workload import Workload
 
@@ -71,9 +71,9 @@ class Authority:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(folder / KEY_FILE, private)
-        _write(folder / CERTIFICATE_FILE, certificate.public_bytes(serialization.Encoding.PEM))
-        _write(folder / AUTHORITY_FILE, self.certificate_pem)
+        write_private(folder / KEY_FILE, private)
+        write_private(folder / CERTIFICATE_FILE, certificate.public_bytes(serialization.Encoding.PEM))
+        write_private(folder / AUTHORITY_FILE, self.certificate_pem)
 
     def _builder(
         self, subject: x509.Name, key: ec.EllipticCurvePublicKey, until: datetime.datetime | None = None
@@ -104,11 +104,3 @@ def _address(text: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(text))
     except ValueError:
         return x509.DNSName(text)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all, readable by its owner only."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-    draft.replace(path)

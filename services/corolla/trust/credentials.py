@@ -19,7 +19,7 @@ CERTIFICATE_FILE: Final = "tls.crt"
 KEY_FILE: Final = "tls.key"
 AUTHORITY_FILE: Final = "ca.crt"
 
-_URIS: Final = "x509_subject_alternative_name"
+_NAMES: Final = "x509_subject_alternative_name"
 
 
 class Credentials:
@@ -147,8 +147,12 @@ def workload_of_transport(transport: asyncio.BaseTransport) -> Workload | None:
 
 def workload_of_call(auth_context: Mapping[str, Iterable[bytes]]) -> Workload | None:
     """Who made a call, from what gRPC says of its connection."""
-    names = [name.decode(errors="replace") for name in auth_context.get(_URIS, ())]
-    return Workload.only_one(name for name in names if "://" in name)
+    return Workload.only_one(name for name in names_of_call(auth_context) if "://" in name)
+
+
+def names_of_call(auth_context: Mapping[str, Iterable[bytes]]) -> list[str]:
+    """All that the certificate of a call's connection names: URIs, DNS names, IP addresses."""
+    return [name.decode(errors="replace") for name in auth_context.get(_NAMES, ())]
 
 
 def _context(protocol: int, folder: Path) -> ssl.SSLContext:
