@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 from redis.asyncio import Redis
 
 from corolla.chassis.errors import CorollaError
+from corolla.client.transcripts import Turn
 from corolla.local.ports import Ports
 from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.settings import RouterSettings
@@ -173,10 +174,22 @@ def check_retryable(error: CorollaError) -> None:
     assert error.retry_after_s, error.reason
 
 
+def _after(event: asyncio.Event, commit: Callable[[Turn], Awaitable[None]]) -> Callable[[Turn], Awaitable[None]]:
+    async def waiting(turn: Turn) -> None:
+        await event.wait()
+        await commit(turn)
+
+    return waiting
+
+
 @pytest.mark.parametrize("fault", quick(FAULTS, "frozen"))
 async def test_running_answers_do_not_notice_a_control_plane_outage_and_routes_come_back(
-    tmp_path: Path, model: Path, fault: str
+    tmp_path: Path, model: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A turn that ended before the fault would be lost with Redis's memory, and rightly so.
+    is_faulty = asyncio.Event()
+    monkeypatch.setattr(Turn, "commit", _after(is_faulty, Turn.commit))
+    is_faulty.set()
     async with swarm_with_router_of_its_own(tmp_path, model) as swarm, swarm.connect() as client:
         num_tokens = 400
         expected = (await client.generate(PROMPT, max_tokens=num_tokens, **SEEDED)).token_ids
@@ -186,6 +199,7 @@ async def test_running_answers_do_not_notice_a_control_plane_outage_and_routes_c
         session = (await client.create_session()).session_id
         await client.generate(PROMPT, max_tokens=20, session=session, **SEEDED)
 
+        is_faulty.clear()
         streams = [client.stream(PROMPT, max_tokens=num_tokens, **SEEDED) for _ in range(3)]
         firsts = [await anext(stream) for stream in streams]
         turn = client.stream(PROMPT, max_tokens=20, session=session, **SEEDED)
@@ -193,6 +207,7 @@ async def test_running_answers_do_not_notice_a_control_plane_outage_and_routes_c
         running = asyncio.gather(*map(tokens_of, streams))
         ending = asyncio.create_task(tokens_of(turn))
         async with FAULTS[fault](swarm):
+            is_faulty.set()
             for head, rest in zip(firsts, await running, strict=True):
                 assert (*head.token_ids, *rest) == expected
             # New ones take their chain from the last snapshot.
