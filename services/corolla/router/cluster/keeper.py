@@ -60,6 +60,7 @@ class ClusterKeeper:
         self._has_news = asyncio.Event()
         self._failure: Exception | None = None
         self._rosters: list[Roster] = []
+        self._local_models: set[str] = set()
         # By model: what was said against its servers last.
         self._withheld: dict[str, Mapping[str, Withheld]] = {}
         self._recorder: PodRecorder | None = None
@@ -129,8 +130,13 @@ class ClusterKeeper:
 
     async def _round(self) -> None:
         """Tells the store of each server that its pod speaks against; what is not repeated lapses by itself."""
+        # Before the rosters: where a pod is new, its model's first roster is read after the pod was seen.
+        uids = {pod.uid for pod in self._pods}
         rosters = [roster async for roster in self._registry.rosters()]
         self._rosters = rosters
+        self._local_models = {
+            each.model for each in rosters if any(server.server.pod_uid in uids for server in each.servers)
+        }
         for roster in rosters:
             before = self._withheld.get(roster.model, {})
             now = withheld_servers(roster.servers, self._pods)
@@ -146,5 +152,5 @@ class ClusterKeeper:
         clock = asyncio.get_running_loop().time
         while True:
             with contextlib.suppress(CorollaError):
-                await recorder.look(self._rosters, self._pods, clock)
+                await recorder.look(self._rosters, self._local_models, self._pods, clock)
             await asyncio.sleep(self._settings.relist_interval_s)

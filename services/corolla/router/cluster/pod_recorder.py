@@ -2,7 +2,7 @@
 
 import collections
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -56,17 +56,21 @@ class PodRecorder:
         """A block server has left, and said what became of its sessions."""
         self._handovers.note(pod, num_moved, num_left)
 
-    async def look(self, rosters: Sequence[Roster], pods: PodTable, clock: Callable[[], float]) -> None:
-        """Writes what is due. Raises StoreUnavailable when nobody can tell who leads."""
+    async def look(
+        self, rosters: Sequence[Roster], local_models: Collection[str], pods: PodTable, clock: Callable[[], float]
+    ) -> None:
+        """Writes what is due. Raises StoreUnavailable when nobody can tell who leads.
+
+        Args:
+            local_models: those of the rosters that have a server in one of the pods.
+        """
         # First: what the ledgers below take counts as written.
         leads = await self._registry.lead(
             f"pods:{self._api.namespace}:{self._api.selector}", self._router_id, self._lead_ms
         )
         now_s = clock()
         # Others may share the store: their releases' models are theirs to tell of.
-        self._models |= {
-            each.model for each in rosters if any(server.server.pod_uid in pods for server in each.servers)
-        }
+        self._models |= set(local_models)
         self._models &= {each.model for each in rosters}
         self._spans.forget(self._models)
         own = [each for each in rosters if each.model in self._models and each.is_known]
