@@ -34,8 +34,10 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import ModelLimits, SpeculationDefaults
 from corolla.client.metrics import ClientMetrics
+from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.transcripts import Transcripts
 from corolla.router.metrics import RouterMetrics
+from corolla.router.quotas import Quotas
 from corolla.router.registry import Registry
 from corolla.router.servicer import RouterServicer
 from corolla.router.sessions import SessionRecords
@@ -177,6 +179,7 @@ class Router:
             settings,
             registry,
             sessions,
+            Quotas(store),
             watches,
             registrant=lambda _context, _server: "",
             on_deregistered=lambda _pod, _request: None,
@@ -215,6 +218,7 @@ class Client:
             self.transcripts,
             ToyTokenizer(),
             ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id]), scenario.model.vocab_size),
+            QuotaKeeper(None, metrics),
             Admission(64, 64, 1 << 20),
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
             metrics,

@@ -59,6 +59,9 @@ class ControlPlane:
         request = pb.ReportServerRequest(model=self.model, server_id=server_id)
         await self._call(self.stub.ReportServer, request, _PLAN_TIMEOUT_S)
 
+    async def take_quotas(self, request: pb.TakeQuotasRequest, timeout_s: float) -> pb.TakeQuotasResponse:
+        return await self._call(self.stub.TakeQuotas, request, timeout_s)
+
     async def close(self) -> None:
         await self._channel.close(None)
 

@@ -5,8 +5,9 @@ the label in the status detail (`google.rpc.ErrorInfo.reason`), in the metric `c
 log line. Messages are written for the caller: they never hold prompt text, exception text or a session id.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import grpc
 
@@ -124,6 +125,15 @@ class QuotaExceeded(CorollaError):
     reason = "QUOTA_EXCEEDED"
     retry_after_default_s = 60.0
     is_callers_fault = True
+
+    @classmethod
+    def of(cls, quota: str, wait_s: float) -> Self:
+        """Of `quota` there is enough again in `wait_s`; 0: when something that holds a part of it ends."""
+        return cls(
+            f"the tenant has used all that it may of {quota}",
+            metadata={"quota": quota},
+            retry_after_s=math.ceil(wait_s * 1000) / 1000 or 1.0,
+        )
 
 
 class ScopeDenied(CorollaError):

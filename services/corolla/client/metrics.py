@@ -15,6 +15,7 @@ from corolla.chassis.metrics import (
     TIME_TO_FIRST_TOKEN_BUCKETS,
     TOKEN_COUNT_BUCKETS,
 )
+from corolla.client.quotas.limits import QUOTAS
 
 
 class ClientMetrics:
@@ -64,6 +65,15 @@ class ClientMetrics:
             "that went round once more after a recovery.",
         )
         self.success = counter("corolla_request_success", "Finished answers by why they ended.", ["finished_reason"])
+        self.quota_refusals = counter(
+            "corolla_quota_refusals", "Requests refused since their tenant had used up a quota.", ["quota"]
+        )
+        for quota in QUOTAS:
+            self.quota_refusals.labels(quota)
+        self.local_quota_takes = counter(
+            "corolla_local_quota_takes",
+            "Times that this client service counted for its own share of a quota, since no router answered.",
+        )
         self.recoveries = counter(
             "corolla_session_recoveries",
             "Sessions that lost hops, or what hops held, and went on; by cause and method.",

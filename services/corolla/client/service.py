@@ -21,6 +21,7 @@ from corolla.client.api.tenants import Tenants
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
 from corolla.client.metrics import ClientMetrics
+from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.settings import ClientSettings
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.tokenizer import TextTokenizer
@@ -61,6 +62,7 @@ class ClientService:
         self._certificate = PublicCertificate(settings.public_tls_dir) if settings.public_tls_dir else None
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
+        self._quotas = QuotaKeeper(settings.quotas_file, self._metrics)
         self._rpc = RpcServer(
             settings.host,
             settings.port,
@@ -93,9 +95,9 @@ class ClientService:
         """Loads the tokenizer, and serves."""
         settings = self.settings
         self._network.start_renewal(self._tasks)
-        for part in (self._certificate, self._tenants):
+        for part in (self._certificate, self._tenants, self._quotas):
             if part is not None and part.files is not None:
-                self._tasks.start_restartable(part.files.run, "credentials")
+                self._tasks.start_restartable(part.files.run, "watched_files")
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
         )
@@ -103,6 +105,9 @@ class ClientService:
         control = self._control = ControlPlane(settings.router, checkpoint.name, self._network.channels)
         placement = PlacementWatch(control)
         self._tasks.start_essential(placement.run, "placement_watch")
+        if self._quotas.files is not None:
+            self._quotas.start(control)
+            self._tasks.start_restartable(self._quotas.run, "quotas")
         tokenizer = await asyncio.to_thread(TextTokenizer.load, checkpoint.folder)
         plane = self._plane = DataPlane(
             fingerprint,
@@ -145,6 +150,7 @@ class ClientService:
                 frozenset(end_token_ids_of(checkpoint.generation_config())),
                 checkpoint.vocab_size,
             ),
+            self._quotas,
             admission,
             SpeculationDefaults(
                 SpeculationMode(settings.speculation), settings.max_draft_tokens, settings.adaptive_drafts
@@ -157,8 +163,8 @@ class ClientService:
             fingerprint=fingerprint, has_chat_template=chat.exists,
         )  # fmt: skip
         servicer = GenerationServicer(
-            model, self._tenants, answering, tokenizations, transcripts, sessions, placement, tokenizer, chat,
-            farewell_s=self._farewell_s,
+            model, self._tenants, self._quotas, answering, tokenizations, transcripts, sessions, placement, tokenizer,
+            chat, farewell_s=self._farewell_s,
         )  # fmt: skip
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
         handler = service_handler(
@@ -179,7 +185,7 @@ class ClientService:
         self._hub.stop()
         await self._rpc.stop(self.settings.grace_s)
         await self._tasks.close()
-        for part in (self._transcripts, self._routes, self._plane, self._control):
+        for part in (self._quotas, self._transcripts, self._routes, self._plane, self._control):
             if part is not None:
                 await part.close()
         self._metrics_endpoint.close()

@@ -31,6 +31,11 @@ class ClientSettings(ServiceSettings):
         description="File of callers' keys, as `corolla keys` writes it, or with lines `tenant:key`, keys of at least "
         "16 characters; changes are taken within five seconds. Without it everybody is the tenant `public`.",
     )
+    quotas_file: Path | None = Field(
+        None,
+        description="File with the quotas of tenants, in JSON: docs/security.md#quotas; changes are taken within five "
+        "seconds. Without it there are none.",
+    )
     public_tls_dir: Path | None = Field(
         None,
         description="Folder with tls.crt and tls.key in PEM, shown to callers of the public API; changes are taken "

@@ -58,9 +58,12 @@ class Transcripts:
         self.ttl_ms = round(session_ttl_s * 1000)
         self._tasks = tasks
 
-    async def create(self, tenant: str) -> pb.SessionRecord:
+    async def create(self, tenant: str, max_sessions: int | None = None) -> pb.SessionRecord:
+        """Raises QuotaExceeded where the tenant has `max_sessions`, or as many as the router lets anybody have."""
         record = pb.SessionRecord(session_id=secrets.token_hex(16), tenant=tenant, model=self._control.model)
-        request = pb.CreateSessionRecordRequest(record=record, ttl_ms=self.ttl_ms)
+        request = pb.CreateSessionRecordRequest(
+            record=record, ttl_ms=self.ttl_ms, max_tenant_sessions=max_sessions or 0
+        )
         return await self._control.call(self._control.stub.CreateSessionRecord, request)
 
     async def get(self, session_id: str, tenant: str) -> pb.SessionRecord:

@@ -14,6 +14,7 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.router.cluster.keeper import ClusterKeeper
 from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.metrics import RouterMetrics
+from corolla.router.quotas import Quotas
 from corolla.router.rebalancer import Rebalancer
 from corolla.router.registry import Registry
 from corolla.router.servicer import RouterServicer
@@ -72,6 +73,7 @@ class RouterProcess:
             settings,
             self._registry,
             self._sessions,
+            Quotas(self._store),
             self._watches,
             registrant=self._registrant,
             on_deregistered=self._cluster.deregistered,

@@ -12,7 +12,7 @@ from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import chain_of
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import plan_around_suspects
-from corolla.router import validation
+from corolla.router import quotas, validation
 from corolla.router.registry import Registry
 from corolla.router.sessions import SessionRecords
 from corolla.router.settings import RouterSettings
@@ -38,6 +38,7 @@ class RouterServicer:
         settings: RouterSettings,
         registry: Registry,
         sessions: SessionRecords,
+        tenant_quotas: quotas.Quotas,
         watches: PlacementWatches,
         *,
         registrant: Callable[[Context, pb.ServerDescription | None], str],
@@ -46,6 +47,7 @@ class RouterServicer:
         self._settings = settings
         self._registry = registry
         self._sessions = sessions
+        self._quotas = tenant_quotas
         self._watches = watches
         self._registrant = registrant
         self._on_deregistered = on_deregistered
@@ -139,7 +141,8 @@ class RouterServicer:
     # --- session records ---
 
     async def CreateSessionRecord(self, request: pb.CreateSessionRecordRequest, context: Context) -> pb.SessionRecord:
-        return await self._sessions.create(validation.check_record(request.record), self._ttl_ms(request.ttl_ms))
+        record = validation.check_record(request.record)
+        return await self._sessions.create(record, self._ttl_ms(request.ttl_ms), request.max_tenant_sessions)
 
     async def GetSessionRecord(self, request: pb.GetSessionRecordRequest, context: Context) -> pb.SessionRecord:
         return await self._sessions.get(*self._session(request), request.tenant)
@@ -175,6 +178,11 @@ class RouterServicer:
     ) -> pb.CountSessionRecordsResponse:
         validation.check_text("model", request.model)
         return pb.CountSessionRecordsResponse(num_sessions=await self._sessions.count(request.model))
+
+    # --- quotas ---
+
+    async def TakeQuotas(self, request: pb.TakeQuotasRequest, context: Context) -> pb.TakeQuotasResponse:
+        return pb.TakeQuotasResponse(num_takers=await self._quotas.take(quotas.checked(request)))
 
     def _session(
         self,

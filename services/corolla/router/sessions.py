@@ -23,15 +23,16 @@ class SessionRecords:
         self._store = store
         self._max_tenant_sessions = max_tenant_sessions
 
-    async def create(self, record: pb.SessionRecord, ttl_ms: int) -> pb.SessionRecord:
+    async def create(self, record: pb.SessionRecord, ttl_ms: int, max_tenant_sessions: int = 0) -> pb.SessionRecord:
         """Raises InvalidRequest when the id is taken, and QuotaExceeded when the tenant has as many as it may."""
+        bounds = [each for each in (self._max_tenant_sessions, max_tenant_sessions) if each]
+        most = min(bounds, default=0)
         reply = await self._store.call(
-            "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms,
-            self._max_tenant_sessions,
-        )  # fmt: skip
+            "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms, most
+        )
         if reply[0] == b"quota":
             raise QuotaExceeded(
-                f"the tenant has {self._max_tenant_sessions} sessions; delete some, or let them expire",
+                f"the tenant has {most} sessions; delete some, or let them expire",
                 metadata={"quota": "stored_sessions"},
             )
         if reply[0] == b"taken":

@@ -31,6 +31,7 @@ METHODS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
         "RouterService/EndTurn": frozenset({_CLIENT}),
         "RouterService/DeleteSessionRecord": frozenset({_CLIENT}),
         "RouterService/CountSessionRecords": frozenset({_CLIENT, _OPERATOR}),
+        "RouterService/TakeQuotas": frozenset({_CLIENT}),
         "BlockService/GetStatus": frozenset({_CLIENT, _ROUTER, _OPERATOR}),
         "AdminService/Drain": frozenset({_OPERATOR}),
     }

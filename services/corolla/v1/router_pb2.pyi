@@ -663,7 +663,10 @@ class CreateSessionRecordRequest(_message.Message):
 
     RECORD_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    MAX_TENANT_SESSIONS_FIELD_NUMBER: _builtins.int
     ttl_ms: _builtins.int
+    max_tenant_sessions: _builtins.int
+    """How many the tenant may have stored. 0, or more than the router's own bound: that one."""
     @_builtins.property
     def record(self) -> Global___SessionRecord: ...
     def __init__(
@@ -671,10 +674,11 @@ class CreateSessionRecordRequest(_message.Message):
         *,
         record: Global___SessionRecord | None = ...,
         ttl_ms: _builtins.int = ...,
+        max_tenant_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tenant_sessions", b"max_tenant_sessions", "record", b"record", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -940,3 +944,119 @@ class CountSessionRecordsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CountSessionRecordsResponse: _TypeAlias = CountSessionRecordsResponse  # noqa: Y015
+
+@_typing.final
+class TakeQuotasRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TAKER_ID_FIELD_NUMBER: _builtins.int
+    TAKES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    taker_id: _builtins.str
+    """Names the client service, so that the router knows how many there are."""
+    @_builtins.property
+    def takes(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaTake]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        taker_id: _builtins.str = ...,
+        takes: _abc.Iterable[Global___QuotaTake] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "taker_id", b"taker_id", "takes", b"takes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeQuotasRequest: _TypeAlias = TakeQuotasRequest  # noqa: Y015
+
+@_typing.final
+class QuotaTake(_message.Message):
+    """What one request of a tenant uses by now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    USES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    request_id: _builtins.str
+    """Names the request in all takes of it."""
+    lease_ms: _builtins.int
+    """For how long what the request holds is its own if nothing more is heard of it. 0: the request has ended, gives back
+    what it holds, and takes nothing.
+    """
+    @_builtins.property
+    def uses(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaUse]: ...
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        lease_ms: _builtins.int = ...,
+        uses: _abc.Iterable[Global___QuotaUse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "request_id", b"request_id", "tenant", b"tenant", "uses", b"uses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuotaTake: _TypeAlias = QuotaTake  # noqa: Y015
+
+@_typing.final
+class QuotaUse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUOTA_FIELD_NUMBER: _builtins.int
+    AMOUNT_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    PERIOD_MS_FIELD_NUMBER: _builtins.int
+    MUST_FIT_FIELD_NUMBER: _builtins.int
+    quota: _builtins.str
+    amount: _builtins.int
+    """All that the request has used of it so far, not what came since the last take."""
+    limit: _builtins.int
+    period_ms: _builtins.int
+    """Of `limit` in so many milliseconds. 0: of `limit` at a time, given back when the request ends."""
+    must_fit: _builtins.bool
+    """Whether the take is refused where there is not so much left; otherwise it is counted all the same."""
+    def __init__(
+        self,
+        *,
+        quota: _builtins.str = ...,
+        amount: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        period_ms: _builtins.int = ...,
+        must_fit: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "limit", b"limit", "must_fit", b"must_fit", "period_ms", b"period_ms", "quota", b"quota"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuotaUse: _TypeAlias = QuotaUse  # noqa: Y015
+
+@_typing.final
+class TakeQuotasResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TAKERS_FIELD_NUMBER: _builtins.int
+    num_takers: _builtins.int
+    """Client services that took something lately, the caller among them."""
+    def __init__(
+        self,
+        *,
+        num_takers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_takers", b"num_takers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeQuotasResponse: _TypeAlias = TakeQuotasResponse  # noqa: Y015

@@ -110,6 +110,11 @@ class RouterServiceStub:
                 request_serializer=corolla_dot_v1_dot_router__pb2.CountSessionRecordsRequest.SerializeToString,
                 response_deserializer=corolla_dot_v1_dot_router__pb2.CountSessionRecordsResponse.FromString,
                 _registered_method=True)
+        self.TakeQuotas = channel.unary_unary(
+                '/corolla.v1.RouterService/TakeQuotas',
+                request_serializer=corolla_dot_v1_dot_router__pb2.TakeQuotasRequest.SerializeToString,
+                response_deserializer=corolla_dot_v1_dot_router__pb2.TakeQuotasResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -223,6 +228,15 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeQuotas(self, request, context):
+        """Counts what requests use of their tenants' quotas, in all client services together. A take that does not fit is
+        RESOURCE_EXHAUSTED/QUOTA_EXCEEDED and names the first quota that it does not fit in; nothing of it is counted then,
+        nor is any take after it. The same take again changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -300,6 +314,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.CountSessionRecords,
                     request_deserializer=corolla_dot_v1_dot_router__pb2.CountSessionRecordsRequest.FromString,
                     response_serializer=corolla_dot_v1_dot_router__pb2.CountSessionRecordsResponse.SerializeToString,
+            ),
+            'TakeQuotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeQuotas,
+                    request_deserializer=corolla_dot_v1_dot_router__pb2.TakeQuotasRequest.FromString,
+                    response_serializer=corolla_dot_v1_dot_router__pb2.TakeQuotasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -708,6 +727,33 @@ class RouterService:
             '/corolla.v1.RouterService/CountSessionRecords',
             corolla_dot_v1_dot_router__pb2.CountSessionRecordsRequest.SerializeToString,
             corolla_dot_v1_dot_router__pb2.CountSessionRecordsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeQuotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corolla.v1.RouterService/TakeQuotas',
+            corolla_dot_v1_dot_router__pb2.TakeQuotasRequest.SerializeToString,
+            corolla_dot_v1_dot_router__pb2.TakeQuotasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,6 +69,11 @@ class RouterServiceStub:
     DeleteSessionRecord: _grpc.UnaryUnaryMultiCallable[_router_pb2.DeleteSessionRecordRequest, _router_pb2.SessionRecord]
     CountSessionRecords: _grpc.UnaryUnaryMultiCallable[_router_pb2.CountSessionRecordsRequest, _router_pb2.CountSessionRecordsResponse]
     """How many session records there are."""
+    TakeQuotas: _grpc.UnaryUnaryMultiCallable[_router_pb2.TakeQuotasRequest, _router_pb2.TakeQuotasResponse]
+    """Counts what requests use of their tenants' quotas, in all client services together. A take that does not fit is
+    RESOURCE_EXHAUSTED/QUOTA_EXCEEDED and names the first quota that it does not fit in; nothing of it is counted then,
+    nor is any take after it. The same take again changes nothing.
+    """
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -109,6 +114,11 @@ class RouterServiceAsyncStub(RouterServiceStub):
     DeleteSessionRecord: _aio.UnaryUnaryMultiCallable[_router_pb2.DeleteSessionRecordRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
     CountSessionRecords: _aio.UnaryUnaryMultiCallable[_router_pb2.CountSessionRecordsRequest, _router_pb2.CountSessionRecordsResponse]  # type: ignore[assignment]
     """How many session records there are."""
+    TakeQuotas: _aio.UnaryUnaryMultiCallable[_router_pb2.TakeQuotasRequest, _router_pb2.TakeQuotasResponse]  # type: ignore[assignment]
+    """Counts what requests use of their tenants' quotas, in all client services together. A take that does not fit is
+    RESOURCE_EXHAUSTED/QUOTA_EXCEEDED and names the first quota that it does not fit in; nothing of it is counted then,
+    nor is any take after it. The same take again changes nothing.
+    """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """--- for block servers ---"""
@@ -236,5 +246,16 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.CountSessionRecordsResponse, _abc.Awaitable[_router_pb2.CountSessionRecordsResponse]]:
         """How many session records there are."""
+
+    @_abc_1.abstractmethod
+    def TakeQuotas(
+        self,
+        request: _router_pb2.TakeQuotasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.TakeQuotasResponse, _abc.Awaitable[_router_pb2.TakeQuotasResponse]]:
+        """Counts what requests use of their tenants' quotas, in all client services together. A take that does not fit is
+        RESOURCE_EXHAUSTED/QUOTA_EXCEEDED and names the first quota that it does not fit in; nothing of it is counted then,
+        nor is any take after it. The same take again changes nothing.
+        """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

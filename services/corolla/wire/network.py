@@ -70,7 +70,7 @@ class Network:
     def start_renewal(self, tasks: TaskGroup) -> None:
         """From now on, changed certificates are taken."""
         if self.credentials is not None:
-            tasks.start_restartable(self.credentials.files.run, "credentials")
+            tasks.start_restartable(self.credentials.files.run, "watched_files")
 
     @property
     def servers(self) -> StreamTrust | None:

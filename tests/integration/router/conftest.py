@@ -16,6 +16,7 @@ from corolla.chassis.errors import CorollaError
 from corolla.chassis.settings import load
 from corolla.chassis.status import from_rpc_error
 from corolla.local.redis_server import EmbeddedRedis
+from corolla.router import store
 from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
@@ -34,6 +35,10 @@ FAST = {
     "rebalance_interval_s": 0.5,
     "grace_s": 0.5,
 }
+
+
+CLOCK = "set-clock:"
+"""Before the name of a model: the key that holds its time in milliseconds, where a test sets the clock."""
 
 
 @dataclass
@@ -100,6 +105,22 @@ def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 @pytest.fixture
 def model() -> str:
     return f"model-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def scripts_on_a_set_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts run as they are, save that their time is a key."""
+    text = store.script_text
+
+    def on_the_tests_clock(name: str) -> str:
+        """`TIME` answers seconds and microseconds."""
+        script = text(name)
+        assert "redis.call('TIME')" in script
+        read = f"tonumber(redis.call('GET', '{CLOCK}' .. string.match(KEYS[1], '{{(.*)}}')))"
+        split = f"(function(ms) return {{tostring(math.floor(ms / 1000)), tostring(ms % 1000 * 1000)}} end)({read})"
+        return script.replace("redis.call('TIME')", split)
+
+    monkeypatch.setattr(store, "script_text", on_the_tests_clock)
 
 
 class BlockServer:

@@ -24,10 +24,10 @@ from corolla.router.roster import Roster
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
+from tests.integration.router.conftest import CLOCK
 
 LEASE_MS = 1000
 NUM_BLOCKS = 12
-CLOCK = "registry-machine:clock"
 DAY_MS = 86_400_000
 ADDRESSES = st.sampled_from(["a:1", "b:1", "c:1"])
 STATES = st.sampled_from([pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY, pb.SERVER_STATE_DRAINING])
@@ -260,18 +260,7 @@ class World(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def world(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> type[World]:
-    text = store.script_text
-
-    def on_the_tests_clock(name: str) -> str:
-        """`TIME` answers seconds and microseconds."""
-        script = text(name)
-        assert "redis.call('TIME')" in script
-        read = f"tonumber(redis.call('GET', '{CLOCK}' .. string.match(KEYS[1], '{{(.*)}}')))"
-        split = f"(function(ms) return {{tostring(math.floor(ms / 1000)), tostring(ms % 1000 * 1000)}} end)({read})"
-        return script.replace("redis.call('TIME')", split)
-
-    monkeypatch.setattr(store, "script_text", on_the_tests_clock)
+def world(scripts_on_a_set_clock: None, monkeypatch: pytest.MonkeyPatch, redis_url: str) -> type[World]:
     monkeypatch.setattr(World, "redis_url", redis_url)
     return World
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -17,7 +18,8 @@ from corolla.client.api.keys import Scope
 from corolla.client.api.tenants import Tenants
 from corolla.client.generation.admission import Admission, Caller, Usage
 from corolla.client.generation.answer import Delta
-from corolla.client.generation.answering import Answering
+from corolla.client.generation.answering import Answering, AnswerOptions
+from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.text.chat import ChatTemplate, Message, check_roles
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
@@ -40,6 +42,7 @@ class GenerationServicer:
         self,
         model: pb.Model,
         tenants: Tenants,
+        quotas: QuotaKeeper,
         answering: Answering,
         tokenizations: Admission,
         transcripts: Transcripts,
@@ -52,6 +55,7 @@ class GenerationServicer:
     ) -> None:
         self._model = model
         self._tenants = tenants
+        self._quotas = quotas
         self._answering = answering
         self._tokenizations = tokenizations
         self._transcripts = transcripts
@@ -108,7 +112,7 @@ class GenerationServicer:
         validation.check_model(request.model, self._model.name)
         num_completions = validation.num_completions(request)
         prompt = validation.prompt(request, self._model.vocab_size, self._model.context_length)
-        options = validation.answer_options(request, self._model.vocab_size)
+        options = self._options(request, tenant)
         caller = Caller(tenant, request.ByteSize(), usage, self._until_s(context))
         if not request.session_id:
             encode = partial(self._prompt_ids, prompt, add_special_tokens=True)
@@ -171,7 +175,7 @@ class GenerationServicer:
         tenant = self._tenant(context, Scope.CHAT)
         validation.check_model(request.model, self._model.name)
         messages = validation.messages(request.messages)
-        options = validation.answer_options(request, self._model.vocab_size)
+        options = self._options(request, tenant)
         caller = Caller(tenant, request.ByteSize(), usage, self._until_s(context))
         max_tokens = self._model.context_length
         if not request.session_id:
@@ -197,7 +201,9 @@ class GenerationServicer:
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.Session:
         tenant = self._tenant(context, Scope.SESSIONS)
         validation.check_model(request.model, self._model.name)
-        return replies.session(await self._transcripts.create(tenant))
+        await self._quotas.check_request(tenant)
+        most = self._quotas.limits(tenant).stored_sessions
+        return replies.session(await self._transcripts.create(tenant, most))
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
         return replies.session(await self._transcripts.get(request.session_id, self._tenant(context, Scope.SESSIONS)))
@@ -229,6 +235,7 @@ class GenerationServicer:
                 encode = partial(self._chat.prompt_ids, conversation)
             case _:
                 raise InvalidRequest("input", "one of text and chat must be set")
+        await self._quotas.check_request(tenant)
         async with self._tokenizations.enter(tenant, request.ByteSize()) as ticket:
             await ticket.admitted()
             return await asyncio.to_thread(self._tokenized, encode)
@@ -257,6 +264,13 @@ class GenerationServicer:
 
     def _tenant(self, context: Context, scope: Scope) -> str:
         return self._tenants.of(context, scope, self._model.name)
+
+    def _options(self, request: pb.GenerateRequest | pb.ChatRequest, tenant: str) -> AnswerOptions:
+        options = validation.answer_options(request, self._model.vocab_size)
+        most_s = self._quotas.limits(tenant).answer_seconds
+        if most_s is None or (options.time_limit_s is not None and options.time_limit_s <= most_s):
+            return options
+        return replace(options, time_limit_s=most_s)
 
     def _until_s(self, context: Context) -> float:
         """When a caller no longer waits, less the moment in which it can still learn why."""

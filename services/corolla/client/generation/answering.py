@@ -22,11 +22,12 @@ from corolla.chassis.errors import (
     StoreUnavailable,
 )
 from corolla.chassis.merge import merge
-from corolla.client.generation.admission import Admission, Caller, RequestMeter, Usage
+from corolla.client.generation.admission import Admission, AdmissionTicket, Caller, RequestMeter, Usage
 from corolla.client.generation.answer import Answer, Delta, joined
 from corolla.client.generation.loop import AnswerReader, Prefill, SharedPrompt, generate
 from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
+from corolla.client.quotas.keeper import Allowance, QuotaKeeper
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.decoding.parameters import SamplingParams, SpeculationMode, SpeculationOptions
@@ -104,6 +105,7 @@ class Answering:
         transcripts: Transcripts,
         tokenizer: TextTokenizer,
         limits: ModelLimits,
+        quotas: QuotaKeeper,
         admission: Admission,
         speculation: SpeculationDefaults,
         metrics: ClientMetrics,
@@ -112,6 +114,7 @@ class Answering:
         self._transcripts = transcripts
         self._tokenizer = tokenizer
         self._limits = limits
+        self._quotas = quotas
         self._admission = admission
         self._speculation = speculation
         self._metrics = metrics
@@ -129,10 +132,7 @@ class Answering:
         """
         until_s = caller.waits_until_s(options.time_limit_s)
         async with AsyncExitStack() as stack:
-            ticket = await stack.enter_async_context(
-                self._admission.enter(caller.tenant, caller.num_bytes, num_completions)
-            )
-            meter = stack.enter_context(RequestMeter(self._metrics, caller.usage))
+            allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, num_completions))
             prompt_ids = await asyncio.to_thread(encode)
             job = _Completion(caller.tenant, prompt_ids, self._max_tokens(len(prompt_ids), options), meter, until_s)
             if (end := (await self._begun_answer(prompt_ids, job.max_tokens, options)).finish_reason) is not None:
@@ -141,6 +141,7 @@ class Answering:
                 meter.count_finish(end)
                 yield 0, Delta((), "", end)
                 return
+            await allowance.take_prompt(len(prompt_ids), len(prompt_ids) + num_completions * job.max_tokens)
             await ticket.admitted()
             unsent = UnsentDeltas(options.resumption)
             shared = SharedPrompt(num_completions - 1)
@@ -172,8 +173,7 @@ class Answering:
         resumption = options.resumption
         turn_name = "" if resumption is None else resumption.turn_name(tenant)
         async with AsyncExitStack() as stack:
-            ticket = await stack.enter_async_context(self._admission.enter(tenant, caller.num_bytes))
-            meter = stack.enter_context(RequestMeter(self._metrics, caller.usage))
+            allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, 1))
             if ticket.is_waiting:
                 await self._check_turn(session_id, tenant, turn_name, next_prompt, options)
             await ticket.admitted()
@@ -185,6 +185,7 @@ class Answering:
                 return
             earlier = common_pb2.Chain.FromString(record.chain.SerializeToString())
             num_kept_tokens, prompt_ids, max_tokens = await self._prompt_of_turn(record, next_prompt, options)
+            await allowance.take_prompt(len(prompt_ids), len(prompt_ids) + max_tokens)
             answer, options = await self._answer_of_turn(prompt_ids, max_tokens, options)
             sampler = self._sampler(options, tenant, prompt_ids, max_tokens, record)
             text_ids = [*prompt_ids, *answer.token_ids]
@@ -224,6 +225,18 @@ class Answering:
                 finally:
                     recorded = record.chain if turn.committed else earlier
                     session.park(position, earlier=earlier, recorded=recorded)
+
+    @asynccontextmanager
+    async def _entered(
+        self, caller: Caller, num_sequences: int
+    ) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter]]:
+        """A request from its coming in to its end. Raises QuotaExceeded, QueueFull."""
+        async with (
+            self._quotas.running(caller.tenant, num_sequences, caller.usage) as allowance,
+            self._admission.enter(caller.tenant, caller.num_bytes, num_sequences) as ticket,
+        ):
+            with RequestMeter(self._metrics, caller.usage) as meter:
+                yield allowance, ticket, meter
 
     async def _check_turn(
         self, session_id: str, tenant: str, turn_name: str, next_prompt: NextPrompt, options: AnswerOptions

@@ -14,6 +14,7 @@ local STORE_ID = PREFIX .. 'store'          -- string: names this memory of the 
 local ORDER = PREFIX .. 'order'            -- hash with a TTL: the move under way: server, address, span, version
 local PAUSE = PREFIX .. 'pause'            -- string with a TTL: moves that only make it faster have to wait
 local PATIENCE = PREFIX .. 'patience'      -- hash with a TTL: how long they waited last, and among which servers
+local TAKERS = PREFIX .. 'takers'          -- sorted set with a TTL: client service by the millisecond of its last take
 local FORGOTTEN_AFTER_MS = 86400000        -- a model that nobody has served for so long is forgotten
 local MOST_SESSION_TTL_MS = 2592000000
 local REPEATED_WITHIN_MS = 30000           -- a call whose answer was lost
@@ -28,6 +29,12 @@ local function lead_key(task) return PREFIX .. 'lead:' .. task end
 local function session_key(session_id) return PREFIX .. 'session:' .. session_id end
 -- Sorted set with a TTL: the sessions of one tenant, by the millisecond at which they expire.
 local function tenant_key(tenant) return PREFIX .. 'tenant:' .. tenant end
+-- Hash with a TTL: of one tenant, `level <quota>` and `since <quota>` of what flows, `held <quota>` of what is held.
+local function quotas_key(tenant) return PREFIX .. 'quotas:' .. tenant end
+-- Hash with a TTL: request of the tenant -> JSON, what it has taken of each quota: `spent` and `held`.
+local function quota_takes_key(tenant) return PREFIX .. 'quota_takes:' .. tenant end
+-- Sorted set with a TTL: those requests, by the millisecond at which they give back what they hold.
+local function quota_leases_key(tenant) return PREFIX .. 'quota_leases:' .. tenant end
 -- The hash of a session that was deleted by a call of this name.
 local function deleted_key(call) return PREFIX .. 'deleted:' .. call end
 -- String with a TTL: the id of the turn that holds the session.

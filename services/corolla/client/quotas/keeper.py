@@ -1,0 +1,293 @@
+"""Keeps each tenant within its quotas: the router counts for all client services, or this one for its own share."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from corolla.chain.control import ControlPlane
+from corolla.chassis.breaker import Breaker
+from corolla.chassis.errors import CorollaError, QuotaExceeded
+from corolla.client.generation.admission import Usage
+from corolla.client.metrics import ClientMetrics
+from corolla.client.quotas.limits import NO_LIMITS, QuotaTable, TenantLimits, Use
+from corolla.client.quotas.share import LocalShare
+from corolla.trust.watched_files import Contents, WatchedFiles
+from corolla.v1 import router_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_LEASE_S: Final = 60.0
+_RENEWALS_IN_A_LEASE: Final = 3
+_SETTLE_INTERVAL_S: Final = 1.0
+_TAKE_TIMEOUT_S: Final = 0.5
+_REST_S: Final = 1.0
+_MOST_TAKES: Final = 256
+_BILL_PATIENCE_S: Final = 5.0
+"""Tokens that no router heard of for so long were counted here; both would count them twice."""
+_BILL_LEASE_S: Final = 2 * _BILL_PATIENCE_S
+"""For so long the router knows a bill that comes again."""
+_LETTING_GO_S: Final = 0.25
+"""The end of the caller's last answer may not be counted yet when its next request comes."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that holds something, or has held."""
+
+    tenant: str
+    usage: Usage
+    renewed_s: float
+    num_noted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Take:
+    """What a request has used by now; a bill of generated tokens is one that has used nothing else."""
+
+    tenant: str
+    request_id: str
+    uses: tuple[Use, ...]
+    lease_s: float
+
+    def to_message(self) -> pb.QuotaTake:
+        uses = [
+            pb.QuotaUse(
+                quota=use.quota, amount=use.amount, limit=use.limit, period_ms=use.period_ms, must_fit=use.must_fit
+            )
+            for use in self.uses
+        ]
+        lease_ms = round(self.lease_s * 1000)
+        return pb.QuotaTake(tenant=self.tenant, request_id=self.request_id, lease_ms=lease_ms, uses=uses)
+
+
+class QuotaKeeper:
+    """Asks before a request begins, counts while it runs, gives back at its end.
+
+    A request's first tokens are taken when it begins, further ones are charged as they come, so that no answer is cut
+    off: a tenant whose answers have used more than there was begins no further one until that is made up for.
+
+    Args:
+        quotas_file: as `QuotaTable` reads it; None: no quotas.
+        lease_s: for which the router holds what a request has, should this client service be gone.
+
+    Attributes:
+        files: which are to be watched; None where there are no quotas.
+
+    Raises:
+        SettingsError: the file cannot be read, or holds something else.
+    """
+
+    def __init__(self, quotas_file: Path | None, metrics: ClientMetrics, *, lease_s: float = _LEASE_S) -> None:
+        self._metrics = metrics
+        self._lease_s = lease_s
+        self._table = QuotaTable()
+        self.files: WatchedFiles | None = None
+        if quotas_file is not None:
+            self.files = WatchedFiles(
+                "COROLLA_QUOTAS_FILE", quotas_file.parent, (quotas_file.name,), self._parse, named=quotas_file
+            )
+        self._control: ControlPlane | None = None
+        self._taker_id = secrets.token_hex(16)
+        self._num_takers = 1
+        self._share = LocalShare()
+        self._breaker = Breaker(1, _REST_S)
+        self._running: dict[str, _Running] = {}
+        self._num_unbilled_tokens: Counter[str] = Counter()
+        # With the time since when each is there.
+        self._bills: list[tuple[_Take, float]] = []
+        # By request that has ended: its tenant, and until when the router would hold its part for it.
+        self._ended: dict[str, tuple[str, float]] = {}
+        self._has_ended = asyncio.Event()
+
+    def limits(self, tenant: str) -> TenantLimits:
+        return self._table.of(tenant)
+
+    def start(self, control: ControlPlane) -> None:
+        """From now on a router is asked."""
+        self._control = control
+
+    async def check_request(self, tenant: str) -> None:
+        """Counts a request that holds nothing. Raises QuotaExceeded."""
+        uses = self.limits(tenant).uses({"requests_per_second": 1}, must_fit=True)
+        request_id = secrets.token_hex(16)
+        await self.take(tenant, request_id, uses, _BILL_LEASE_S)
+        self._share.give_back(tenant, request_id)
+
+    @asynccontextmanager
+    async def running(self, tenant: str, num_sequences: int, usage: Usage) -> AsyncIterator["Allowance"]:
+        """What a request may use, from before it waits until its end. `usage` says what it has generated.
+
+        Raises QuotaExceeded.
+        """
+        limits = self.limits(tenant)
+        if limits == NO_LIMITS:
+            yield Allowance(self, tenant, "", limits)
+            return
+        amounts = {
+            "requests_per_second": 1,
+            "running_requests": 1,
+            "running_sequences": num_sequences,
+            "generated_tokens_per_minute": num_sequences,
+        }
+        request_id = secrets.token_hex(16)
+        try:
+            await self.take(tenant, request_id, limits.uses(amounts, must_fit=True))
+            self._running[request_id] = _Running(tenant, usage, self._now_s(), num_sequences)
+            yield Allowance(self, tenant, request_id, limits)
+        finally:
+            # Also where the take failed: the router may have counted it.
+            self._end(tenant, request_id)
+
+    async def run(self) -> None:
+        """Tells the router what has been used, for ever."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SETTLE_INTERVAL_S):
+                    await self._has_ended.wait()
+            self._has_ended.clear()
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Sends the router once what it has not counted yet; what cannot be sent now stays for the next time."""
+        now_s = self._now_s()
+        self._write_bills()
+        self._bills = [(bill, since_s) for bill, since_s in self._bills if now_s - since_s < _BILL_PATIENCE_S]
+        self._ended = {request_id: end for request_id, end in self._ended.items() if now_s < end[1]}
+        bills, ended = list(self._bills), list(self._ended.items())
+        renewed = [
+            request_id
+            for request_id, each in self._running.items()
+            if now_s - each.renewed_s >= self._lease_s / _RENEWALS_IN_A_LEASE
+        ]
+        takes = [
+            *(bill.to_message() for bill, _ in bills),
+            *map(self._renewal, renewed),
+            *(pb.QuotaTake(tenant=tenant, request_id=request_id) for request_id, (tenant, _) in ended),
+        ]
+        if not takes or not self._breaker.admits(now_s):
+            return
+        for first in range(0, len(takes), _MOST_TAKES):
+            if not await self._sent(takes[first : first + _MOST_TAKES]):
+                return
+        self._bills = self._bills[len(bills) :]
+        for request_id, _ in ended:
+            del self._ended[request_id]
+        for request_id in renewed:
+            if request_id in self._running:
+                self._running[request_id].renewed_s = now_s
+
+    async def close(self) -> None:
+        """Gives back what requests held that have ended just now."""
+        await self.settle()
+
+    # --- one take -------------------------------------------------------------------------------------------------
+
+    async def take(self, tenant: str, request_id: str, uses: Sequence[Use], lease_s: float | None = None) -> None:
+        """Counts what a request has used by now. Raises QuotaExceeded."""
+        give_up_s = self._now_s() + _LETTING_GO_S
+        while True:
+            try:
+                return await self._take(_Take(tenant, request_id, tuple(uses), lease_s or self._lease_s))
+            except QuotaExceeded as refusal:
+                is_held = any(use.quota == refusal.metadata.get("quota") and not use.period_ms for use in uses)
+                if not is_held or self._now_s() >= give_up_s:
+                    self._metrics.quota_refusals.labels(refusal.metadata.get("quota", "")).inc()
+                    raise
+            await asyncio.sleep(_LETTING_GO_S / 5)
+
+    async def _take(self, take: _Take) -> None:
+        if not take.uses:
+            return
+        if self._breaker.admits(self._now_s()) and await self._sent([take.to_message()]):
+            self._count_here(take)
+            return
+        self._metrics.local_quota_takes.inc()
+        shortage = self._share.take(take.tenant, take.request_id, take.uses, self._now_s(), self._num_takers)
+        if shortage is not None:
+            raise QuotaExceeded.of(shortage.quota, shortage.wait_s)
+
+    async def _sent(self, takes: Iterable[pb.QuotaTake]) -> bool:
+        """Whether a router has counted them. Raises QuotaExceeded."""
+        if self._control is None:
+            return False
+        request = pb.TakeQuotasRequest(model=self._control.model, taker_id=self._taker_id, takes=takes)
+        try:
+            answer = await self._control.take_quotas(request, _TAKE_TIMEOUT_S)
+        except QuotaExceeded:
+            self._breaker.succeeded()
+            raise
+        except CorollaError as failure:
+            # A router of an older version is one that does not count, too.
+            self._breaker.failed(self._now_s())
+            log.debug("no router counts quotas", extra={"reason": failure.reason})
+            return False
+        self._breaker.succeeded()
+        self._num_takers = max(1, answer.num_takers)
+        return True
+
+    def _count_here(self, take: _Take) -> None:
+        """What the router counts is counted here as well, so that the share is right when no router answers."""
+        uses = [replace(use, must_fit=False) for use in take.uses]
+        self._share.take(take.tenant, take.request_id, uses, self._now_s(), self._num_takers)
+
+    def _end(self, tenant: str, request_id: str) -> None:
+        if (running := self._running.pop(request_id, None)) is not None:
+            self._note_tokens(running)
+        self._share.give_back(tenant, request_id)
+        self._ended[request_id] = (tenant, self._now_s() + self._lease_s)
+        self._has_ended.set()
+
+    def _renewal(self, request_id: str) -> pb.QuotaTake:
+        tenant = self._running[request_id].tenant
+        held = self._share.held(tenant, request_id)
+        uses = self.limits(tenant).uses(held, must_fit=False)
+        return _Take(tenant, request_id, uses, self._lease_s).to_message()
+
+    # --- generated tokens -----------------------------------------------------------------------------------------
+
+    def _note_tokens(self, running: _Running) -> None:
+        num_tokens = running.usage.completion_tokens - running.num_noted_tokens
+        if num_tokens > 0:
+            running.num_noted_tokens += num_tokens
+            self._num_unbilled_tokens[running.tenant] += num_tokens
+
+    def _write_bills(self) -> None:
+        for each in self._running.values():
+            self._note_tokens(each)
+        for tenant, num_tokens in self._num_unbilled_tokens.items():
+            uses = self.limits(tenant).uses({"generated_tokens_per_minute": num_tokens}, must_fit=False)
+            if uses:
+                take = _Take(tenant, secrets.token_hex(16), uses, _BILL_LEASE_S)
+                self._bills.append((take, self._now_s()))
+                self._count_here(take)
+                self._share.give_back(tenant, take.request_id)
+        self._num_unbilled_tokens.clear()
+
+    def _parse(self, contents: Contents) -> None:
+        self._table = QuotaTable.parse(contents[0])
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What one running request may use."""
+
+    keeper: QuotaKeeper
+    tenant: str
+    request_id: str
+    limits: TenantLimits
+
+    async def take_prompt(self, num_prompt_tokens: int, num_reserved_tokens: int) -> None:
+        """Counts a prompt, and the tokens that the request may come to. Raises QuotaExceeded."""
+        amounts = {"prompt_tokens_per_minute": num_prompt_tokens, "reserved_tokens": num_reserved_tokens}
+        await self.keeper.take(self.tenant, self.request_id, self.limits.uses(amounts, must_fit=True))

@@ -1,0 +1,111 @@
+"""What tenants may use, from the configured file."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Final, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_SECOND_MS: Final = 1000
+_MINUTE_MS: Final = 60_000
+PERIODS_MS: Final = {
+    "requests_per_second": _SECOND_MS,
+    "prompt_tokens_per_minute": _MINUTE_MS,
+    "generated_tokens_per_minute": _MINUTE_MS,
+}
+"""Of the quotas that flow; the others are held."""
+QUOTAS: Final = (*PERIODS_MS, "running_requests", "running_sequences", "reserved_tokens", "stored_sessions")
+
+_Limit = Annotated[int, Field(ge=1, le=10**12)]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a request has used of one quota so far, and whether it is refused if there is not so much left.
+
+    Attributes:
+        period_ms: in which `limit` comes anew; 0: of what is held, and given back at the request's end.
+    """
+
+    quota: str
+    amount: int
+    limit: int
+    must_fit: bool
+    period_ms: int
+
+
+class TenantLimits(BaseModel):
+    """Of one tenant. None: no limit but those of the service."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    requests_per_second: _Limit | None = Field(
+        default=None, description="Answers, sessions made and texts tokenised; as many as that at once."
+    )
+    prompt_tokens_per_minute: _Limit | None = Field(
+        default=None, description="Tokens of prompts, cached ones included."
+    )
+    generated_tokens_per_minute: _Limit | None = Field(
+        default=None,
+        description="Tokens of answers. An answer that has begun goes on; a tenant whose answers have used more waits.",
+    )
+    running_requests: _Limit | None = Field(default=None, description="Answers that run or wait at a time.")
+    running_sequences: _Limit | None = Field(
+        default=None, description="The same, one for each completion that a request asks for."
+    )
+    reserved_tokens: _Limit | None = Field(
+        default=None,
+        description="Tokens that running answers may come to, prompts included: what block servers reserve pages for.",
+    )
+    stored_sessions: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
+        default=None, description="Sessions stored at a time; the router's COROLLA_MAX_TENANT_SESSIONS holds as well."
+    )
+    answer_seconds: Annotated[float, Field(gt=0, le=86_400)] | None = Field(
+        default=None, description="Seconds after which an answer ends as by the time limit of its request."
+    )
+
+    def uses(self, amounts: dict[str, int], *, must_fit: bool) -> tuple[Use, ...]:
+        """Amounts by quota; those without a limit are left out."""
+        return tuple(
+            Use(quota, amount, limit, must_fit, PERIODS_MS.get(quota, 0))
+            for quota, amount in amounts.items()
+            if (limit := getattr(self, quota)) is not None
+        )
+
+
+NO_LIMITS: Final = TenantLimits()
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    default: TenantLimits = NO_LIMITS
+    tenants: dict[Annotated[str, Field(min_length=1, max_length=256)], TenantLimits] = {}
+
+
+class QuotaTable:
+    """The limits of all tenants: those of `default`, but for what a tenant's own entry says."""
+
+    def __init__(self, default: TenantLimits = NO_LIMITS, tenants: dict[str, TenantLimits] | None = None) -> None:
+        self._default = default
+        self._tenants = {
+            name: default.model_copy(update=own.model_dump(exclude_unset=True)) for name, own in (tenants or {}).items()
+        }
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        """Raises ValueError: a sentence that names the place."""
+        try:
+            file = _File.model_validate_json(text)
+        except ValidationError as failure:
+            raise ValueError("; ".join(_sentences(failure))) from None
+        return cls(file.default, file.tenants)
+
+    def of(self, tenant: str) -> TenantLimits:
+        return self._tenants.get(tenant, self._default)
+
+
+def _sentences(failure: ValidationError) -> Iterator[str]:
+    for each in failure.errors(include_url=False):
+        place = ".".join(map(str, each["loc"]))
+        yield f"{place}: {each['msg']}" if place else each["msg"]

@@ -1,0 +1,264 @@
+"""Quotas of tenants, counted in the store: exactly, however many ask and however often a call is made again."""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from corolla.chassis.errors import QuotaExceeded
+from corolla.client.quotas.limits import Use
+from corolla.client.quotas.share import LocalShare
+from corolla.router import store
+from corolla.router.metrics import RouterMetrics
+from corolla.router.quotas import MOST_TAKES, MOST_USES, Quotas
+from corolla.v1 import router_pb2 as pb
+from tests.integration.router.conftest import CLOCK, Router, StartRouter, refusal
+
+LEASE_MS = 60_000
+HOUR_MS = 3_600_000
+
+
+def flow(amount: int, limit: int = 10, *, period_ms: int = HOUR_MS, must_fit: bool = True) -> pb.QuotaUse:
+    return pb.QuotaUse(quota="flow", amount=amount, limit=limit, period_ms=period_ms, must_fit=must_fit)
+
+
+def hold(amount: int, limit: int = 10, *, must_fit: bool = True) -> pb.QuotaUse:
+    return pb.QuotaUse(quota="hold", amount=amount, limit=limit, must_fit=must_fit)
+
+
+class Tenant:
+    """One tenant's requests, by whichever router."""
+
+    def __init__(self, router: Router, model: str, tenant: str = "t", taker_id: str = "c") -> None:
+        self.router = router
+        self.model = model
+        self.tenant = tenant
+        self.taker_id = taker_id
+
+    async def take(self, request_id: str, *uses: pb.QuotaUse, lease_ms: int = LEASE_MS) -> int:
+        take = pb.QuotaTake(tenant=self.tenant, request_id=request_id, lease_ms=lease_ms, uses=uses)
+        request = pb.TakeQuotasRequest(model=self.model, taker_id=self.taker_id, takes=[take])
+        return int((await self.router.stub.TakeQuotas(request, timeout=30)).num_takers)
+
+    async def end(self, request_id: str) -> None:
+        await self.take(request_id, lease_ms=0)
+
+    async def refused(self, request_id: str, *uses: pb.QuotaUse) -> tuple[str, float]:
+        """The quota that a take does not fit in, and after how long it is to be tried again."""
+        error = await refusal(self.take(request_id, *uses))
+        assert error.reason == "QUOTA_EXCEEDED"
+        assert error.retry_after_s is not None
+        return error.metadata["quota"], error.retry_after_s
+
+
+@pytest.fixture
+def tenant(router: Router, model: str) -> Tenant:
+    return Tenant(router, model)
+
+
+async def test_no_more_than_the_limit_however_many_ask_at_once(start_router: StartRouter, model: str) -> None:
+    tenants = [Tenant(await start_router(), model, taker_id=str(number)) for number in range(3)]
+
+    async def try_to_take(number: int) -> bool:
+        try:
+            await tenants[number % 3].take(f"r{number}", flow(1, 50), hold(1, 40))
+        except grpc.aio.AioRpcError:
+            return False
+        return True
+
+    assert sum(await asyncio.gather(*map(try_to_take, range(150)))) == 40
+    assert await tenants[0].refused("more", flow(1, 50), hold(1, 40)) == ("hold", 1.0)
+    assert (await tenants[1].refused("more", flow(11, 50)))[0] == "flow", "what was refused by one was counted by none"
+    await tenants[2].take("more", flow(10, 50))
+
+
+async def test_the_same_take_again_changes_nothing(tenant: Tenant) -> None:
+    for _ in range(4):
+        await tenant.take("a", flow(10), hold(10))
+    await tenant.end("a")
+    await tenant.end("a")
+    await tenant.take("b", hold(10))
+    await tenant.refused("b", flow(1))
+
+
+async def test_amounts_are_sums(tenant: Tenant) -> None:
+    await tenant.take("a", flow(4), hold(4))
+    await tenant.take("a", flow(6), hold(6))
+    await tenant.take("b", flow(4), hold(4))
+    await tenant.refused("c", flow(1))
+    await tenant.take("a", hold(3))
+    await tenant.take("c", hold(3))
+
+
+async def test_what_is_held_comes_back_when_nothing_more_is_heard(tenant: Tenant) -> None:
+    await tenant.take("a", hold(10), flow(10), lease_ms=150)
+    await tenant.refused("b", hold(1))
+    await asyncio.sleep(0.3)
+    await tenant.take("b", hold(10))
+    assert (await tenant.refused("b", flow(1)))[0] == "flow", "what flowed is gone"
+
+
+async def test_a_lease_that_is_renewed_does_not_lapse(tenant: Tenant) -> None:
+    await tenant.take("a", hold(10), lease_ms=200)
+    await tenant.take("a", hold(10), lease_ms=LEASE_MS)
+    await asyncio.sleep(0.4)
+    await tenant.refused("b", hold(1))
+
+
+async def test_a_refusal_says_when_there_is_enough_again(tenant: Tenant) -> None:
+    await tenant.take("a", flow(10, period_ms=2000))
+    quota, wait_s = await tenant.refused("b", flow(5, period_ms=2000))
+    assert quota == "flow"
+    assert 0.5 < wait_s <= 1.0
+    await asyncio.sleep(wait_s)
+    await tenant.take("b", flow(5, period_ms=2000))
+
+
+async def test_what_was_used_already_is_charged_and_made_up_for(tenant: Tenant) -> None:
+    await tenant.take("a", flow(30, period_ms=1000, must_fit=False))
+    _, wait_s = await tenant.refused("b", flow(1, period_ms=1000))
+    assert 1.5 < wait_s <= 2.1
+
+
+async def test_tenants_and_models_do_not_take_from_each_other(router: Router, model: str) -> None:
+    for each in (Tenant(router, model), Tenant(router, model, "u"), Tenant(router, model + "-2")):
+        await each.take("a", flow(10), hold(10))
+
+
+async def test_the_router_says_how_many_client_services_take(router: Router, model: str) -> None:
+    assert await Tenant(router, model, "t", "one").take("a", hold(1)) == 1
+    assert await Tenant(router, model, "u", "two").take("a", hold(1)) == 2
+    assert await Tenant(router, model, "t", "one").take("b", hold(1)) == 2
+
+
+async def test_a_batch_counts_up_to_the_take_that_does_not_fit(router: Router, model: str) -> None:
+    takes = [
+        pb.QuotaTake(tenant="t", request_id=name, lease_ms=LEASE_MS, uses=[hold(amount)])
+        for name, amount in (("a", 4), ("b", 7), ("c", 1))
+    ]
+    request = pb.TakeQuotasRequest(model=model, taker_id="c", takes=takes)
+    assert (await refusal(router.stub.TakeQuotas(request, timeout=30))).reason == "QUOTA_EXCEEDED"
+    await Tenant(router, model).take("d", hold(6))
+    await Tenant(router, model).refused("e", hold(1))
+
+
+GOOD: dict[str, Any] = {"tenant": "t", "request_id": "r", "lease_ms": 1000}
+
+
+@pytest.mark.parametrize(
+    "takes, field",
+    [
+        ([{**GOOD, "tenant": ""}], "takes.tenant"),
+        ([{**GOOD, "tenant": "t" * 257}], "takes.tenant"),
+        ([{**GOOD, "request_id": "no spaces"}], "takes.request_id"),
+        ([{**GOOD, "lease_ms": 600_001}], "takes.lease_ms"),
+        ([{**GOOD, "uses": [flow(1, 0)]}], "takes.uses"),
+        ([{**GOOD, "uses": [flow(10**12 + 1)]}], "takes.uses"),
+        ([{**GOOD, "uses": [pb.QuotaUse(quota="", limit=1)]}], "takes.uses.quota"),
+        ([{**GOOD, "uses": [hold(1)] * (MOST_USES + 1)}], "takes.uses"),
+        ([GOOD] * (MOST_TAKES + 1), "takes"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(
+    router: Router, model: str, takes: Sequence[dict[str, Any]], field: str
+) -> None:
+    request = pb.TakeQuotasRequest(model=model, taker_id="c", takes=[pb.QuotaTake(**each) for each in takes])
+    error = await refusal(router.stub.TakeQuotas(request, timeout=30))
+    assert error.reason == "INVALID_REQUEST"
+    assert error.message.startswith(f"{field}:")
+
+
+# --- the store and a share alone follow the same rules ---------------------------------------------------------------
+
+AMOUNTS = st.integers(0, 30)
+REQUESTS = st.sampled_from("abcd")
+USES = st.lists(
+    st.builds(
+        Use,
+        quota=st.sampled_from(["one", "two"]),
+        amount=AMOUNTS,
+        limit=st.sampled_from([5, 8, 20]),
+        must_fit=st.booleans(),
+        period_ms=st.just(1000),
+    )
+    | st.builds(
+        Use, quota=st.just("held"), amount=AMOUNTS, limit=st.just(20), must_fit=st.booleans(), period_ms=st.just(0)
+    ),
+    max_size=3,
+    unique_by=lambda use: use.quota,
+)
+
+
+class Counting(RuleBasedStateMachine):
+    """A client service that is alone has the whole of each quota for its share."""
+
+    redis_url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.model = f"quotas-{secrets.token_hex(6)}"
+        self.redis = Redis.from_url(self.redis_url)
+        self.store = store.Store(self.redis_url, 5.0, RouterMetrics(CollectorRegistry()))
+        self.quotas = Quotas(self.store)
+        self.share = LocalShare()
+        self.now_ms = 1_700_000_000_000
+        self.time_passes(0)
+
+    def teardown(self) -> None:
+        self.runner.run(self.store.close())
+        self.runner.run(self.redis.aclose())
+        self.runner.close()
+
+    @rule(ms=st.sampled_from([1, 20, 125, 1000, 5000]))
+    def time_passes(self, ms: int) -> None:
+        self.now_ms += ms
+        self.runner.run(self.set_clock())
+
+    async def set_clock(self) -> None:
+        await self.redis.set(CLOCK + self.model, str(self.now_ms), ex=600)
+
+    @rule(request_id=REQUESTS, uses=USES)
+    def take(self, request_id: str, uses: Sequence[Use]) -> None:
+        shortage = self.share.take("t", request_id, uses, self.now_ms / 1000)
+        takes = [
+            pb.QuotaTake(
+                tenant="t", request_id=request_id, lease_ms=600_000,
+                uses=[
+                    pb.QuotaUse(quota=each.quota, amount=each.amount, limit=each.limit, period_ms=each.period_ms,
+                                must_fit=each.must_fit)
+                    for each in uses
+                ],
+            )
+        ]  # fmt: skip
+        request = pb.TakeQuotasRequest(model=self.model, taker_id="c", takes=takes)
+        if shortage is None:
+            self.runner.run(self.quotas.take(request))
+            return
+        with pytest.raises(QuotaExceeded) as caught:
+            self.runner.run(self.quotas.take(request))
+        assert caught.value.metadata == {"quota": shortage.quota}
+        if shortage.wait_s:
+            assert caught.value.retry_after_s == pytest.approx(shortage.wait_s, abs=0.0021)
+
+    @rule(request_id=REQUESTS)
+    def end(self, request_id: str) -> None:
+        self.share.give_back("t", request_id)
+        take = pb.QuotaTake(tenant="t", request_id=request_id)
+        self.runner.run(self.quotas.take(pb.TakeQuotasRequest(model=self.model, taker_id="c", takes=[take])))
+
+
+def test_a_share_alone_counts_as_the_store_does(
+    scripts_on_a_set_clock: None, monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    monkeypatch.setattr(Counting, "redis_url", redis_url)
+    examples = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Counting, settings=examples)

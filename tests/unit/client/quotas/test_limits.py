@@ -1,0 +1,63 @@
+"""The file of quotas."""
+
+import json
+from typing import Any
+
+import pytest
+
+from corolla.client.quotas.limits import NO_LIMITS, PERIODS_MS, QUOTAS, QuotaTable, TenantLimits, Use
+
+
+def parse(value: Any) -> QuotaTable:
+    return QuotaTable.parse(json.dumps(value).encode())
+
+
+def test_a_tenants_own_entry_stands_over_the_default() -> None:
+    table = parse(
+        {
+            "default": {"requests_per_second": 5, "running_sequences": 8},
+            "tenants": {"acme": {"requests_per_second": 50, "answer_seconds": 60}, "free": {"running_sequences": None}},
+        }
+    )
+    assert table.of("anybody") == TenantLimits(requests_per_second=5, running_sequences=8)
+    assert table.of("acme") == TenantLimits(requests_per_second=50, running_sequences=8, answer_seconds=60)
+    assert table.of("free") == TenantLimits(requests_per_second=5)
+
+
+def test_without_a_default_others_have_no_limits() -> None:
+    assert parse({"tenants": {"acme": {"running_requests": 1}}}).of("other") == NO_LIMITS
+    assert parse({}).of("other") == NO_LIMITS
+
+
+@pytest.mark.parametrize(
+    "value, place",
+    [
+        ({"default": {"requests_per_minute": 5}}, "default.requests_per_minute"),
+        ({"tenants": {"acme": {"running_sequences": 0}}}, "tenants.acme.running_sequences"),
+        ({"tenants": {"acme": {"running_sequences": 10**13}}}, "tenants.acme.running_sequences"),
+        ({"tenants": {"": {}}}, "tenants"),
+        ({"default": {"answer_seconds": -1}}, "default.answer_seconds"),
+        ({"acme": {}}, "acme"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_its_place(value: Any, place: str) -> None:
+    with pytest.raises(ValueError, match=f"^{place}"):
+        parse(value)
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        QuotaTable.parse(b"default: {}")
+
+
+def test_only_what_is_limited_is_counted() -> None:
+    limits = TenantLimits(requests_per_second=5, reserved_tokens=100)
+    assert limits.uses({"requests_per_second": 1, "running_requests": 1, "reserved_tokens": 7}, must_fit=True) == (
+        Use("requests_per_second", 1, 5, must_fit=True, period_ms=1000),
+        Use("reserved_tokens", 7, 100, must_fit=True, period_ms=0),
+    )
+
+
+def test_every_field_is_a_quota_or_bounds_an_answer() -> None:
+    assert {*QUOTAS, "answer_seconds"} == TenantLimits.model_fields.keys()
+    assert set(PERIODS_MS) <= set(QUOTAS)
