@@ -62,7 +62,7 @@ class ClientService:
         self._certificate = PublicCertificate(settings.public_tls_dir) if settings.public_tls_dir else None
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
-        self._quotas = QuotaKeeper(settings.quotas_file, self._metrics)
+        self._quotas = QuotaKeeper(settings.quotas_file, self._metrics, timeout_s=settings.quota_timeout_ms / 1000)
         self._rpc = RpcServer(
             settings.host,
             settings.port,

@@ -36,6 +36,12 @@ class ClientSettings(ServiceSettings):
         description="File with the quotas of tenants, in JSON: docs/security.md#quotas; changes are taken within five "
         "seconds. Without it there are none.",
     )
+    quota_timeout_ms: int = Field(
+        500,
+        ge=10,
+        le=10_000,
+        description="Milliseconds that a router may take to count quotas before the client service enforces its share.",
+    )
     public_tls_dir: Path | None = Field(
         None,
         description="Folder with tls.crt and tls.key in PEM, shown to callers of the public API; changes are taken "

@@ -26,15 +26,16 @@ log = logging.getLogger(__name__)
 _LEASE_S: Final = 60.0
 _RENEWALS_IN_A_LEASE: Final = 3
 _SETTLE_INTERVAL_S: Final = 1.0
-_TAKE_TIMEOUT_S: Final = 0.5
+_TIMEOUT_S: Final = 0.5
 _REST_S: Final = 1.0
 _MOST_TAKES: Final = 256
 _BILL_PATIENCE_S: Final = 5.0
 """Tokens that no router heard of for so long were counted here; both would count them twice."""
 _BILL_LEASE_S: Final = 2 * _BILL_PATIENCE_S
 """For so long the router knows a bill that comes again."""
-_LETTING_GO_S: Final = 0.25
-"""The end of the caller's last answer may not be counted yet when its next request comes."""
+_LETTING_GO_S: Final = (0.05, 0.1, 0.2, 0.4)
+"""The end of the caller's last answer may not be counted yet when its next request comes: it is tried again after each
+of these."""
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class QuotaKeeper:
 
     Args:
         quotas_file: as `QuotaTable` reads it; None: no quotas.
+        timeout_s: after which a router counts as away.
         lease_s: for which the router holds what a request has, should this client service be gone.
 
     Attributes:
@@ -84,8 +86,16 @@ class QuotaKeeper:
         SettingsError: the file cannot be read, or holds something else.
     """
 
-    def __init__(self, quotas_file: Path | None, metrics: ClientMetrics, *, lease_s: float = _LEASE_S) -> None:
+    def __init__(
+        self,
+        quotas_file: Path | None,
+        metrics: ClientMetrics,
+        *,
+        timeout_s: float = _TIMEOUT_S,
+        lease_s: float = _LEASE_S,
+    ) -> None:
         self._metrics = metrics
+        self._timeout_s = timeout_s
         self._lease_s = lease_s
         self._table = QuotaTable()
         self.files: WatchedFiles | None = None
@@ -191,16 +201,18 @@ class QuotaKeeper:
 
     async def take(self, tenant: str, request_id: str, uses: Sequence[Use], lease_s: float | None = None) -> None:
         """Counts what a request has used by now. Raises QuotaExceeded."""
-        give_up_s = self._now_s() + _LETTING_GO_S
+        waits_s = iter(_LETTING_GO_S)
         while True:
             try:
                 return await self._take(_Take(tenant, request_id, tuple(uses), lease_s or self._lease_s))
             except QuotaExceeded as refusal:
-                is_held = any(use.quota == refusal.metadata.get("quota") and not use.period_ms for use in uses)
-                if not is_held or self._now_s() >= give_up_s:
-                    self._metrics.quota_refusals.labels(refusal.metadata.get("quota", "")).inc()
+                quota = refusal.metadata.get("quota", "")
+                is_held = any(use.quota == quota and not use.period_ms for use in uses)
+                wait_s = next(waits_s, None) if is_held else None
+                if wait_s is None:
+                    self._metrics.quota_refusals.labels(quota).inc()
                     raise
-            await asyncio.sleep(_LETTING_GO_S / 5)
+            await asyncio.sleep(wait_s)
 
     async def _take(self, take: _Take) -> None:
         if not take.uses:
@@ -219,7 +231,7 @@ class QuotaKeeper:
             return False
         request = pb.TakeQuotasRequest(model=self._control.model, taker_id=self._taker_id, takes=takes)
         try:
-            answer = await self._control.take_quotas(request, _TAKE_TIMEOUT_S)
+            answer = await self._control.take_quotas(request, self._timeout_s)
         except QuotaExceeded:
             self._breaker.succeeded()
             raise
