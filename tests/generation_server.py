@@ -35,7 +35,7 @@ class Servicer:
         self.loses_answers = False
         self._numbers = itertools.count(1)
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+    async def Generate(self, request: pb.GenerateRequest, call: Any) -> pb.GenerateResponse:
         self._note(request)
         words = request.text.split() or [str(each) for each in request.tokens.ids]
         completions = [
@@ -50,7 +50,7 @@ class Servicer:
         ]
         return pb.GenerateResponse(model="echo", completions=completions, usage=_usage(len(words)))
 
-    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateChunk]:
+    async def GenerateStream(self, request: pb.GenerateRequest, call: Any) -> AsyncIterator[pb.GenerateChunk]:
         self._note(request)
         async for number, word, is_last in self._words(request.text):
             chunk = pb.GenerateChunk(token_ids=[number], text_delta=word)
@@ -59,7 +59,7 @@ class Servicer:
                 chunk.usage.CopyFrom(_usage(number + 1))
             yield chunk
 
-    async def Chat(self, request: pb.ChatRequest, context: Any) -> pb.ChatResponse:
+    async def Chat(self, request: pb.ChatRequest, call: Any) -> pb.ChatResponse:
         self._note(request)
         session = self._begin(request.session_id)
         cached = session.num_tokens
@@ -73,7 +73,7 @@ class Servicer:
             usage=_usage(1, cached),
         )
 
-    async def ChatStream(self, request: pb.ChatRequest, context: Any) -> AsyncIterator[pb.ChatChunk]:
+    async def ChatStream(self, request: pb.ChatRequest, call: Any) -> AsyncIterator[pb.ChatChunk]:
         self._note(request)
         session = self._begin(request.session_id)
         cached = session.num_tokens
@@ -88,31 +88,31 @@ class Servicer:
         finally:
             session.busy = False
 
-    async def CreateSession(self, request: pb.CreateSessionRequest, context: Any) -> pb.Session:
+    async def CreateSession(self, request: pb.CreateSessionRequest, call: Any) -> pb.Session:
         self._note(request)
         session = pb.Session(session_id=f"{next(self._numbers):032x}", model="echo", expires_in_seconds=60)
         self.sessions[session.session_id] = session
         return session
 
-    async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.Session:
+    async def GetSession(self, request: pb.GetSessionRequest, call: Any) -> pb.Session:
         return self._find(request.session_id)
 
-    async def DeleteSession(self, request: pb.DeleteSessionRequest, context: Any) -> pb.DeleteSessionResponse:
+    async def DeleteSession(self, request: pb.DeleteSessionRequest, call: Any) -> pb.DeleteSessionResponse:
         self._find(request.session_id)
         del self.sessions[request.session_id]
         return pb.DeleteSessionResponse()
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, call: Any) -> pb.TokenizeResponse:
         self._note(request)
         words = (request.text or " ".join(each.content for each in request.chat.messages)).split()
         return pb.TokenizeResponse(token_ids=range(len(words)), tokens=words)
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        if dict(context.invocation_metadata()).get("authorization", "") not in ("", f"Bearer {API_KEY}"):
+    async def ListModels(self, request: pb.ListModelsRequest, call: Any) -> pb.ListModelsResponse:
+        if dict(call.context.invocation_metadata()).get("authorization", "") not in ("", f"Bearer {API_KEY}"):
             raise errors.Unauthenticated("the key is not known here")
-        return pb.ListModelsResponse(models=[await self.GetModel(pb.GetModelRequest(), context)])
+        return pb.ListModelsResponse(models=[await self.GetModel(pb.GetModelRequest(), call)])
 
-    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.Model:
+    async def GetModel(self, request: pb.GetModelRequest, call: Any) -> pb.Model:
         if request.model not in ("", "echo"):
             raise errors.ModelNotFound(f"there is no model {request.model!r}", request.model)
         return pb.Model(name="echo", family="llama", num_blocks=30, context_length=8192, has_chat_template=True)

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from corolla.chassis.errors import CorollaError, HopSessionLost, RoleDenied
 from corolla.chassis.status import from_reason, from_rpc_error
 from corolla.local.ports import Ports
-from corolla.trust.authorisation import FRAMES, METHODS
+from corolla.trust.authorisation import AUDITED, FRAMES, METHODS
 from corolla.trust.workload import Role
 from corolla.v1 import admin_pb2, common_pb2, router_pb2
 from corolla.v1 import blocks_pb2 as pb
@@ -80,6 +80,10 @@ class Caller:
             )
         )  # fmt: skip
         return await self.answer(pb.Opened)
+
+
+async def test_what_is_audited_is_a_method() -> None:
+    assert METHODS.keys() >= AUDITED
 
 
 @pytest.mark.parametrize("role", Role)

@@ -23,6 +23,7 @@ from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis import failpoints
+from corolla.chassis.audit import Caller
 from corolla.chassis.errors import (
     CorollaError,
     DeadlineExceeded,
@@ -30,7 +31,7 @@ from corolla.chassis.errors import (
     MalformedMessage,
     RoleDenied,
 )
-from corolla.chassis.handlers import Context
+from corolla.chassis.handlers import Call
 from corolla.chassis.tasks import TaskGroup
 from corolla.decoding.draft_model import DraftModel
 from corolla.trust.authorisation import check_frame
@@ -124,7 +125,7 @@ class BlockServicer:
         stream.ended.add_done_callback(on_ended)
         return receive
 
-    async def GetStatus(self, request: pb.GetBlockServerStatusRequest, context: Context) -> pb.BlockServerStatus:
+    async def GetStatus(self, request: pb.GetBlockServerStatusRequest, call: Call[Caller]) -> pb.BlockServerStatus:
         """What the server holds now."""
         identity, pool = self._identity, self._sessions.pool
         return pb.BlockServerStatus(

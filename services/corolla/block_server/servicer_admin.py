@@ -2,7 +2,8 @@
 
 import asyncio
 
-from corolla.chassis.handlers import Context
+from corolla.chassis.audit import Caller
+from corolla.chassis.handlers import Call
 from corolla.chassis.lifecycle import ask_to_stop
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.rpc_server import RpcServer
@@ -34,7 +35,7 @@ class AdminEndpoint:
             await self._rpc.start()
             await self._rpc.ready()
 
-    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, call: Call[Caller]) -> pb.DrainResponse:
         # A repeated call waits for the same end.
         ask_to_stop()
         return pb.DrainResponse(num_sessions_left=await asyncio.shield(self._num_sessions_left))

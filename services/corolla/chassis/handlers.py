@@ -10,16 +10,17 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Container, Mapping
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 from google.protobuf import descriptor, message, message_factory
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from corolla.chassis import errors
+from corolla.chassis import audit, errors
+from corolla.chassis.audit import ANYBODY, Caller
 from corolla.chassis.metrics import Fault, RpcMetrics
 from corolla.chassis.status import trailing_metadata
 
@@ -29,8 +30,37 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_CONTROL_REQUEST_BYTES: Final = 4 << 20
 
-Authenticate = Callable[[str, Context], object]
-"""Called with `Service/Method` before the request is read. Raises an error of the tree."""
+_DENIALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+
+Who = TypeVar("Who", bound=Caller)
+
+
+class Call(Generic[Who]):
+    """One call, as a servicer gets it.
+
+    Attributes:
+        method: `Service/Method`.
+        caller: ANYBODY until somebody has found out who it is.
+    """
+
+    def __init__(self, method: str, context: Context, caller: Who) -> None:
+        self.method = method
+        self.context = context
+        self.caller = caller
+        self._describe: Callable[[], Mapping[str, Any]] = dict
+
+    def describe(self, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Says what the audit log will say besides, asked at the end: numbers and names, nothing of what was asked."""
+        self._describe = facts
+
+    def write(self, outcome: str, seconds: float) -> None:
+        """Writes the call into the audit log."""
+        facts = {"method": self.method, "outcome": outcome, "seconds": round(seconds, 3), "peer": self.context.peer()}
+        audit.write("call", {**facts, **self.caller.audited(), **self._describe()})
+
+
+Authenticate = Callable[[Call[Any]], None]
+"""Called before the request is read: sets who calls. Raises an error of the tree."""
 
 
 def service_handler(
@@ -41,14 +71,16 @@ def service_handler(
     max_request_bytes: int = MAX_CONTROL_REQUEST_BYTES,
     reader_timeout_s: float | None = None,
     authenticate: Authenticate | None = None,
+    audited: Container[str] = (),
 ) -> grpc.GenericRpcHandler:
     """Handlers for every method of `service` that `servicer` has.
 
     Args:
         service: from the generated module, for example `router_pb2.DESCRIPTOR.services_by_name["RouterService"]`.
-        servicer: unary methods are coroutines, streaming ones asynchronous generators; `(request, context)`.
+        servicer: unary methods are coroutines, streaming ones asynchronous generators; `(request, call)`.
         max_request_bytes: larger requests are refused with MESSAGE_TOO_LARGE.
         authenticate: None: nobody is asked who they are.
+        audited: of which methods each call is in the audit log; who was denied a call is there in any case.
         reader_timeout_s: how long the caller of a streaming method may take nothing of what it is sent, before its call
             ends with CALLER_STALLED; None: for ever.
     """
@@ -57,7 +89,8 @@ def service_handler(
         behaviour = getattr(servicer, method.name, None)
         if behaviour is None:
             continue
-        guard = _Guard(f"{service.name}/{method.name}", metrics, authenticate)
+        name = f"{service.name}/{method.name}"
+        guard = _Guard(name, metrics, authenticate, is_audited=name in audited)
         parse = _parser(message_factory.GetMessageClass(method.input_type), max_request_bytes)
         if method.server_streaming:
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
@@ -140,24 +173,27 @@ class _Responses:
 
 
 class _Guard:
-    """Wraps one method: counts and times it and turns exceptions into statuses."""
+    """Wraps one method: asks who calls, counts and times it and turns exceptions into statuses."""
 
-    def __init__(self, method: str, metrics: RpcMetrics, authenticate: Authenticate | None) -> None:
+    def __init__(
+        self, method: str, metrics: RpcMetrics, authenticate: Authenticate | None, *, is_audited: bool
+    ) -> None:
         self._authenticate = authenticate
         self._method = method
         self._metrics = metrics
+        self._is_audited = is_audited
 
     def unary_unary(self, behaviour: Any, parse: Callable[[bytes], message.Message]) -> Any:
         async def handle(requests: object, context: Context) -> Any:
             started = time.perf_counter()
+            call: Call[Caller] = Call(self._method, context, ANYBODY)
             try:
-                if self._authenticate is not None:
-                    self._authenticate(self._method, context)
-                response = await behaviour(parse(await _request(context)), context)
+                self._let_in(call)
+                response = await behaviour(parse(await _request(context)), call)
             except BaseException as failure:
-                await self._abort(failure, context, started)
+                await self._abort(failure, call, started)
                 raise
-            self._metrics.done(self._method, "OK", time.perf_counter() - started)
+            self._done(call, started)
             return response
 
         return handle
@@ -167,30 +203,41 @@ class _Guard:
     ) -> Any:
         async def handle(requests: object, context: Context) -> None:
             started = time.perf_counter()
+            call: Call[Caller] = Call(self._method, context, ANYBODY)
             try:
-                if self._authenticate is not None:
-                    self._authenticate(self._method, context)
-                responses = _Responses(
-                    behaviour(parse(await _request(context)), context), reader_timeout_s, self._stalled
-                )
+                self._let_in(call)
+                responses = _Responses(behaviour(parse(await _request(context)), call), reader_timeout_s, self._stalled)
                 # The servicer's own clean-up runs now, not when the garbage collector comes by.
                 async with aclosing(responses):
                     async for response in responses.generator:
                         await responses.send(response, context)
             except BaseException as failure:
-                await self._abort(failure, context, started)
+                await self._abort(failure, call, started)
                 raise
-            self._metrics.done(self._method, "OK", time.perf_counter() - started)
+            self._done(call, started)
 
         return handle
+
+    def _let_in(self, call: Call[Caller]) -> None:
+        if self._authenticate is not None:
+            self._authenticate(call)
+
+    def _done(self, call: Call[Caller], started: float) -> None:
+        seconds = time.perf_counter() - started
+        self._metrics.done(self._method, "OK", seconds)
+        if self._is_audited:
+            call.write("OK", seconds)
 
     def _stalled(self) -> None:
         log.warning("a caller does not take its answer", extra={"method": self._method})
         self._metrics.error(errors.CallerStalled.reason)
 
-    async def _abort(self, failure: BaseException, context: Context, started: float) -> None:
+    async def _abort(self, failure: BaseException, call: Call[Caller], started: float) -> None:
+        seconds = time.perf_counter() - started
         if isinstance(failure, asyncio.CancelledError):
-            self._metrics.done(self._method, "CANCELLED", time.perf_counter() - started, "caller")
+            self._metrics.done(self._method, "CANCELLED", seconds, "caller")
+            if self._is_audited:
+                call.write("CANCELLED", seconds)
             return
         if isinstance(failure, errors.CorollaError):
             error = failure
@@ -200,10 +247,12 @@ class _Guard:
         else:
             return
         fault: Fault = "caller" if error.is_callers_fault else "service"
-        self._metrics.done(self._method, error.code.name, time.perf_counter() - started, fault)
+        self._metrics.done(self._method, error.code.name, seconds, fault)
         if not isinstance(error, errors.CallerStalled):  # which was counted when it came about
             self._metrics.error(error.reason)
-        await context.abort(error.code, error.message, trailing_metadata=trailing_metadata(error))
+        if self._is_audited or error.code in _DENIALS:
+            call.write(error.reason, seconds)
+        await call.context.abort(error.code, error.message, trailing_metadata=trailing_metadata(error))
 
 
 def where(failure: BaseException) -> str:

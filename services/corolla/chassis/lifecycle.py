@@ -89,7 +89,7 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
         settings = load(settings_class, **overrides)
         failpoints.arm(os.environ)
         os.environ.setdefault(*TLS_1_3_ONLY)
-        logs.configure(settings.log_level, settings.log_format)
+        logs.configure(settings.log_level, settings.log_format, with_audit=settings.audit)
         uvloop.run(_serve_until_signal(lambda: build(settings)))
     except StartupError as failure:
         sys.stderr.write(f"corolla: {failure.message}\n")

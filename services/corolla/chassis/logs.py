@@ -5,6 +5,8 @@ import logging
 import sys
 from typing import Any
 
+from corolla.chassis import audit
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -16,8 +18,23 @@ class TextFormatter(logging.Formatter):
     """A line for people: time, level, event, facts."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:<7} {record.getMessage()}"
-        return " ".join([line, *(f"{key}={value}" for key, value in _facts(record).items())])
+        line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:<7} {_escaped(record.getMessage())}"
+        return " ".join([line, *(f"{key}={_quoted(value)}" for key, value in _facts(record).items())])
+
+
+def _escaped(text: str) -> str:
+    """In one line, and without what a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def _quoted(value: object) -> str:
+    """A fact that cannot be taken for two."""
+    text = str(value)
+    if text.isprintable() and not any(each in text for each in ' "='):
+        return text
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 class _JsonFormatter(logging.Formatter):
@@ -37,10 +54,17 @@ class _StandardError(logging.StreamHandler[Any]):
         return sys.stderr
 
 
-def configure(level: str, log_format: str) -> None:
-    """Sends all log lines to standard error."""
+def configure(level: str, log_format: str, *, with_audit: bool = False) -> None:
+    """Sends all log lines to standard error, and those of the audit log in JSON in any case."""
     handler = _StandardError()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for noisy in ("httpx", "httpx2", "httpcore2", "urllib3", "filelock", "huggingface_hub", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    audit_log = logging.getLogger(audit.LOGGER)
+    audit_log.handlers.clear()
+    audit_log.propagate = False
+    audit_log.setLevel(logging.INFO if with_audit else logging.CRITICAL)
+    lines = _StandardError()
+    lines.setFormatter(_JsonFormatter())
+    audit_log.addHandler(lines)

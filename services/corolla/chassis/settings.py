@@ -36,6 +36,11 @@ class ServiceSettings(BaseSettings):
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
     log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines.")
+    audit: bool = Field(
+        True,
+        description="Whether calls of callers, acts of services, and whoever is denied something are logged, a line of "
+        "JSON each: who, what, the outcome and numbers of tokens; never a text or a key.",
+    )
     grace_s: float = Field(10.0, ge=0, le=600, description="Seconds that running calls get when the service stops.")
 
 

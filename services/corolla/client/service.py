@@ -163,7 +163,7 @@ class ClientService:
             fingerprint=fingerprint, has_chat_template=chat.exists,
         )  # fmt: skip
         servicer = GenerationServicer(
-            model, self._tenants, self._quotas, answering, tokenizations, transcripts, sessions, placement, tokenizer,
+            model, self._quotas, answering, tokenizations, transcripts, sessions, placement, tokenizer,
             chat, farewell_s=self._farewell_s,
         )  # fmt: skip
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
@@ -173,7 +173,8 @@ class ClientService:
             RpcMetrics(self._registry),
             max_request_bytes=settings.max_request_bytes,
             reader_timeout_s=settings.reader_timeout_s,
-            authenticate=lambda _, context: self._tenants.of(context),
+            authenticate=self._tenants.authenticate,
+            audited={f"{service.name}/{method.name}" for method in service.methods},
         )
         self._rpc.add(service, handler)
         await self._rpc.start()

@@ -5,8 +5,9 @@ import logging
 from contextlib import suppress
 from typing import Any
 
+from corolla.chassis.audit import Caller
 from corolla.chassis.errors import CorollaError, StoreUnavailable
-from corolla.chassis.handlers import Context
+from corolla.chassis.handlers import Call
 from corolla.chassis.lifecycle import fail, run_service
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
@@ -111,13 +112,13 @@ class RouterProcess:
         await self._rpc.ready()
         log.info("router serves", extra={"port": self.port, "metrics_port": self.metrics_port})
 
-    def _registrant(self, context: Context, server: router_pb2.ServerDescription | None) -> str:
+    def _registrant(self, call: Call[Caller], server: router_pb2.ServerDescription | None) -> str:
         if self._network.credentials is None:
             return ""
-        caller = CallerAddress.of(context.auth_context(), context.peer())
+        caller = CallerAddress.of(call.context.auth_context(), call.context.peer())
         if server is not None:
             caller.check(server.address)
-        return str(workload_of_call(context.auth_context()))
+        return str(workload_of_call(call.context.auth_context()))
 
     async def _observe_placement(self) -> None:
         """Shows what the store holds in the gauges, for ever. Its snapshots also turn expired leases into changes."""

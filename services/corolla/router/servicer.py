@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
+from corolla.chassis.audit import Caller
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
-from corolla.chassis.handlers import Context
+from corolla.chassis.handlers import Call
 from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import chain_of
 from corolla.planning.pairing import with_partners
@@ -41,7 +42,7 @@ class RouterServicer:
         tenant_quotas: quotas.Quotas,
         watches: PlacementWatches,
         *,
-        registrant: Callable[[Context, pb.ServerDescription | None], str],
+        registrant: Callable[[Call[Caller], pb.ServerDescription | None], str],
         on_deregistered: Callable[[str, pb.DeregisterServerRequest], None],
     ) -> None:
         self._settings = settings
@@ -56,17 +57,17 @@ class RouterServicer:
 
     # --- for block servers ---
 
-    async def RegisterServer(self, request: pb.RegisterServerRequest, context: Context) -> pb.RegisterServerResponse:
+    async def RegisterServer(self, request: pb.RegisterServerRequest, call: Call[Caller]) -> pb.RegisterServerResponse:
         server = validation.check_server(request.server)
         wanted = validation.check_span("span", request.span) if request.HasField("span") else None
-        span = await self._registry.register(server, wanted, self._registrant(context, server))
+        span = await self._registry.register(server, wanted, self._registrant(call, server))
         return pb.RegisterServerResponse(
             span=span.to_message(),
             lease_ms=self._settings.lease_ms,
             heartbeat_interval_ms=self._settings.heartbeat_interval_ms,
         )
 
-    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+    async def Heartbeat(self, request: pb.HeartbeatRequest, call: Call[Caller]) -> pb.HeartbeatResponse:
         validation.check_text("model", request.model)
         validation.check_name("server_id", request.server_id)
         if request.state not in _STATES:
@@ -75,16 +76,16 @@ class RouterServicer:
         if request.HasField("server"):
             validation.check_self_description(request)
         server = request.server if request.HasField("server") else None
-        span = await self._registry.heartbeat(request, self._registrant(context, server))
+        span = await self._registry.heartbeat(request, self._registrant(call, server))
         return pb.HeartbeatResponse(move_to=span.to_message() if span else None)
 
     async def DeregisterServer(
-        self, request: pb.DeregisterServerRequest, context: Context
+        self, request: pb.DeregisterServerRequest, call: Call[Caller]
     ) -> pb.DeregisterServerResponse:
         validation.check_text("model", request.model)
         validation.check_name("server_id", request.server_id)
         roster = await self._registry.snapshot(request.model)
-        await self._registry.deregister(request.model, request.server_id, self._registrant(context, None))
+        await self._registry.deregister(request.model, request.server_id, self._registrant(call, None))
         for each in roster.servers:
             if each.server.server_id == request.server_id:
                 self._on_deregistered(each.server.pod_uid, request)
@@ -92,7 +93,7 @@ class RouterServicer:
 
     # --- for client services ---
 
-    async def PlanChain(self, request: pb.PlanChainRequest, context: Context) -> pb.PlanChainResponse:
+    async def PlanChain(self, request: pb.PlanChainRequest, call: Call[Caller]) -> pb.PlanChainResponse:
         validation.check_text("model", request.model)
         validation.check_text("fingerprint", request.fingerprint, may_be_empty=True)
         if request.session_id:
@@ -115,13 +116,13 @@ class RouterServicer:
         bookings.book(chain.hops, request.num_tokens, now_s)
         return pb.PlanChainResponse(chain=chain)
 
-    async def ReportServer(self, request: pb.ReportServerRequest, context: Context) -> pb.ReportServerResponse:
+    async def ReportServer(self, request: pb.ReportServerRequest, call: Call[Caller]) -> pb.ReportServerResponse:
         validation.check_text("model", request.model)
         validation.check_name("server_id", request.server_id)
         await self._registry.report(request.model, request.server_id)
         return pb.ReportServerResponse()
 
-    async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.Placement:
+    async def GetPlacement(self, request: pb.GetPlacementRequest, call: Call[Caller]) -> pb.Placement:
         validation.check_text("model", request.model, may_be_empty=True)
         model = request.model or await self._only_model()
         return (await self._registry.snapshot(model)).placement() if model else pb.Placement()
@@ -133,55 +134,57 @@ class RouterServicer:
             raise InvalidRequest("model", f"is required, since there are several: {', '.join(models)}")
         return models[0] if models else ""
 
-    async def WatchPlacement(self, request: pb.WatchPlacementRequest, context: Context) -> AsyncIterator[pb.Placement]:
+    async def WatchPlacement(
+        self, request: pb.WatchPlacementRequest, call: Call[Caller]
+    ) -> AsyncIterator[pb.Placement]:
         validation.check_text("model", request.model)
         async for placement in self._watches.watch(request.model):
             yield placement
 
     # --- session records ---
 
-    async def CreateSessionRecord(self, request: pb.CreateSessionRecordRequest, context: Context) -> pb.SessionRecord:
+    async def CreateSessionRecord(self, request: pb.CreateSessionRecordRequest, call: Call[Caller]) -> pb.SessionRecord:
         record = validation.check_record(request.record)
         return await self._sessions.create(record, self._ttl_ms(request.ttl_ms), request.max_tenant_sessions)
 
-    async def GetSessionRecord(self, request: pb.GetSessionRecordRequest, context: Context) -> pb.SessionRecord:
+    async def GetSessionRecord(self, request: pb.GetSessionRecordRequest, call: Call[Caller]) -> pb.SessionRecord:
         return await self._sessions.get(*self._session(request), request.tenant)
 
-    async def BeginTurn(self, request: pb.BeginTurnRequest, context: Context) -> pb.SessionRecord:
+    async def BeginTurn(self, request: pb.BeginTurnRequest, call: Call[Caller]) -> pb.SessionRecord:
         session = self._session(request)
         turn_id = validation.check_name("turn_id", request.turn_id)
         return await self._sessions.begin_turn(*session, request.tenant, turn_id, self._lock_ms(request.lock_ms))
 
-    async def RenewTurn(self, request: pb.RenewTurnRequest, context: Context) -> pb.RenewTurnResponse:
+    async def RenewTurn(self, request: pb.RenewTurnRequest, call: Call[Caller]) -> pb.RenewTurnResponse:
         session = self._session(request)
         turn_id = validation.check_name("turn_id", request.turn_id)
         await self._sessions.renew_turn(*session, turn_id, self._lock_ms(request.lock_ms))
         return pb.RenewTurnResponse()
 
-    async def EndTurn(self, request: pb.EndTurnRequest, context: Context) -> pb.EndTurnResponse:
+    async def EndTurn(self, request: pb.EndTurnRequest, call: Call[Caller]) -> pb.EndTurnResponse:
         record = validation.check_record(request.record)
         turn_id = validation.check_name("turn_id", request.turn_id)
         await self._sessions.end_turn(record, turn_id, self._ttl_ms(request.ttl_ms), discard=request.discard)
         return pb.EndTurnResponse()
 
-    async def MoveSession(self, request: pb.MoveSessionRequest, context: Context) -> pb.MoveSessionResponse:
+    async def MoveSession(self, request: pb.MoveSessionRequest, call: Call[Caller]) -> pb.MoveSessionResponse:
         model, session_id = self._session(request)
         server_id = validation.check_name("server_id", request.server_id)
         await self._sessions.move(model, session_id, request.tenant, server_id, validation.check_hop(request.hop))
         return pb.MoveSessionResponse()
 
-    async def DeleteSessionRecord(self, request: pb.DeleteSessionRecordRequest, context: Context) -> pb.SessionRecord:
+    async def DeleteSessionRecord(self, request: pb.DeleteSessionRecordRequest, call: Call[Caller]) -> pb.SessionRecord:
         return await self._sessions.delete(*self._session(request), request.tenant)
 
     async def CountSessionRecords(
-        self, request: pb.CountSessionRecordsRequest, context: Context
+        self, request: pb.CountSessionRecordsRequest, call: Call[Caller]
     ) -> pb.CountSessionRecordsResponse:
         validation.check_text("model", request.model)
         return pb.CountSessionRecordsResponse(num_sessions=await self._sessions.count(request.model))
 
     # --- quotas ---
 
-    async def TakeQuotas(self, request: pb.TakeQuotasRequest, context: Context) -> pb.TakeQuotasResponse:
+    async def TakeQuotas(self, request: pb.TakeQuotasRequest, call: Call[Caller]) -> pb.TakeQuotasResponse:
         return pb.TakeQuotasResponse(num_takers=await self._quotas.take(quotas.checked(request)))
 
     def _session(

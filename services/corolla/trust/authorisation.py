@@ -57,6 +57,20 @@ FRAMES: Final[Mapping[type[Message], frozenset[Role]]] = MappingProxyType(
 """By what a block server takes."""
 
 
+AUDITED: Final = frozenset(
+    {
+        "RouterService/RegisterServer",
+        "RouterService/DeregisterServer",
+        "RouterService/ReportServer",
+        "RouterService/MoveSession",
+        "RouterService/CreateSessionRecord",
+        "RouterService/DeleteSessionRecord",
+        "AdminService/Drain",
+    }
+)
+"""The methods of which every call is in the audit log; those of servers that live and of answers that run are not."""
+
+
 def check_method(method: str, caller: Workload | None) -> None:
     """Raises RoleDenied: the caller may not ask for `Service/Method`, or is no workload."""
     if caller is None or caller.role not in METHODS[method]:

@@ -1,7 +1,7 @@
 """Who a process is: the SPIFFE id that its certificate carries (https://spiffe.io, "SPIFFE-ID" 2)."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Self
@@ -52,6 +52,10 @@ class Workload:
     def owner(self) -> str:
         """Whose sessions they are that it opens: any client service goes on with those of another one."""
         return str(self) if self.role is Role.LIBRARY else f"spiffe://{self.trust_domain}/{self.role.value}"
+
+    def audited(self) -> Mapping[str, str]:
+        """What the audit log says of it."""
+        return {"workload": str(self)}
 
     def __str__(self) -> str:
         return f"spiffe://{self.trust_domain}/{self.role.value}/{self.name}"

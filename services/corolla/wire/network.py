@@ -4,16 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
 from corolla.chassis.channels import Channels, open_channel
-from corolla.chassis.handlers import MAX_CONTROL_REQUEST_BYTES, Context, service_handler
+from corolla.chassis.handlers import MAX_CONTROL_REQUEST_BYTES, Call, service_handler
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.tasks import TaskGroup
-from corolla.trust.authorisation import FRAMES, check_method
+from corolla.trust.authorisation import AUDITED, FRAMES, check_method
 from corolla.trust.channels import renewed_channels
 from corolla.trust.credentials import Credentials, workload_of_call
 from corolla.trust.workload import Role, Workload
@@ -64,7 +64,12 @@ class Network:
     ) -> grpc.GenericRpcHandler:
         """Handlers of a service between services: each method is for the roles that `trust/authorisation` lists."""
         return service_handler(
-            service, servicer, metrics, max_request_bytes=max_request_bytes, authenticate=self._check_role
+            service,
+            servicer,
+            metrics,
+            max_request_bytes=max_request_bytes,
+            authenticate=self._check_role,
+            audited=AUDITED,
         )
 
     def start_renewal(self, tasks: TaskGroup) -> None:
@@ -84,11 +89,13 @@ class Network:
             return None
         return StreamTrust(self.credentials.for_listeners, _admits(self.credentials, FRAMES[pb.Hello]))
 
-    def _check_role(self, method: str, context: Context) -> None:
-        """Raises RoleDenied: whoever calls may not."""
+    def _check_role(self, call: Call[Any]) -> None:
+        """Finds out who calls. Raises RoleDenied: they may not."""
         if self.credentials is not None:
-            caller = workload_of_call(context.auth_context())
-            check_method(method, caller if self.credentials.knows(caller) else None)
+            caller = workload_of_call(call.context.auth_context())
+            if caller is not None:
+                call.caller = caller
+            check_method(call.method, caller if self.credentials.knows(caller) else None)
 
 
 def _servers(credentials: Credentials) -> StreamTrust:

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol, cast
 
 from google.protobuf.message import Message
 
+from corolla.chassis import audit
 from corolla.chassis.errors import (
     CorollaError,
     DeadlineExceeded,
@@ -290,6 +291,9 @@ class FrameStream(asyncio.Protocol):
             for frame in self._parser.feed(data):
                 self._take(frame)
         except CorollaError as error:
+            if isinstance(error, RoleDenied):
+                who = self.peer.audited() if self.peer is not None else {}
+                audit.write("stream", {"outcome": error.reason, "peer": self.peer_address, **who})
             self.fail(error)
         except Exception as failure:
             log.error("a frame could not be handled", extra={"address": self.peer_address, "where": where(failure)})

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QueueFull, Unauthenticated
-from corolla.chassis.handlers import service_handler
+from corolla.chassis.handlers import Call, service_handler
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.rpc_server import RpcServer
 from corolla.v1 import generation_pb2 as pb
@@ -30,10 +30,10 @@ class Servicer:
     def __init__(self) -> None:
         self.num_cleanups = 0
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+    async def Generate(self, request: pb.GenerateRequest, call: Any) -> pb.GenerateResponse:
         raise self._failure(request.model)
 
-    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateChunk]:
+    async def GenerateStream(self, request: pb.GenerateRequest, call: Any) -> AsyncIterator[pb.GenerateChunk]:
         try:
             yield pb.GenerateChunk(text_delta="first")
             if request.model == "wait":
@@ -174,8 +174,8 @@ async def test_a_stalled_caller_may_leave_silently() -> None:
         assert service.servicer.num_cleanups == 1
 
 
-def refuse(method: str, context: Any) -> None:
-    raise Unauthenticated(f"nobody may call {method}")
+def refuse(call: Call[Any]) -> None:
+    raise Unauthenticated(f"nobody may call {call.method}")
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])

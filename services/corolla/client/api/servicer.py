@@ -12,10 +12,10 @@ from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.session import ChainSessions
 from corolla.chassis.errors import InvalidRequest, ModelNotFound
-from corolla.chassis.handlers import Context
+from corolla.chassis.handlers import Call
 from corolla.client.api import replies, validation
 from corolla.client.api.keys import Scope
-from corolla.client.api.tenants import Tenants
+from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Admission, Caller, Usage
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering, AnswerOptions
@@ -41,7 +41,6 @@ class GenerationServicer:
     def __init__(
         self,
         model: pb.Model,
-        tenants: Tenants,
         quotas: QuotaKeeper,
         answering: Answering,
         tokenizations: Admission,
@@ -54,7 +53,6 @@ class GenerationServicer:
         farewell_s: float = FAREWELL_S,
     ) -> None:
         self._model = model
-        self._tenants = tenants
         self._quotas = quotas
         self._answering = answering
         self._tokenizations = tokenizations
@@ -67,10 +65,10 @@ class GenerationServicer:
 
     # --- text ---------------------------------------------------------------------------------------------------
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        usage = Usage()
+    async def Generate(self, request: pb.GenerateRequest, call: Call[KeyHolder]) -> pb.GenerateResponse:
+        usage = _audited_usage(call)
         completions: dict[int, replies.Collected] = {}
-        async with aclosing(self._generate(request, context, usage)) as deltas:
+        async with aclosing(self._generate(request, call, usage)) as deltas:
             async for index, delta in deltas:
                 completions.setdefault(index, replies.Collected()).add(delta)
         return pb.GenerateResponse(
@@ -89,11 +87,11 @@ class GenerationServicer:
         )
 
     async def GenerateStream(
-        self, request: pb.GenerateRequest, context: Context
+        self, request: pb.GenerateRequest, call: Call[KeyHolder]
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        usage = Usage()
+        usage = _audited_usage(call)
         num_open = max(1, request.num_completions)
-        async with aclosing(self._generate(request, context, usage)) as deltas:
+        async with aclosing(self._generate(request, call, usage)) as deltas:
             async for index, delta in deltas:
                 num_open -= delta.finish_reason is not None
                 yield pb.GenerateChunk(
@@ -106,14 +104,14 @@ class GenerationServicer:
                 )
 
     def _generate(
-        self, request: pb.GenerateRequest, context: Context, usage: Usage
+        self, request: pb.GenerateRequest, call: Call[KeyHolder], usage: Usage
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        tenant = self._tenant(context, Scope.GENERATE)
+        tenant = self._tenant(call, Scope.GENERATE)
         validation.check_model(request.model, self._model.name)
         num_completions = validation.num_completions(request)
         prompt = validation.prompt(request, self._model.vocab_size, self._model.context_length)
         options = self._options(request, tenant)
-        caller = Caller(tenant, request.ByteSize(), usage, self._until_s(context))
+        caller = Caller(tenant, request.ByteSize(), usage, self._until_s(call))
         if not request.session_id:
             encode = partial(self._prompt_ids, prompt, add_special_tokens=True)
             return self._answering.complete(caller, encode, options, num_completions)
@@ -143,9 +141,9 @@ class GenerationServicer:
 
     # --- conversations --------------------------------------------------------------------------------------------
 
-    async def Chat(self, request: pb.ChatRequest, context: Context) -> pb.ChatResponse:
-        usage, collected = Usage(), replies.Collected()
-        async with aclosing(self._answer(request, context, usage)) as deltas:
+    async def Chat(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> pb.ChatResponse:
+        usage, collected = _audited_usage(call), replies.Collected()
+        async with aclosing(self._answer(request, call, usage)) as deltas:
             async for _, delta in deltas:
                 collected.add(delta)
         return pb.ChatResponse(
@@ -157,9 +155,9 @@ class GenerationServicer:
             usage=replies.usage(usage),
         )
 
-    async def ChatStream(self, request: pb.ChatRequest, context: Context) -> AsyncGenerator[pb.ChatChunk, None]:
-        usage = Usage()
-        async with aclosing(self._answer(request, context, usage)) as deltas:
+    async def ChatStream(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> AsyncGenerator[pb.ChatChunk, None]:
+        usage = _audited_usage(call)
+        async with aclosing(self._answer(request, call, usage)) as deltas:
             async for _, delta in deltas:
                 yield pb.ChatChunk(
                     token_ids=[token.token_id for token in delta.tokens],
@@ -170,13 +168,13 @@ class GenerationServicer:
                 )
 
     def _answer(
-        self, request: pb.ChatRequest, context: Context, usage: Usage
+        self, request: pb.ChatRequest, call: Call[KeyHolder], usage: Usage
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        tenant = self._tenant(context, Scope.CHAT)
+        tenant = self._tenant(call, Scope.CHAT)
         validation.check_model(request.model, self._model.name)
         messages = validation.messages(request.messages)
         options = self._options(request, tenant)
-        caller = Caller(tenant, request.ByteSize(), usage, self._until_s(context))
+        caller = Caller(tenant, request.ByteSize(), usage, self._until_s(call))
         max_tokens = self._model.context_length
         if not request.session_id:
             check_roles(messages)
@@ -198,18 +196,18 @@ class GenerationServicer:
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
-    async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.Session:
-        tenant = self._tenant(context, Scope.SESSIONS)
+    async def CreateSession(self, request: pb.CreateSessionRequest, call: Call[KeyHolder]) -> pb.Session:
+        tenant = self._tenant(call, Scope.SESSIONS)
         validation.check_model(request.model, self._model.name)
         await self._quotas.check_request(tenant)
         most = self._quotas.limits(tenant).stored_sessions
         return replies.session(await self._transcripts.create(tenant, most))
 
-    async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        return replies.session(await self._transcripts.get(request.session_id, self._tenant(context, Scope.SESSIONS)))
+    async def GetSession(self, request: pb.GetSessionRequest, call: Call[KeyHolder]) -> pb.Session:
+        return replies.session(await self._transcripts.get(request.session_id, self._tenant(call, Scope.SESSIONS)))
 
-    async def DeleteSession(self, request: pb.DeleteSessionRequest, context: Context) -> pb.DeleteSessionResponse:
-        tenant = self._tenant(context, Scope.SESSIONS)
+    async def DeleteSession(self, request: pb.DeleteSessionRequest, call: Call[KeyHolder]) -> pb.DeleteSessionResponse:
+        tenant = self._tenant(call, Scope.SESSIONS)
         # Shielded from a caller that leaves: the router says only once where the pages of the session are.
         await asyncio.shield(asyncio.ensure_future(self._delete(request.session_id, tenant)))
         return pb.DeleteSessionResponse()
@@ -221,8 +219,8 @@ class GenerationServicer:
 
     # --- the model ------------------------------------------------------------------------------------------------
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        tenant = self._tenant(context, Scope.TOKENIZE)
+    async def Tokenize(self, request: pb.TokenizeRequest, call: Call[KeyHolder]) -> pb.TokenizeResponse:
+        tenant = self._tenant(call, Scope.TOKENIZE)
         validation.check_model(request.model, self._model.name)
         encode: Callable[[], Sequence[int]]
         match request.WhichOneof("input"):
@@ -246,12 +244,10 @@ class GenerationServicer:
         texts = {token_id: self._tokenizer.token_text(token_id) for token_id in set(token_ids)}
         return pb.TokenizeResponse(token_ids=token_ids, tokens=map(texts.__getitem__, token_ids))
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        self._tenants.of(context)
+    async def ListModels(self, request: pb.ListModelsRequest, call: Call[KeyHolder]) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[self._described_model()])
 
-    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
-        self._tenants.of(context)
+    async def GetModel(self, request: pb.GetModelRequest, call: Call[KeyHolder]) -> pb.Model:
         if not request.model:
             raise ModelNotFound("name a model; see ListModels")
         validation.check_model(request.model, self._model.name)
@@ -262,8 +258,9 @@ class GenerationServicer:
         described.MergeFrom(self._model)
         return described
 
-    def _tenant(self, context: Context, scope: Scope) -> str:
-        return self._tenants.of(context, scope, self._model.name)
+    def _tenant(self, call: Call[KeyHolder], scope: Scope) -> str:
+        call.caller.check(scope, self._model.name)
+        return call.caller.tenant
 
     def _options(self, request: pb.GenerateRequest | pb.ChatRequest, tenant: str) -> AnswerOptions:
         options = validation.answer_options(request, self._model.vocab_size)
@@ -272,9 +269,22 @@ class GenerationServicer:
             return options
         return replace(options, time_limit_s=most_s)
 
-    def _until_s(self, context: Context) -> float:
+    def _until_s(self, call: Call[KeyHolder]) -> float:
         """When a caller no longer waits, less the moment in which it can still learn why."""
-        seconds_left = context.time_remaining()
+        seconds_left = call.context.time_remaining()
         if seconds_left is None:
             return math.inf
         return asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
+
+
+def _audited_usage(call: Call[KeyHolder]) -> Usage:
+    """A new one, which the audit log will show."""
+    usage = Usage()
+    call.describe(
+        lambda: {
+            "prompt_tokens": usage.prompt_tokens,
+            "generated_tokens": usage.completion_tokens,
+            "recoveries": usage.recoveries,
+        }
+    )
+    return usage

@@ -1,18 +1,37 @@
 """Who calls: a bearer key, looked up in the configured file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from corolla.chassis.errors import ScopeDenied, Unauthenticated
-from corolla.chassis.handlers import Context
-from corolla.client.api.keys import KeyTable, Scope
+from corolla.chassis.handlers import Call, Context
+from corolla.client.api.keys import KeyRecord, KeyTable, Scope
 from corolla.trust.watched_files import Contents, WatchedFiles
 
 PUBLIC: Final = "public"
 
 _SCHEME: Final = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHolder:
+    """A caller: its tenant, and the key that it showed, where keys are asked for."""
+
+    tenant: str
+    key: KeyRecord | None = None
+
+    def check(self, scope: Scope, model: str) -> None:
+        """Raises ScopeDenied: the key is for other calls or models."""
+        if self.key is not None and not self.key.allows(scope, model):
+            raise ScopeDenied("this key is for other calls or models")
+
+    def audited(self) -> Mapping[str, str]:
+        """What the audit log says of it. Keys of the simple form have no id."""
+        has_id = self.key is not None and not self.key.is_simple
+        return {"tenant": self.tenant, "key": self.key.id} if self.key and has_id else {"tenant": self.tenant}
 
 
 class Tenants:
@@ -43,19 +62,13 @@ class Tenants:
         """How many there are."""
         return len(self._keys.tenants) if self._keys is not None else 1
 
-    def of(self, context: Context, scope: Scope | None = None, model: str = "") -> str:
-        """The caller's tenant.
+    def authenticate(self, call: Call[Any]) -> None:
+        """Finds out who calls. Raises Unauthenticated: no key, or none that holds; which of the two, nobody learns."""
+        call.caller = self._holder(call.context)
 
-        Args:
-            scope: what the call is for; None: what every key may.
-            model: which it is for.
-
-        Raises:
-            Unauthenticated: no key, or none that holds. Which of the two of an unknown one, nobody learns.
-            ScopeDenied: the key is for something else.
-        """
+    def _holder(self, context: Context) -> KeyHolder:
         if self._keys is None:
-            return PUBLIC
+            return KeyHolder(PUBLIC)
         given = next((value for key, value in context.invocation_metadata() or () if key == "authorization"), "")
         text = given.decode("latin-1") if isinstance(given, bytes) else given
         if not text.lower().startswith(_SCHEME):
@@ -63,9 +76,7 @@ class Tenants:
         record = self._keys.find(text[len(_SCHEME) :].strip(), self._clock())
         if record is None:
             raise Unauthenticated("the key is not known")
-        if not record.allows(scope, model):
-            raise ScopeDenied("this key is for other calls or models")
-        return record.tenant
+        return KeyHolder(record.tenant, record)
 
     def _take(self, contents: Contents) -> None:
         try:

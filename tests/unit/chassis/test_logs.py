@@ -1,0 +1,51 @@
+"""Log lines: one a line, whatever the facts hold."""
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from corolla.chassis import audit, logs
+
+HOSTILE = "a\nERROR fake=1\x1b[31m\u2028b"
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_were() -> Iterator[None]:
+    loggers = (logging.getLogger(), logging.getLogger(audit.LOGGER))
+    before = [(each.level, each.handlers[:], each.propagate) for each in loggers]
+    yield
+    for logger, (level, handlers, propagate) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:], logger.propagate = handlers, propagate
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_no_fact_makes_a_line_of_its_own(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("INFO", log_format)
+    logging.getLogger("x").info("it happened", extra={"address": HOSTILE})
+    logging.getLogger("x").info("it happened to %s", HOSTILE)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(each.isprintable() for each in lines)
+
+
+def test_facts_of_text_lines_can_be_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("INFO", "text")
+    logging.getLogger("x").info("it happened", extra={"host": "a b=c", "port": 5, "name_of": "größe"})
+    line = capsys.readouterr().err
+    assert 'host="a b=c" port=5 name_of=größe' in line
+
+
+def test_the_audit_log_is_json_whatever_the_format_and_the_level(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("ERROR", "text", with_audit=True)
+    audit.write("call", {"tenant": HOSTILE, "num": 3})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line).items() >= {"event": "call", "logger": audit.LOGGER, "tenant": HOSTILE, "num": 3}.items()
+
+
+def test_the_audit_log_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("DEBUG", "json", with_audit=False)
+    audit.write("call", {"tenant": "t"})
+    assert capsys.readouterr().err == ""
