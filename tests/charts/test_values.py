@@ -26,6 +26,7 @@ EVERYTHING: Final[Object] = {
 }
 NEEDED: Final[dict[str, Object]] = {
     "blockServer.defaults.gpu.resource": {"blockServer": {"defaults": {"gpu": {"count": 1}}}},
+    "client.service.type": {"client": {"apiKeys": {"existingSecret": "callers"}}},
     "client.autoscaling": {"client": {"autoscaling": {"enabled": True}}},
     "redis.enabled": {"redis": {"external": {"existingSecret": "address"}}},
     "tls": {"tls": {"enabled": True, "certManager": {"issuer": "authority"}}},

@@ -18,6 +18,7 @@ from corolla.client.api.tenants import Tenants
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
 from corolla.sdk.async_client import AsyncClient
+from corolla.sdk.results import FinishReason
 from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.refusals import refusal
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ALICE, ALICES_SECOND, BOB = "key-of-alice-0001", "key-of-alice-0002", "key-of-bob-00001"
 EVES = "key-of-eve-00001"
+LONG = 12_000
 HALF_A_KEY = "15-characters.."
 
 
@@ -38,7 +40,7 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
     keys_file.write_text(
         f"# who calls\n\nalice:{ALICE}\nalice :{ALICES_SECOND}\n bob : {BOB} \n  # eve:{EVES}\n\t#eve:{EVES}\n"
     )
-    model = make_tiny_checkpoint("llama", folder / "tiny")
+    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 16384})
     async with Swarm(
         folder, model, ["0:2", "2:5"], num_clients=2, client={"api_keys_file": keys_file}, api_key=ALICE
     ) as swarm:
@@ -187,6 +189,46 @@ async def test_changed_keys_count_within_seconds_and_broken_files_change_nothing
     keys_file.write_text(f"{second.record.line}\n")
     await until(partial(is_known, second.key), 10)
     assert not await is_known(first.key)
+
+
+async def test_an_answer_ends_with_the_key_that_it_runs_under(swarm: Swarm, tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys"
+    revoked, kept = NewKey("acme"), NewKey("acme")
+    keys_file.write_text(f"{revoked.record.line}\n{kept.record.line}\n")
+    service = await swarm.add_client(api_keys_file=keys_file)
+    address = f"127.0.0.1:{service.port}"
+
+    async def is_refused() -> bool:
+        async with AsyncClient(address, api_key=revoked.key) as client:
+            try:
+                await client.models()
+            except Unauthenticated:
+                return True
+        return False
+
+    async with AsyncClient(address, api_key=revoked.key) as one, AsyncClient(address, api_key=kept.key) as other:
+        # Nobody takes their tokens meanwhile, so neither comes to its end.
+        ending, going = (each.stream([1, 2, 3], max_tokens=LONG, ignore_eos=True) for each in (one, other))
+        for stream in (ending, going):
+            await anext(stream)
+        keys_file.write_text(f"{kept.record.line}\n")
+        await until(is_refused, 10)
+        with pytest.raises(Unauthenticated):
+            async for _ in ending:
+                pass
+        assert [chunk.finish_reason async for chunk in going][-1] is FinishReason.LENGTH
+
+
+async def test_a_key_for_one_model_is_for_no_other(swarm: Swarm, tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys"
+    here, elsewhere = NewKey("acme", models=["tiny"]), NewKey("acme", models=["large"])
+    keys_file.write_text(f"{here.record.line}\n{elsewhere.record.line}\n")
+    service = await swarm.add_client(api_keys_file=keys_file)
+    address = f"127.0.0.1:{service.port}"
+    async with AsyncClient(address, api_key=here.key) as one, AsyncClient(address, api_key=elsewhere.key) as other:
+        assert len((await one.generate([1, 2, 3], max_tokens=2, ignore_eos=True)).token_ids) == 2
+        with pytest.raises(ScopeDenied):
+            await other.generate([1, 2, 3], max_tokens=2)
 
 
 async def test_refusals_of_keys_say_how_and_no_more(swarm: Swarm) -> None:

@@ -156,6 +156,11 @@ class KeyTable:
         found = [record for known, record in self._simple.items() if hmac.compare_digest(known, digest)]
         return found[0] if found else None
 
+    def holds(self, record: KeyRecord, now: datetime) -> bool:
+        """Whether a key that was found once, perhaps in another file, is still good."""
+        known = self._simple.get(record.sha256) if record.is_simple else self._by_id.get(record.id)
+        return known == record and (record.expires is None or now < record.expires)
+
 
 def without_key(text: str, key_id: str) -> str:
     """A file's text, which `KeyTable.parse` takes, without the lines of the key with this id."""

@@ -68,7 +68,7 @@ class GenerationServicer:
     async def Generate(self, request: pb.GenerateRequest, call: Call[KeyHolder]) -> pb.GenerateResponse:
         usage = _audited_usage(call)
         completions: dict[int, replies.Collected] = {}
-        async with aclosing(self._generate(request, call, usage)) as deltas:
+        async with aclosing(_with_good_key(call, self._generate(request, call, usage))) as deltas:
             async for index, delta in deltas:
                 completions.setdefault(index, replies.Collected()).add(delta)
         return pb.GenerateResponse(
@@ -91,7 +91,7 @@ class GenerationServicer:
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
         usage = _audited_usage(call)
         num_open = max(1, request.num_completions)
-        async with aclosing(self._generate(request, call, usage)) as deltas:
+        async with aclosing(_with_good_key(call, self._generate(request, call, usage))) as deltas:
             async for index, delta in deltas:
                 num_open -= delta.finish_reason is not None
                 yield pb.GenerateChunk(
@@ -143,7 +143,7 @@ class GenerationServicer:
 
     async def Chat(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> pb.ChatResponse:
         usage, collected = _audited_usage(call), replies.Collected()
-        async with aclosing(self._answer(request, call, usage)) as deltas:
+        async with aclosing(_with_good_key(call, self._answer(request, call, usage))) as deltas:
             async for _, delta in deltas:
                 collected.add(delta)
         return pb.ChatResponse(
@@ -157,7 +157,7 @@ class GenerationServicer:
 
     async def ChatStream(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> AsyncGenerator[pb.ChatChunk, None]:
         usage = _audited_usage(call)
-        async with aclosing(self._answer(request, call, usage)) as deltas:
+        async with aclosing(_with_good_key(call, self._answer(request, call, usage))) as deltas:
             async for _, delta in deltas:
                 yield pb.ChatChunk(
                     token_ids=[token.token_id for token in delta.tokens],
@@ -288,3 +288,13 @@ def _audited_usage(call: Call[KeyHolder]) -> Usage:
         }
     )
     return usage
+
+
+async def _with_good_key(
+    call: Call[KeyHolder], deltas: AsyncGenerator[tuple[int, Delta], None]
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Passes an answer on as long as its caller's key is good."""
+    async with aclosing(deltas):
+        async for each in deltas:
+            call.caller.check_again()
+            yield each

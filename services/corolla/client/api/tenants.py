@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,15 +19,21 @@ _SCHEME: Final = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class KeyHolder:
-    """A caller: its tenant, and the key that it showed, where keys are asked for."""
+    """A caller: its tenant and, where keys are asked for, the one that it showed, and whether that is good now."""
 
     tenant: str
     key: KeyRecord | None = None
+    is_good: Callable[[], bool] = lambda: True
 
     def check(self, scope: Scope, model: str) -> None:
         """Raises ScopeDenied: the key is for other calls or models."""
         if self.key is not None and not self.key.allows(scope, model):
             raise ScopeDenied("this key is for other calls or models")
+
+    def check_again(self) -> None:
+        """Raises Unauthenticated: the key was revoked, or has expired, since the call began."""
+        if not self.is_good():
+            raise Unauthenticated("the key is good no more")
 
     def audited(self) -> Mapping[str, str]:
         """What the audit log says of it. Keys of the simple form have no id."""
@@ -38,7 +45,7 @@ class Tenants:
     """Maps a call to its tenant. Without a file of keys, every caller is the tenant `public`.
 
     Args:
-        keys_file: as `KeyTable` reads it. Changes count for calls that begin after they were seen.
+        keys_file: as `KeyTable` reads it.
         clock: the time of day.
 
     Attributes:
@@ -76,7 +83,10 @@ class Tenants:
         record = self._keys.find(text[len(_SCHEME) :].strip(), self._clock())
         if record is None:
             raise Unauthenticated("the key is not known")
-        return KeyHolder(record.tenant, record)
+        return KeyHolder(record.tenant, record, partial(self._is_good, record))
+
+    def _is_good(self, record: KeyRecord) -> bool:
+        return self._keys is not None and self._keys.holds(record, self._clock())
 
     def _take(self, contents: Contents) -> None:
         try:
