@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from corolla.chassis.private_files import write_private
 from corolla.trust.authority import Authority
+from corolla.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 from corolla.trust.workload import Role, Workload
 
 TRUST_DOMAIN = "test"
@@ -15,10 +17,26 @@ class Identities:
     def __init__(self, folder: Path, authority: Authority | None = None) -> None:
         self.authority = authority or Authority()
         self._folder = folder
+        self._issued: dict[Path, tuple[Workload, tuple[str, ...]]] = {}
 
     def folder_of(self, role: Role, name: str, addresses: tuple[str, ...] = HERE) -> Path:
         """Of a workload; made the first time."""
         folder = self._folder / f"{role.value}-{name}"
         if not folder.exists():
-            self.authority.issue(folder, Workload(TRUST_DOMAIN, role, name), addresses)
+            self._issued[folder] = (Workload(TRUST_DOMAIN, role, name), addresses)
+            self.authority.issue(folder, *self._issued[folder])
         return folder
+
+    def believe(self, *authorities: Authority) -> None:
+        """From now on every workload believes whom these have signed for."""
+        for folder in self._issued:
+            write_private(folder / AUTHORITY_FILE, b"".join(each.certificate_pem for each in authorities))
+
+    def replace(self, authority: Authority) -> None:
+        """Every workload gets another certificate, of this authority; whom they believe stays as it is."""
+        self.authority = authority
+        for folder, (workload, addresses) in self._issued.items():
+            draft = folder.with_name(f"{folder.name}-new")
+            authority.issue(draft, workload, addresses)
+            for name in (KEY_FILE, CERTIFICATE_FILE):
+                write_private(folder / name, (draft / name).read_bytes())

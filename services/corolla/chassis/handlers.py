@@ -50,7 +50,7 @@ class Call(Generic[Who]):
         self._describe: Callable[[], Mapping[str, Any]] = dict
 
     def describe(self, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Says what the audit log will say besides, asked at the end: numbers and names, nothing of what was asked."""
+        """Adds facts to the call's audit line, asked at its end: numbers and names, nothing of what was asked."""
         self._describe = facts
 
     def write(self, outcome: str, seconds: float) -> None:

@@ -31,7 +31,7 @@ def test_no_fact_makes_a_line_of_its_own(log_format: str, capsys: pytest.Capture
     assert all(each.isprintable() for each in lines)
 
 
-def test_facts_of_text_lines_can_be_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_fact_of_a_text_line_is_quoted_where_needed(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("INFO", "text")
     logging.getLogger("x").info("it happened", extra={"host": "a b=c", "port": 5, "name_of": "größe"})
     line = capsys.readouterr().err
