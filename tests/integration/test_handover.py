@@ -1,6 +1,8 @@
 """The frames of a handover: what the receiver accepts, what it refuses, and what it holds afterwards."""
 
 import asyncio
+import math
+import struct
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -81,6 +83,8 @@ async def test_the_receiver_takes_only_parts_that_fit_and_an_aborted_handover_le
             ({"checksum": 1}, payload, "CHECKSUM_MISMATCH"),
             ({"position": 1}, payload, "POSITION_GAP"),
             ({}, payload[:-1], "MALFORMED_MESSAGE"),
+            ({}, payload[:-4] + struct.pack("<f", math.nan), "MALFORMED_MESSAGE"),
+            ({}, payload[:-4] + struct.pack("<f", -math.inf), "MALFORMED_MESSAGE"),
             ({"num_tokens": 5}, payload, "MALFORMED_MESSAGE"),
             ({"num_tokens": 41}, payload, "MALFORMED_MESSAGE"),
             ({"num_tokens": 1 << 31}, payload, "MALFORMED_MESSAGE"),

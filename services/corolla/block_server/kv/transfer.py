@@ -66,8 +66,8 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
     """Adds what was copied elsewhere, behind what a session holds already; it forgets what it holds beyond.
 
     Raises:
-        MalformedMessage: the payload has another size than these layers' tokens, or tokens are missing that this cache
-            cannot do without.
+        MalformedMessage: the payload has another size than these layers' tokens, holds what is no finite number, or
+            tokens are missing that this cache cannot do without.
         OutOfPages: it goes beyond what was reserved.
         ValueError: the cache cannot go on from there.
     """
@@ -79,11 +79,14 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
     )
     if len(copy.payload) != expected:
         raise MalformedMessage("payload", "its size is not that of the tokens in these blocks")
+    payload = torch.frombuffer(copy.payload, dtype=torch.uint8) if expected else torch.empty(0, dtype=torch.uint8)
+    if expected and not payload.view(cache.store.layer(layers[0])[0].dtype).isfinite().all():
+        # Before anything is written: one such number would spoil every later token of the session.
+        raise MalformedMessage("payload", "keys and values must be finite numbers")
     cache.truncate(copy.position)
     if not copy.num_tokens:
         return
     cache.prepare(copy.position, copy.num_tokens)
-    payload = torch.frombuffer(copy.payload, dtype=torch.uint8) if expected else torch.empty(0, dtype=torch.uint8)
     for target, source in _pieces(cache, layers, copy, payload):
         target.copy_(source.view(target.dtype).view(target.shape))
     cache.commit(copy.end)
