@@ -12,7 +12,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from corolla.chassis.errors import OutOfPages
+from corolla.chassis.errors import InvalidRequest, OutOfPages
 from corolla.sdk.async_client import AsyncClient
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
@@ -65,6 +65,28 @@ async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
 
 def some_tokens(num_tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(4, 256), k=num_tokens)
+
+
+async def test_requests_share_a_prefix_only_where_their_salts_are_the_same(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(6 * PAGE_TOKENS + 5, 77)
+    cached = [
+        (await client.generate(prompt, cache_salt=salt, **GREEDY)).usage.cached_tokens // PAGE_TOKENS
+        for salt in ("one", "other", None, "one", "other", None)
+    ]
+    assert cached == [0, 0, 0, 6, 6, 6]
+    with pytest.raises(InvalidRequest, match="cache_salt"):
+        await client.generate(prompt, cache_salt="x" * 257, **GREEDY)
+
+
+async def test_a_conversation_shares_its_turns_only_with_its_salt(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(2 * PAGE_TOKENS, 78)
+    async with client.session() as session:
+        answers = [await session.generate(text, cache_salt="s", **GREEDY) for text in (prompt, prompt[:PAGE_TOKENS])]
+    log = [*prompt, *answers[0].token_ids, *prompt[:PAGE_TOKENS], *answers[1].token_ids]
+    num_whole = len(log) // PAGE_TOKENS
+    for salt, num_pages in (("t", 0), (None, 0), ("s", num_whole)):
+        again = await client.generate([*log, 5, 6], cache_salt=salt, **GREEDY)
+        assert abs(again.usage.cached_tokens // PAGE_TOKENS - num_pages) <= (1 if num_pages else 0)
 
 
 async def test_the_second_request_with_a_long_prefix_computes_only_new_tokens(

@@ -80,6 +80,7 @@ class OpenOptions:
         blocks: of the planned chain only these.
         texts: of each session all tokens that it is going to hold, as far as they are known; hops may hold their
             beginnings already. The last token is left to be processed. None where the sessions are given other things.
+        cache_salt: hops share what they compute for the texts only where this is the same.
         max_position: what hops hold beyond is not the session's text any more.
         prompts: trained embeddings for each session; None without.
         samplers: for each session how its last hop is to choose tokens; None where it is to send hidden states.
@@ -94,6 +95,7 @@ class OpenOptions:
     only_chain: common_pb2.Chain | None = None
     blocks: Span | None = None
     texts: Sequence[Sequence[int]] | None = None
+    cache_salt: str = ""
     max_position: int | None = None
     prompts: Sequence[TrainedPrompts] | None = None
     samplers: Sequence[SamplerRecord] | None = None
@@ -244,7 +246,7 @@ class Reservations:
         texts = (
             None
             if open_options.prompts is not None or open_options.texts is None
-            else list(map(TextDigests, open_options.texts))
+            else [TextDigests(text, open_options.cache_salt) for text in open_options.texts]
         )
         opens = [
             self._open_on(

@@ -263,7 +263,8 @@ class ChainSession:
 
     def _send_digests(self, num_tokens: int) -> None:
         """Sends every hop the page hashes of the tokens that it holds."""
-        identity, text = self.identity, TextDigests(self._history.token_ids[:num_tokens])
+        identity = self.identity
+        text = TextDigests(self._history.token_ids[:num_tokens], self._binding.open_options.cache_salt)
         for hop in self._holders():
             page_tokens = self._plane.page_tokens(hop.address)
             if 0 < page_tokens <= num_tokens:

@@ -36,6 +36,7 @@ class ChatOptions(TypedDict, total=False):
             any client service. Draw a new one for each request.
         resume_from: with the same `request_id`, what came of the answer: its token ids, or only how many there were,
             in which case they are generated again. Only what follows is answered.
+        cache_salt: what the service computes for the prompt is shared only with requests of the same salt.
         logprobs: report each token's log-probability, and those of this many most likely tokens (0 to 20).
         model: empty takes the only model that the service has.
         timeout: seconds after which the call fails with DeadlineExceeded; the client's own default otherwise.
@@ -57,6 +58,7 @@ class ChatOptions(TypedDict, total=False):
     max_draft_tokens: int | None
     request_id: str | None
     resume_from: Sequence[int] | int | None
+    cache_salt: str | None
     logprobs: int | None
     model: str
     timeout: float | None
@@ -128,6 +130,7 @@ def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[s
     _set(request, "logprobs", options.get("logprobs"), "logprobs")
     _set(request, "request_id", options.get("request_id"), "request_id")
     _set_received(request, options.get("resume_from"))
+    _set(request, "cache_salt", options.get("cache_salt"), "cache_salt")
     for name in _SAMPLING:
         _set(request.sampling, name, options.get(name), name)
     speculation = options.get("speculation")

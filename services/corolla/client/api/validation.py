@@ -18,6 +18,7 @@ MAX_MESSAGES: Final = 2048
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_STOP_SEQUENCES: Final = 16
 MAX_STOP_CHARS: Final = 256
+MAX_SALT_CHARS: Final = 256
 MAX_TIME_LIMIT_MS: Final = 24 * 3600 * 1000
 
 _SPECULATION_MODES: Final[dict[pb.SpeculationMode.ValueType, SpeculationMode | None]] = {
@@ -129,6 +130,8 @@ def answer_options(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int
         violations.append(("speculation.max_draft_tokens", f"must be between 1 and {MAX_DRAFT_TOKENS}"))
     if speculation.mode not in _SPECULATION_MODES:
         violations.append(("speculation.mode", "is none that this service knows"))
+    if len(request.cache_salt) > MAX_SALT_CHARS:
+        violations.append(("cache_salt", f"must have at most {MAX_SALT_CHARS} characters"))
     params = SamplingParams()
     try:
         params = _sampling(sampling, request.logprobs if request.HasField("logprobs") else None)
@@ -145,6 +148,7 @@ def answer_options(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int
         time_limit_s=None if time_limit_ms is None else time_limit_ms / 1000,
         speculation=SpeculationOptions(_SPECULATION_MODES[speculation.mode], max_draft_tokens),
         resumption=_resumption(request, vocab_size),
+        cache_salt=request.cache_salt,
     )
 
 

@@ -51,7 +51,8 @@ _DRAFT_SOURCES: Final = {
 class AnswerOptions:
     """How an answer is to be made and when it ends.
 
-    `max_tokens` None leaves it to the service; `resumption` is None for a request without a name.
+    `max_tokens` None leaves it to the service; `resumption` is None for a request without a name. What is computed is
+    shared only where `cache_salt` is the same.
     """
 
     sampling: SamplingParams
@@ -61,6 +62,7 @@ class AnswerOptions:
     time_limit_s: float | None
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     resumption: Resumption | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class _Completion:
     max_tokens: int
     meter: RequestMeter
     until_s: float
+    cache_salt: str
 
 
 class Answering:
@@ -134,7 +137,8 @@ class Answering:
         async with AsyncExitStack() as stack:
             allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, num_completions))
             prompt_ids = await asyncio.to_thread(encode)
-            job = _Completion(caller.tenant, prompt_ids, self._max_tokens(len(prompt_ids), options), meter, until_s)
+            max_tokens = self._max_tokens(len(prompt_ids), options)
+            job = _Completion(caller.tenant, prompt_ids, max_tokens, meter, until_s, options.cache_salt)
             if (end := (await self._begun_answer(prompt_ids, job.max_tokens, options)).finish_reason) is not None:
                 # All tokens had come but the word that they are all.
                 meter.count_prompt(len(prompt_ids), len(prompt_ids), 0)
@@ -198,6 +202,7 @@ class Answering:
                 recorded_chain=earlier,
                 record_id=session_id,
                 texts=[text_ids],
+                cache_salt=options.cache_salt,
                 max_position=num_past_tokens if earlier.hops else None,
             )
             async with self._sessions.open(identity, open_options, sampler, meter.count_recovery, until_s) as session:
@@ -294,7 +299,9 @@ class Answering:
         """A session that lives as long as this context; on just this chain, or on the best one."""
         identity = SessionIdentity(secrets.token_bytes(16), 1, job.tenant)
         max_tokens = len(job.prompt_ids) + job.max_tokens
-        open_options = OpenOptions(max_tokens=max_tokens, transient=True, texts=[text_ids], only_chain=chain)
+        open_options = OpenOptions(
+            max_tokens=max_tokens, transient=True, texts=[text_ids], cache_salt=job.cache_salt, only_chain=chain
+        )
         async with self._sessions.open(
             identity, open_options, sampler, job.meter.count_recovery, job.until_s
         ) as session:
