@@ -278,7 +278,7 @@ async def test_without_redis_each_client_service_enforces_its_share(tmp_path: Pa
 
 @asynccontextmanager
 async def keeper(address: str, tmp_path: Path, lease_s: float = 60.0, **limits: int) -> AsyncIterator[QuotaKeeper]:
-    file = tmp_path / "quotas"
+    file = tmp_path / f"quotas-{'-'.join(limits)}"
     file.write_text(json.dumps({"default": limits}))
     keeper = QuotaKeeper(file, ClientMetrics(CollectorRegistry()), timeout_s=10, lease_s=lease_s)
     control = ControlPlane(address, f"model-{tmp_path.name}")
@@ -307,9 +307,50 @@ async def test_what_a_long_answer_holds_does_not_lapse(swarm: Swarm, tmp_path: P
             pass
 
 
+async def test_requests_that_are_refused_ask_the_router_little(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        keeper(swarm.router_address, tmp_path, requests_per_second=1) as hasty,
+        keeper(swarm.router_address, tmp_path, running_requests=1) as wide,
+    ):
+        num_takes = 0
+        counted = ControlPlane.take_quotas
+
+        async def count(self: ControlPlane, *given: Any) -> Any:
+            nonlocal num_takes
+            num_takes += 1
+            return await counted(self, *given)
+
+        monkeypatch.setattr(ControlPlane, "take_quotas", count)
+
+        async def is_let_in(keeper: QuotaKeeper) -> bool:
+            try:
+                async with keeper.running("t", 1, Usage()):
+                    await asyncio.sleep(0.5)
+            except QuotaExceeded:
+                return False
+            return True
+
+        started_s = time.monotonic()
+        await is_let_in(hasty)
+        await asyncio.gather(*(is_let_in(hasty) for _ in range(200)))
+        assert num_takes < 220
+        num_takes = 0
+        for _ in range(200):
+            await is_let_in(hasty)
+        assert num_takes <= 20 + 10 * (time.monotonic() - started_s)
+        num_takes = 0
+        async with wide.running("t", 1, Usage()):
+            assert not any(await asyncio.gather(*(is_let_in(wide) for _ in range(100))))
+        assert num_takes < 100 + 4 * 5 + 10
+
+
 async def test_what_a_client_service_that_died_held_comes_back(swarm: Swarm, tmp_path: Path) -> None:
     async with keeper(swarm.router_address, tmp_path, running_requests=1) as one:
-        dead = QuotaKeeper(tmp_path / "quotas", ClientMetrics(CollectorRegistry()), timeout_s=10, lease_s=2.0)
+        dead = QuotaKeeper(
+            tmp_path / "quotas-running_requests", ClientMetrics(CollectorRegistry()), timeout_s=10, lease_s=2.0
+        )
         control = ControlPlane(swarm.router_address, f"model-{tmp_path.name}")
         dead.start(control)
         holding = dead.running("t", 1, Usage())

@@ -36,6 +36,9 @@ _BILL_LEASE_S: Final = 2 * _BILL_PATIENCE_S
 _LETTING_GO_S: Final = (0.05, 0.1, 0.2, 0.4)
 """The end of the caller's last answer may not be counted yet when its next request comes: it is tried again after each
 of these."""
+_MOST_PATIENT: Final = 4
+"""Requests of one tenant that try again at a time: one that sends many cannot multiply what the router is asked."""
+_RATE: Final = "requests_per_second"
 
 
 @dataclass(slots=True)
@@ -56,6 +59,14 @@ class _Take:
     request_id: str
     uses: tuple[Use, ...]
     lease_s: float
+
+    @property
+    def counts_request(self) -> bool:
+        return any(use.quota == _RATE for use in self.uses)
+
+    def may_fit_soon(self, refusal: QuotaExceeded) -> bool:
+        """Whether it was refused by what others hold, and not by what flows."""
+        return any(use.quota == refusal.metadata.get("quota") and not use.period_ms for use in self.uses)
 
     def to_message(self) -> pb.QuotaTake:
         uses = [
@@ -115,6 +126,9 @@ class QuotaKeeper:
         # By request that has ended: its tenant, and until when the router would hold its part for it.
         self._ended: dict[str, tuple[str, float]] = {}
         self._has_ended = asyncio.Event()
+        self._num_patient: Counter[str] = Counter()
+        # By tenant that sends too many requests: until when each of them is refused without asking.
+        self._refused_until_s: dict[str, float] = {}
 
     def limits(self, tenant: str) -> TenantLimits:
         return self._table.of(tenant)
@@ -125,7 +139,7 @@ class QuotaKeeper:
 
     async def check_request(self, tenant: str) -> None:
         """Counts a request that holds nothing. Raises QuotaExceeded."""
-        uses = self.limits(tenant).uses({"requests_per_second": 1}, must_fit=True)
+        uses = self.limits(tenant).uses({_RATE: 1}, must_fit=True)
         request_id = secrets.token_hex(16)
         await self.take(tenant, request_id, uses, _BILL_LEASE_S)
         self._share.give_back(tenant, request_id)
@@ -141,19 +155,25 @@ class QuotaKeeper:
             yield Allowance(self, tenant, "", limits)
             return
         amounts = {
-            "requests_per_second": 1,
+            _RATE: 1,
             "running_requests": 1,
             "running_sequences": num_sequences,
             "generated_tokens_per_minute": num_sequences,
         }
         request_id = secrets.token_hex(16)
+        is_refused = False
         try:
-            await self.take(tenant, request_id, limits.uses(amounts, must_fit=True))
+            try:
+                await self.take(tenant, request_id, limits.uses(amounts, must_fit=True))
+            except QuotaExceeded:
+                is_refused = True
+                raise
             self._running[request_id] = _Running(tenant, usage, self._now_s(), num_sequences)
             yield Allowance(self, tenant, request_id, limits)
         finally:
-            # Also where the take failed: the router may have counted it.
-            self._end(tenant, request_id)
+            # Also of a request whose caller left before the router had answered: that may have counted it.
+            if not is_refused:
+                self._end(tenant, request_id)
 
     async def run(self) -> None:
         """Tells the router what has been used, for ever."""
@@ -201,25 +221,43 @@ class QuotaKeeper:
 
     async def take(self, tenant: str, request_id: str, uses: Sequence[Use], lease_s: float | None = None) -> None:
         """Counts what a request has used by now. Raises QuotaExceeded."""
-        waits_s = iter(_LETTING_GO_S)
-        while True:
+        take = _Take(tenant, request_id, tuple(uses), lease_s or self._lease_s)
+        try:
             try:
-                return await self._take(_Take(tenant, request_id, tuple(uses), lease_s or self._lease_s))
+                return await self._take(take)
             except QuotaExceeded as refusal:
-                quota = refusal.metadata.get("quota", "")
-                is_held = any(use.quota == quota and not use.period_ms for use in uses)
-                wait_s = next(waits_s, None) if is_held else None
-                if wait_s is None:
-                    self._metrics.quota_refusals.labels(quota).inc()
+                if not take.may_fit_soon(refusal) or self._num_patient[tenant] >= _MOST_PATIENT:
                     raise
-            await asyncio.sleep(wait_s)
+            return await self._take_patiently(take)
+        except QuotaExceeded as refusal:
+            self._metrics.quota_refusals.labels(refusal.metadata.get("quota", "")).inc()
+            raise
+
+    async def _take_patiently(self, take: _Take) -> None:
+        self._num_patient[take.tenant] += 1
+        try:
+            for wait_s in _LETTING_GO_S[:-1]:
+                await asyncio.sleep(wait_s)
+                with contextlib.suppress(QuotaExceeded):
+                    return await self._take(take)
+            await asyncio.sleep(_LETTING_GO_S[-1])
+            return await self._take(take)
+        finally:
+            self._num_patient[take.tenant] -= 1
 
     async def _take(self, take: _Take) -> None:
         if not take.uses:
             return
-        if self._breaker.admits(self._now_s()) and await self._sent([take.to_message()]):
-            self._count_here(take)
-            return
+        if take.counts_request and (wait_s := self._refused_until_s.get(take.tenant, 0.0) - self._now_s()) > 0:
+            raise QuotaExceeded.of(_RATE, wait_s)
+        try:
+            if self._breaker.admits(self._now_s()) and await self._sent([take.to_message()]):
+                self._count_here(take)
+                return
+        except QuotaExceeded as refusal:
+            if refusal.metadata.get("quota") == _RATE and refusal.retry_after_s is not None:
+                self._refused_until_s[take.tenant] = self._now_s() + refusal.retry_after_s
+            raise
         self._metrics.local_quota_takes.inc()
         shortage = self._share.take(take.tenant, take.request_id, take.uses, self._now_s(), self._num_takers)
         if shortage is not None:
