@@ -11,7 +11,15 @@ from tests.cluster import release
 
 
 @pytest.fixture(scope="session")
-def installed() -> Iterator[float]:
+def identities(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each role; the pods have theirs from Secrets."""
+    folder = tmp_path_factory.mktemp("identities")
+    release.give_identities(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def installed(identities: Path) -> Iterator[float]:
     """The seconds that the release took to become ready."""
     try:
         yield release.install()

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from corolla.trust.authority import Authority
+from corolla.trust.workload import Role, Workload
 from tests.architecture.sources import ROOT
 
 CHART: Final = ROOT / "charts" / "corolla"
@@ -17,6 +19,7 @@ NAMESPACE: Final = "corolla-test"
 RELEASE: Final = "corolla"
 CLIENT_PORT: Final = 50051
 METRICS_PORT: Final = 9464
+ROUTER_NAME: Final = f"{RELEASE}-router.{NAMESPACE}"
 READY_WITHIN_S: Final = 180
 
 
@@ -40,13 +43,26 @@ def helm(*arguments: str) -> str:
     return run("helm", "--namespace", NAMESPACE, *arguments)
 
 
+def give_identities(folder: Path) -> None:
+    """Signs a certificate for each kind of pod, into the Secrets that the values name, and one for an operator here."""
+    authority = Authority()
+    create = ("create", "--filename", "-")
+    run(
+        "kubectl", *create, stdin=json.dumps({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+    )
+    for role in (Role.ROUTER, Role.BLOCK, Role.CLIENT, Role.OPERATOR):
+        own = folder / role.value
+        authority.issue(own, Workload("corolla", role, RELEASE), [ROUTER_NAME] if role is Role.ROUTER else [])
+        if role is not Role.OPERATOR:
+            data = {each.name: each.read_text() for each in own.iterdir()}
+            secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": role.value}, "stringData": data}
+            kubectl(*create, stdin=json.dumps(secret))
+
+
 def install() -> float:
     """Installs and waits until everything is ready. Returns the seconds that it took."""
     started = time.monotonic()
-    helm(
-        "upgrade", "--install", RELEASE, str(CHART), "--create-namespace", "--values", str(VALUES),
-        "--wait", "--timeout", "15m",
-    )  # fmt: skip
+    helm("upgrade", "--install", RELEASE, str(CHART), "--values", str(VALUES), "--wait", "--timeout", "15m")
     return time.monotonic() - started
 
 

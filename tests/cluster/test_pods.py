@@ -1,10 +1,12 @@
 """The router watches the pods of a release and tags them."""
 
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import pytest
 
+from corolla.trust.credentials import Credentials
 from corolla.v1 import router_pb2 as pb
 from corolla.v1 import router_pb2_grpc
 from tests.cluster import release
@@ -39,9 +41,15 @@ def wait_for_costs(front: list[int], back: list[int]) -> None:
     )
 
 
-def state_of(router: str, pod_uid: str) -> int:
+def router_channel(router: str, identity: Path) -> grpc.Channel:
+    """To a forwarded port, where the router's name is another than its address."""
+    options = [("grpc.ssl_target_name_override", release.ROUTER_NAME)]
+    return grpc.secure_channel(router, Credentials(identity).for_channels(), options)
+
+
+def state_of(router: str, identities: Path, pod_uid: str) -> int:
     """Of the block server in a pod; 0 when it is not registered."""
-    with grpc.insecure_channel(router) as channel:
+    with router_channel(router, identities / "operator") as channel:
         placement = router_pb2_grpc.RouterServiceStub(channel).GetPlacement(pb.GetPlacementRequest(), timeout=10)
     return next((int(each.state) for each in placement.servers if each.server.pod_uid == pod_uid), 0)
 
@@ -51,6 +59,22 @@ def test_every_router_watches_and_nothing_is_forbidden(whole: None) -> None:
         assert release.metric(name, "corolla_pod_watch_up") == 1
         text = release.kubectl("logs", name)
         assert "kubernetes:" not in text
+
+
+def test_the_router_listens_only_to_who_shows_a_certificate_of_a_fitting_role(whole: None, identities: Path) -> None:
+    def placement_by(channel: grpc.Channel) -> grpc.StatusCode:
+        call: Any = router_pb2_grpc.RouterServiceStub(channel).GetPlacement.future(pb.GetPlacementRequest(), timeout=10)
+        code: grpc.StatusCode = call.code()
+        return code
+
+    with release.forwarded(f"service/{release.RELEASE}-router", ROUTER_PORT) as router:
+        found = []
+        for identity in ("operator", "router"):
+            with router_channel(router, identities / identity) as channel:
+                found.append(placement_by(channel))
+        with grpc.insecure_channel(router) as channel:
+            found.append(placement_by(channel))
+    assert found == [grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE]
 
 
 def test_pods_show_their_spans(whole: None) -> None:
@@ -77,7 +101,9 @@ def test_the_less_a_pod_is_needed_the_less_it_costs_and_the_cheapest_goes(whole:
     wait_for_costs([500, 500], [500, 500])
 
 
-def test_a_deleted_pod_leaves_the_chains_at_once_and_its_handover_gives_an_event(whole: None, address: str) -> None:
+def test_a_deleted_pod_leaves_the_chains_at_once_and_its_handover_gives_an_event(
+    whole: None, address: str, identities: Path
+) -> None:
     golden = GREEDY[1]
     deleted: list[str] = []
 
@@ -86,10 +112,10 @@ def test_a_deleted_pod_leaves_the_chains_at_once_and_its_handover_gives_an_event
         (uid,) = [each["metadata"]["uid"] for each in release.pods("block-server") if each["metadata"]["name"] == name]
         deleted.append(name)
         with release.forwarded(f"service/{release.RELEASE}-router", ROUTER_PORT) as router:
-            assert state_of(router, uid) == pb.SERVER_STATE_READY
+            assert state_of(router, identities, uid) == pb.SERVER_STATE_READY
             release.kubectl("delete", "pod", name, "--wait=false")
             leaving = (pb.SERVER_STATE_DRAINING, 0)
-            release.wait_for(lambda: state_of(router, uid) in leaving, 2, "chains still name it")
+            release.wait_for(lambda: state_of(router, identities, uid) in leaving, 2, "chains still name it")
 
     token_ids, _ = answer_of(address, golden, delete)
     assert token_ids == golden.token_ids
