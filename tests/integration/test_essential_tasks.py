@@ -57,7 +57,7 @@ def test_a_router_whose_placement_statistics_fail_reports_it_and_ends(redis_url:
         _, log = router.communicate(timeout=30)
         assert router.returncode == EXIT_FAILED
         assert b"essential task ended" in log
-        assert b"task=placement_statistics where=InjectedFailure" in log
+        assert b'task=placement_statistics where="InjectedFailure' in log
     finally:
         router.kill()
         router.wait()
