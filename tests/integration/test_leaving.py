@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def block_server(swarm: Swarm, model: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """One of the blocks 2:5, in a process of its own."""
     command = [sys.executable, "-m", "tests.patience", "block-server", "--model", str(model), "--blocks", "2:5"]
-    command += ["--port", "0", "--host", "127.0.0.1", "--advertised-host", "127.0.0.1"]
+    command += ["--port", "0", "--control-port", "0", "--host", "127.0.0.1", "--advertised-host", "127.0.0.1"]
     command += ["--router", swarm.router_address, "--threads", "1"]
     variables = {**os.environ, "COROLLA_METRICS_HOST": "127.0.0.1", **environment}
     process = subprocess.Popen(command, cwd=ROOT, env=variables)
