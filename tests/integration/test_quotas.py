@@ -218,6 +218,8 @@ async def test_no_more_sessions_are_stored_than_allowed(swarm: Swarm) -> None:
         first = await stub.CreateSession(pb.CreateSessionRequest(), metadata=metadata)
         await stub.CreateSession(pb.CreateSessionRequest(), metadata=metadata)
         assert (await refused(swarm, "hoarding", pb.CreateSessionRequest(), 1, "CreateSession"))[0] == "stored_sessions"
+        refusals = await sample(swarm.clients[1].metrics_port, "corolla_quota_refusals_total", quota="stored_sessions")
+        assert refusals == 1
         await stub.DeleteSession(pb.DeleteSessionRequest(session_id=first.session_id), metadata=metadata)
         await stub.CreateSession(pb.CreateSessionRequest(), metadata=metadata)
 

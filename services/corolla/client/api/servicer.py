@@ -11,7 +11,7 @@ from typing import Final
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.session import ChainSessions
-from corolla.chassis.errors import InvalidRequest, ModelNotFound
+from corolla.chassis.errors import InvalidRequest, ModelNotFound, QuotaExceeded
 from corolla.chassis.handlers import Call
 from corolla.client.api import replies, validation
 from corolla.client.api.keys import Scope
@@ -201,7 +201,11 @@ class GenerationServicer:
         validation.check_model(request.model, self._model.name)
         await self._quotas.check_request(tenant)
         most = self._quotas.limits(tenant).stored_sessions
-        return replies.session(await self._transcripts.create(tenant, most))
+        try:
+            return replies.session(await self._transcripts.create(tenant, most))
+        except QuotaExceeded as refusal:
+            self._quotas.count_refusal(refusal)
+            raise
 
     async def GetSession(self, request: pb.GetSessionRequest, call: Call[KeyHolder]) -> pb.Session:
         return replies.session(await self._transcripts.get(request.session_id, self._tenant(call, Scope.SESSIONS)))

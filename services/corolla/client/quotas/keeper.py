@@ -144,6 +144,10 @@ class QuotaKeeper:
         await self.take(tenant, request_id, uses, _BILL_LEASE_S)
         self._share.give_back(tenant, request_id)
 
+    def count_refusal(self, refusal: QuotaExceeded) -> None:
+        """Of a request, whoever refused it."""
+        self._metrics.quota_refusals.labels(refusal.metadata.get("quota", "")).inc()
+
     @asynccontextmanager
     async def running(self, tenant: str, num_sequences: int, usage: Usage) -> AsyncIterator["Allowance"]:
         """What a request may use, from before it waits until its end. `usage` says what it has generated.
@@ -195,6 +199,7 @@ class QuotaKeeper:
             request_id
             for request_id, each in self._running.items()
             if now_s - each.renewed_s >= self._lease_s / _RENEWALS_IN_A_LEASE
+            and self._share.held(each.tenant, request_id)
         ]
         takes = [
             *(bill.to_message() for bill, _ in bills),
@@ -230,7 +235,7 @@ class QuotaKeeper:
                     raise
             return await self._take_patiently(take)
         except QuotaExceeded as refusal:
-            self._metrics.quota_refusals.labels(refusal.metadata.get("quota", "")).inc()
+            self.count_refusal(refusal)
             raise
 
     async def _take_patiently(self, take: _Take) -> None:
