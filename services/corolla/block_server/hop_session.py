@@ -284,14 +284,16 @@ class HopSession(Generic[AnyCache]):
             HopSessionLost: it is another client's, was opened for other blocks, or its client has to open it again.
             StaleEpoch: the step is of another epoch, or of a turn that is over.
         """
-        if self.request.client_id != client_id or self.request.blocks != blocks:
+        request, state = self.request, self._state
+        if request.client_id != client_id or (request.blocks is not blocks and request.blocks != blocks):
             raise HopSessionLost("the session is not held here")
+        if state is SessionState.RUNNING and request.epoch == epoch:
+            return
         if self.is_leaving:
             raise HopLeaving("the session is handed over to another block server")
-        if self._state is SessionState.ORPHANED and self.request.epoch == epoch:
+        if state is SessionState.ORPHANED and request.epoch == epoch:
             raise HopSessionLost("the stream on which the session was opened has ended")
-        if self._state is not SessionState.RUNNING or self.request.epoch != epoch:
-            raise StaleEpoch("the session was opened with another epoch, or its turn is over")
+        raise StaleEpoch("the session was opened with another epoch, or its turn is over")
 
     def note_step(self, epoch: int, client_id: bytes, step_id: int) -> bool:
         """Whether a step comes for the first time: a session's steps have rising ids.
@@ -309,13 +311,14 @@ class HopSession(Generic[AnyCache]):
         """As `note_step` of a step that goes round: in one epoch these begin at rising positions."""
         if not self.is_open_as(epoch, client_id):
             return True
-        is_new = position > self.newest_ring_position
-        self.newest_ring_position = max(self.newest_ring_position, position)
-        return is_new
+        if position <= self.newest_ring_position:
+            return False
+        self.newest_ring_position = position
+        return True
 
     def is_open_as(self, epoch: int, client_id: bytes) -> bool:
         """Whether its client opened it in this epoch."""
-        return (self.request.epoch, self.request.client_id) == (epoch, client_id)
+        return self.request.epoch == epoch and self.request.client_id == client_id
 
     def is_filled_by(self, epoch: int, transfer_id: bytes) -> bool:
         """Whether the parts of this handover belong here."""
@@ -326,6 +329,11 @@ class HopSession(Generic[AnyCache]):
     def is_idle(self) -> bool:
         """Not in mid-answer: it may be evicted when other sessions need its pages."""
         return self._state in (SessionState.PARKED, SessionState.ORPHANED, SessionState.LEAVING_PARKED)
+
+    @property
+    def has_turn_ended(self) -> bool:
+        """Its client has said so, and may begin another one."""
+        return self._state is SessionState.PARKED or self._state is SessionState.LEAVING_PARKED
 
     @property
     def is_leaving(self) -> bool:

@@ -228,27 +228,29 @@ class Computation:
 
     def _outputs(self, work: list[RowWork], hidden: Tensor, blocks: Span) -> Iterator[Tensor | CorollaError]:
         output = self.runner.forward_each(work, hidden, blocks)
-        for part, is_finite in zip(
-            torch.split(output.hidden, [row.num_tokens for row in work]), output.finite, strict=True
-        ):
+        parts = (output.hidden,) if len(work) == 1 else torch.split(output.hidden, [row.num_tokens for row in work])
+        for part, is_finite in zip(parts, output.finite, strict=True):
             yield part if is_finite else NonFiniteOutput("a block's output is not finite")
 
     def _with_tokens(self, admitted: Sequence[Admitted], outputs: Sequence[RowOutput]) -> tuple[RowOutput, ...]:
         """The outputs, those of steps that sample replaced by tokens."""
         replaced = list(outputs)
         waiting: list[tuple[int, SamplingRow]] = []
-        indices = iter(range(len(replaced)))
+        index = 0
         for batch in admitted:
-            for (row, session, _), index in zip(batch.rows, indices, strict=False):
+            if not batch.samples:
+                index += len(batch.rows)
+                continue
+            for row, session, _ in batch.rows:
                 output = replaced[index]
-                if not batch.samples or not isinstance(output, Tensor):
-                    continue
-                sampler = session.request.sampler
-                if row.num_result_tokens == 0 or sampler is None:
-                    replaced[index] = ChosenTokens()
-                else:
-                    wanted = output[len(output) - row.num_result_tokens :]
-                    waiting.append((index, SamplingRow(row, wanted, sampler)))
+                if isinstance(output, Tensor):
+                    num_results, sampler = row.num_result_tokens, session.request.sampler
+                    if num_results == 0 or sampler is None:
+                        replaced[index] = ChosenTokens()
+                    else:
+                        wanted = output if num_results == row.num_tokens else output[-num_results:]
+                        waiting.append((index, SamplingRow(row, wanted, num_results, sampler)))
+                index += 1
         if waiting:
             for (index, _), sampled in zip(waiting, self._sampled([row for _, row in waiting]), strict=True):
                 replaced[index] = sampled

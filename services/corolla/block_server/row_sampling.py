@@ -199,16 +199,17 @@ class ChosenTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """A row that wants tokens: `[T, H]`, the last block's output for its tokens with results."""
+    """A row that wants tokens: `[num_choices, H]`, the last block's output for its tokens with results."""
 
     row: pb.StepRow
     hidden: Tensor
+    num_choices: int
     sampler: SessionSampler
 
     @property
     def draft_ids(self) -> Sequence[int]:
         """The draft tokens that the step checked: one result fewer than there are."""
-        num_drafted = len(self.hidden) - 1
+        num_drafted = self.num_choices - 1
         return self.row.token_ids[len(self.row.token_ids) - num_drafted :] if num_drafted else ()
 
 
@@ -216,10 +217,10 @@ def in_parts(rows: Sequence[SamplingRow], max_logits: int = 16 << 20) -> Iterato
     """The rows in runs with at most so many logits, of one row at least: a large vocabulary's could take gigabytes."""
     start = num_logits = 0
     for index, each in enumerate(rows):
-        num_logits += len(each.hidden) * each.sampler.vocab_size
+        num_logits += each.num_choices * each.sampler.vocab_size
         if num_logits > max_logits and index > start:
             yield rows[start:index]
-            start, num_logits = index, len(each.hidden) * each.sampler.vocab_size
+            start, num_logits = index, each.num_choices * each.sampler.vocab_size
     yield rows[start:]
 
 
@@ -248,11 +249,11 @@ def sample_rows(
     slow = [index for index, each in enumerate(rows) if not each.sampler.takes_likeliest]
     if slow and not is_batched:
         logits = logits.cpu()
-    ends = list(accumulate(len(each.hidden) for each in rows))
+    ends = list(accumulate(each.num_choices for each in rows))
 
     def chosen(index: int) -> ChosenTokens | CorollaError:
         sampler, end = rows[index].sampler, ends[index]
-        num_choices = len(rows[index].hidden)
+        num_choices = rows[index].num_choices
         start = end - num_choices
         try:
             if sampler.takes_likeliest and likeliest is not None and scores is not None:
@@ -265,7 +266,7 @@ def sample_rows(
 
     elsewhere: dict[int, ChosenTokens | CorollaError] = {}
     if is_batched:
-        starts = [ends[index] - len(rows[index].hidden) for index in slow]
+        starts = [ends[index] - rows[index].num_choices for index in slow]
         batched = _chosen_in_batches([rows[index] for index in slow], starts, logits, error_of)
         elsewhere = dict(zip(slow, batched, strict=True))
     elif threads is not None and len(independent := [each for each in slow if rows[each].sampler.is_independent]) > 1:

@@ -183,20 +183,25 @@ class SessionTable(Generic[AnyCache]):
         session = self._sessions.get(session_id)
         return session is None or session.note_step(epoch, client_id, step_id)
 
-    def note_ring_step(self, session_id: bytes, epoch: int, client_id: bytes, position: int) -> bool:
-        """Whether a step of a ring comes for the first time; see `HopSession.note_ring_step`."""
+    def goes_round(self, session_id: bytes, epoch: int, client_id: bytes, position: int) -> bool:
+        """Whether a step of a ring comes for the first time, of a session that its client has not ended.
+
+        See `HopSession.note_ring_step`.
+        """
         session = self._sessions.get(session_id)
-        return session is None or session.note_ring_step(epoch, client_id, position)
+        if session is not None and not session.note_ring_step(epoch, client_id, position):
+            return False
+        return not self.has_ended(session_id, epoch, client_id)
 
     def has_ended(self, session_id: bytes, epoch: int, client_id: bytes) -> bool:
         """Whether this client itself has ended the session, or its turn: what still goes round is of no use to it."""
         session = self._sessions.get(session_id)
         if session is None:
             return self._ended_epochs.get(session_id, 0) >= epoch
-        if session.request.client_id != client_id:
+        request = session.request
+        if request.client_id != client_id:
             return False  # it has to learn that another client service has the session now
-        is_over = session.state in (SessionState.PARKED, SessionState.LEAVING_PARKED)
-        return session.request.epoch > epoch or (session.request.epoch == epoch and is_over)
+        return request.epoch > epoch or (request.epoch == epoch and session.has_turn_ended)
 
     def for_step(
         self,
@@ -224,7 +229,8 @@ class SessionTable(Generic[AnyCache]):
             raise PositionGap("the hop holds fewer tokens than the step assumes", cache.num_tokens)
         if computes and not cache.can_continue_from(position):
             raise PositionGap("the hop gave back tokens that this step would see", cache.nearest_position(position))
-        if self.pool.pages_for(position + num_tokens) > self.pool.pages_for(session.cache.num_reserved_tokens):
+        end, num_reserved = position + num_tokens, session.cache.num_reserved_tokens
+        if end > num_reserved and self.pool.pages_for(end) > self.pool.pages_for(num_reserved):
             raise OutOfPages("the step goes beyond the pages reserved for its session")
         if forked is not None:
             forked.truncate(position)

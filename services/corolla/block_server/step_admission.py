@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.hop_session import RingPlace
+from corolla.block_server.hop_session import HopSession, RingPlace
 from corolla.block_server.iteration import Admitted, StepWork
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer
@@ -46,8 +46,11 @@ class StepAdmission:
         """The rows of a step that may be computed; the others are answered, but for those that nobody waits for."""
         step = queued.item.step
         admitted = Admitted(queued.item, [])
-        if self._is_copy(step):
+        goes_round = step.HasField("ring")
+        if not goes_round and self._is_copy(step):
             return admitted
+        ring = RingPlace.of(step) if goes_round and not step.ring.microbatch else None
+        samples, now_s = admitted.samples, self._clock()
         # All sources are read before any row changes: rows may swap.
         forks = {
             row.session_id: self._fork(row, step.client_id, queued.blocks) for row in step.rows if row.source_session_id
@@ -55,10 +58,17 @@ class StepAdmission:
         forked_outputs = {row.session_id: self._outputs.copy(row.source_session_id) for row in step.rows if forks}
         offset = 0
         for row in step.rows:
-            forked = forks.pop(row.session_id, None)
+            forked = forks.pop(row.session_id, None) if forks else None
             is_admitted = False
             try:
-                is_admitted = self._admit_row(admitted, row, queued.blocks, offset, forked)
+                session = self._session_of(row, step, queued.blocks, now_s, forked, goes_round=goes_round)
+                if session is not None:
+                    if samples and session.request.sampler is None and row.num_result_tokens:
+                        raise MalformedMessage("samples", "the session was opened without a sampler")
+                    if ring is not None:
+                        session.ring = ring
+                    admitted.rows.append((row, session, offset))
+                    is_admitted = True
             except CorollaError as error:
                 self._fault(step, error, [row], queued.item.sender)
             if is_admitted and forked is not None:
@@ -70,50 +80,34 @@ class StepAdmission:
 
     def _is_copy(self, step: pb.Step) -> bool:
         """Whether the step came before, and is answered then."""
-        if step.HasField("ring"):
-            return False
         is_new = [
             self._sessions.note_step(_session_id(step, row), row.epoch, step.client_id, step.step_id)
             for row in step.rows
         ]
         return not all(is_new)
 
-    def _goes_round(self, row: pb.StepRow, client_id: bytes) -> bool:
-        """Whether a row of a ring comes for the first time, of a session that its client has not ended."""
-        is_new = self._sessions.note_ring_step(row.session_id, row.epoch, client_id, row.position)
-        return is_new and not self._sessions.has_ended(row.session_id, row.epoch, client_id)
-
-    def _admit_row(
+    def _session_of(
         self,
-        admitted: Admitted,
         row: pb.StepRow,
+        step: pb.Step,
         blocks: Span,
-        offset: int,
+        now_s: float,
         forked: SessionCache | CorollaError | None,
-    ) -> bool:
-        """Whether the row is to be computed; raises where its client has to learn why it is not."""
-        step = admitted.work.step
-        client_id = step.client_id or row.client_id
-        if step.HasField("ring") and not self._goes_round(row, client_id):
-            return False
+        *,
+        goes_round: bool,
+    ) -> HopSession[SessionCache] | None:
+        """The session in which a row is to be computed; None where nobody waits for it.
+
+        Raises what its client has to learn where it is not.
+        """
+        client_id, epoch, position = step.client_id or row.client_id, row.epoch, row.position
+        if goes_round and not self._sessions.goes_round(row.session_id, epoch, client_id, position):
+            return None
         if isinstance(forked, CorollaError):
             raise forked
-        session = self._sessions.for_step(
-            _session_id(step, row),
-            row.epoch,
-            client_id,
-            row.position,
-            row.num_tokens,
-            blocks,
-            self._clock(),
-            forked,
+        return self._sessions.for_step(
+            _session_id(step, row), epoch, client_id, position, row.num_tokens, blocks, now_s, forked
         )
-        if admitted.samples and row.num_result_tokens and session.request.sampler is None:
-            raise MalformedMessage("samples", "the session was opened without a sampler")
-        if step.HasField("ring") and not step.ring.microbatch:
-            session.ring = RingPlace.of(step)
-        admitted.rows.append((row, session, offset))
-        return True
 
     def _fork(self, row: pb.StepRow, client_id: bytes, blocks: Span) -> SessionCache | CorollaError:
         try:

@@ -68,7 +68,7 @@ def record_of(params: SamplingParams, **options: Any) -> SamplerRecord:
 
 def row(hidden: torch.Tensor, params: SamplingParams, draft_ids: Sequence[int] = ()) -> SamplingRow:
     step = pb.StepRow(position=9, num_tokens=len(hidden), num_result_tokens=len(hidden), token_ids=[7, *draft_ids])
-    return SamplingRow(step, hidden, sampler_of(record_of(params)))
+    return SamplingRow(step, hidden, len(hidden), sampler_of(record_of(params)))
 
 
 def as_error(failure: Exception) -> CorollaError:
@@ -132,7 +132,7 @@ def test_rows_chosen_in_threads_or_together_are_those_that_are_chosen_in_turn(ed
         in_turn, in_threads, together = (
             sample_rows(
                 edges,
-                [SamplingRow(step, *each) for each in zip(hidden, side, strict=True)],
+                [SamplingRow(step, part, len(part), sampler) for part, sampler in zip(hidden, side, strict=True)],
                 as_error,
                 pool,
                 is_batched=is_batched,

@@ -44,7 +44,7 @@ class SessionPages:
     @property
     def min_position(self) -> int:
         """From here to `num_tokens`, and from 0, the session can go on."""
-        return max(table.min_position for table in self.tables)
+        return max([table.min_position for table in self.tables])
 
     def can_continue_from(self, position: int) -> bool:
         return position == 0 or self.min_position <= position <= self.num_tokens
@@ -148,10 +148,10 @@ class SessionPages:
         Raises:
             ValueError: the session cannot go on from there.
         """
-        if not self.can_continue_from(num_tokens):
-            raise ValueError(f"cannot truncate a cache of {self.num_tokens} tokens to {num_tokens}")
         if num_tokens == self.num_tokens:
             return
+        if not self.can_continue_from(num_tokens):
+            raise ValueError(f"cannot truncate a cache of {self.num_tokens} tokens to {num_tokens}")
         self.num_tokens = num_tokens
         self.num_unchanged_tokens = min(self.num_unchanged_tokens, num_tokens)
         num_whole = num_tokens // self.pool.page_tokens
@@ -199,6 +199,8 @@ class SessionPages:
 
     def slots(self, position: int, num_tokens: int, group: int = 0) -> Sequence[int]:
         """The slots of these positions, one by one. Raises ValueError where they are not all held."""
+        if num_tokens == 1:
+            return (self.tables[group].slot(position),)
         extents = self.tables[group].extents(position, position + num_tokens)
         if len(extents) == 1:
             return range(extents[0][0], extents[0][0] + num_tokens)

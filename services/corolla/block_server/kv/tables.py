@@ -106,7 +106,7 @@ class PageTable:
         if position == 0 and self._first:
             self.clear()
         page_tokens = self._pool.page_tokens
-        start, end = position // page_tokens, self._pool.pages_for(position + num_tokens)
+        start, end = position // page_tokens, (position + num_tokens - 1) // page_tokens + 1
         held_end = self._first + len(self._pages)
         if end > held_end:
             self._num_wanted = max(self._num_wanted, end)
@@ -184,13 +184,25 @@ class PageTable:
         page_tokens = self._pool.page_tokens
         if start < self.first_token or end > (self._first + len(self._pages)) * page_tokens:
             raise ValueError(f"positions [{start}, {end}) are not all held")
+        runs = self._merged()
+        if len(runs) == 1 and start < end:
+            index, page, _ = runs[0]
+            return (((page - index) * page_tokens + start, end - start),)
         extents = []
-        for index, page, count in self._merged():
+        for index, page, count in runs:
             first = max(start, index * page_tokens)
             last = min(end, (index + count) * page_tokens)
             if first < last:
                 extents.append((page * page_tokens + first - index * page_tokens, last - first))
         return tuple(extents)
+
+    def slot(self, position: int) -> int:
+        """The slot of one position. Raises ValueError where it is not held."""
+        index, within = divmod(position, self._pool.page_tokens)
+        page = self.page(index)
+        if page is None:
+            raise ValueError(f"position {position} is not held")
+        return page * self._pool.page_tokens + within
 
     def _merged(self) -> list[tuple[int, int, int]]:
         """Runs of pages: index of the first one, its id, and how many."""
