@@ -1,9 +1,14 @@
 """What this hop sent on, kept in host memory, so that a lost next hop is rebuilt without computing it again. Pure."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from corolla.chassis.errors import OutputsNotKept
+
+PIECES_PER_PART: Final = 1024
+"""Of a session, that are checked at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +72,19 @@ class BoundaryActivations:
         """Bytes of one session's outputs."""
         return self._sessions[session_id].nbytes
 
-    def is_whole(self, session_id: bytes) -> bool:
-        """Whether the session's pieces follow each other without a gap, and are as large as their tokens."""
-        kept = self._sessions.get(session_id, _Kept())
-        position = kept.start
-        for piece in kept.pieces:
-            if piece.start != position or len(piece.rows) != (piece.end - piece.start) * kept.pieces[0].row_bytes:
-                return False
-            position = piece.end
-        return True
+    def check_whole(self, session_id: bytes) -> Iterator[bool]:
+        """Whether the session's pieces follow each other without a gap, and are as large as their tokens.
+
+        An answer for each thousand pieces; between two answers, pieces may come and go.
+        """
+        pieces = self._sessions.get(session_id, _Kept()).pieces
+        for start in itertools.count(0, PIECES_PER_PART):
+            if start >= len(pieces):
+                return
+            part = pieces[max(0, start - 1) : start + PIECES_PER_PART]
+            yield all(before.end == after.start for before, after in itertools.pairwise(part)) and all(
+                len(piece.rows) == (piece.end - piece.start) * pieces[0].row_bytes for piece in part
+            )
 
     def range(self, session_id: bytes) -> tuple[int, int]:
         """The tokens `[start, end)` whose outputs are kept."""

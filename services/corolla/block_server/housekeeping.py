@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 1.0
 # The event loop and all steps wait for a slice of the comparison.
-_SLICE_S: Final = 0.002
+_SLICE_S: Final = 0.0005
 
 
 class Housekeeping:

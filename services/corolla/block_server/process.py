@@ -39,6 +39,7 @@ class BlockServerProcess:
     async def start(self) -> None:
         if self._server is not None:
             await self._server.start()
+            _keep_what_is_loaded()
             if self._settings.span is None:
                 self._tasks.start_essential(partial(self._follow_orders, self._server), "moves")
 
@@ -68,6 +69,7 @@ class BlockServerProcess:
             # Frees the weights first: those of both incarnations may not fit at once.
             del server
             await self._stop_server()
+            gc.unfreeze()
             gc.collect()
             server = await self._start_again(settings, span)
 
@@ -89,9 +91,16 @@ class BlockServerProcess:
             try:
                 server = self._server = BlockServer(settings, span)
                 await server.start()
+                _keep_what_is_loaded()
                 return server
             except Exception as failure:
                 log.error("could not come back; trying again", extra={"where": where(failure)})
             await self._stop_server()
             span = None  # the router may want another span by now
             await asyncio.sleep(RETRY_INTERVAL_S)
+
+
+def _keep_what_is_loaded() -> None:
+    """Spares the collector what stays as long as the span; a step that it goes through all of that in is a late one."""
+    gc.collect()
+    gc.freeze()
