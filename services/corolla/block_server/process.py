@@ -1,13 +1,13 @@
 """The block server of a process, which may come to hold other blocks."""
 
 import asyncio
-import gc
 import logging
 from functools import partial
 from typing import Final
 
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
+from corolla.chassis import heap
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import where
 from corolla.chassis.lifecycle import fail
@@ -39,7 +39,6 @@ class BlockServerProcess:
     async def start(self) -> None:
         if self._server is not None:
             await self._server.start()
-            _keep_what_is_loaded()
             if self._settings.span is None:
                 self._tasks.start_essential(partial(self._follow_orders, self._server), "moves")
 
@@ -69,8 +68,7 @@ class BlockServerProcess:
             # Frees the weights first: those of both incarnations may not fit at once.
             del server
             await self._stop_server()
-            gc.unfreeze()
-            gc.collect()
+            heap.release()
             server = await self._start_again(settings, span)
 
     async def _not_serving(self) -> None:
@@ -91,16 +89,10 @@ class BlockServerProcess:
             try:
                 server = self._server = BlockServer(settings, span)
                 await server.start()
-                _keep_what_is_loaded()
+                heap.settle()
                 return server
             except Exception as failure:
                 log.error("could not come back; trying again", extra={"where": where(failure)})
             await self._stop_server()
             span = None  # the router may want another span by now
             await asyncio.sleep(RETRY_INTERVAL_S)
-
-
-def _keep_what_is_loaded() -> None:
-    """Spares the collector what stays as long as the span; a step that it goes through all of that in is a late one."""
-    gc.collect()
-    gc.freeze()

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import uvloop
 
-from corolla.chassis import failpoints, logs
+from corolla.chassis import failpoints, heap, logs
 from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import StartupError
 from corolla.chassis.settings import ServiceSettings, load
@@ -123,6 +123,7 @@ async def _serve_until_signal(build: Callable[[], Service]) -> None:
         await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            heap.settle()
             await waiting
     finally:
         for task in (starting, waiting):
