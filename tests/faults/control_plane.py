@@ -62,7 +62,7 @@ async def _run(stand: Stand, rng: random.Random, figures: Figures, undisturbed: 
     for answer, expected in answers:
         figures.check(expected.failure is None, f"the undisturbed answer failed: {expected.failure}")
         figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
+        figures.check(answer.equals(expected), "the tokens are not those of the undisturbed answer")
     figures.check(healing_s <= MAX_HEALING_S, f"routes were there again only after {healing_s:.2f} s")
     stalls_s = [answer.longest_wait_s(broken_s) for answer, _ in answers]
     figures.stalls_s += stalls_s

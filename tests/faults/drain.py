@@ -47,7 +47,7 @@ async def _run(stand: Stand, rng: random.Random, figures: Figures) -> None:
         figures.check(expected.failure is None, f"the undisturbed answer failed: {expected.failure}")
         for answer in answers:
             figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-            figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
+            figures.check(answer.equals(expected), "the tokens are not those of the undisturbed answer")
             if answer.usage is not None and answer.usage.recoveries:
                 num_moved += answer.usage.recoveries
                 moves_s.append(answer.usage.stall_s / answer.usage.recoveries)

@@ -48,7 +48,7 @@ async def _run(
     await asyncio.gather(*tasks)
     for answer, expected in zip(answers, undisturbed, strict=True):
         figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
+        figures.check(answer.equals(expected), "the tokens are not those of the undisturbed answer")
     hit = [answer for answer in answers if answer.usage is not None and answer.usage.recoveries]
     figures.check(len(hit) >= NUM_SESSIONS // 4, f"only {len(hit)} streams were hit")
     figures.check(

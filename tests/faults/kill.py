@@ -58,7 +58,7 @@ async def _run(
     for answer, expected in zip(answers, undisturbed, strict=True):
         figures.check(expected.failure is None, f"the undisturbed answer failed: {expected.failure}")
         figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
+        figures.check(answer.equals(expected), "the tokens are not those of the undisturbed answer")
     # Those that ended in the meantime needed none.
     figures.check(num_recoveries <= num_hit, f"{num_recoveries:.0f} recoveries, but {num_hit} sessions were hit")
     num_reported = sum(answer.usage.recoveries for answer in hit if answer.usage is not None)

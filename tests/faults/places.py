@@ -66,7 +66,7 @@ async def _run(
     undisturbed = await repertoire.undisturbed([answer.question for answer in answers])
     for answer, expected in zip(answers, undisturbed, strict=True):
         figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        figures.check(answer.token_ids == expected.token_ids, "the tokens are not those of the undisturbed answer")
+        figures.check(answer.equals(expected), "the tokens are not those of the undisturbed answer")
     hit = [answer for answer in answers if answer.usage is not None and answer.usage.recoveries]
     stalls = [answer.longest_wait_s(started_s) for answer in hit]
     figures.stalls_s += stalls

@@ -74,8 +74,8 @@ async def soak(stand: Stand, rng: random.Random, num_runs: int) -> int:
 def _check(figures: Figures, answers: Sequence[Answer], undisturbed: dict[Question, Answer], since_s: float) -> None:
     for answer in answers:
         figures.check(answer.failure is None, f"the caller got {type(answer.failure).__name__}: {answer.failure}")
-        whole = undisturbed[answer.question].token_ids
-        figures.check(answer.token_ids == whole, "the tokens are not those of the undisturbed answer")
+        whole = undisturbed[answer.question]
+        figures.check(answer.equals(whole), "the tokens are not those of the undisturbed answer")
         figures.stalls_s.append(answer.longest_wait_s(since_s))
 
 

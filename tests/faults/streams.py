@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import pytest
+
 from corolla.chassis.errors import CorollaError
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Usage
@@ -24,8 +26,10 @@ class Question:
 
     @classmethod
     def draw(cls, rng: random.Random, num_words: int, max_tokens: int) -> "Question":
-        """Greedy or sampled with a seed, with drafts tokens ahead or without."""
-        options: dict[str, Any] = rng.choice(({}, {"temperature": 1.0, "top_p": 0.95, "seed": rng.randrange(1 << 30)}))
+        """Greedy or sampled with a seed, also with penalties and log probabilities, with draft tokens or without."""
+        sampled = {"temperature": 1.0, "top_p": 0.95, "seed": rng.randrange(1 << 30)}
+        penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+        options: dict[str, Any] = rng.choice(({}, sampled, {**sampled, **penalties, "logprobs": 2}))
         if rng.random() < 0.3:
             options = {**options, "speculation": "prompt_lookup"}
         return cls(shuffled_words(rng, num_words), max_tokens, tuple(options.items()))
@@ -39,6 +43,7 @@ class Answer:
     """What came.
 
     Attributes:
+        logprobs: of each token, where they were asked for.
         arrived_s: when each token came, by `time.monotonic()`.
         failure: the error that reached the caller, if one did.
         came: is set by each token.
@@ -46,10 +51,15 @@ class Answer:
 
     question: Question
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)
     usage: Usage | None = None
     failure: CorollaError | None = None
     came: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def equals(self, other: "Answer") -> bool:
+        """Whether these are the tokens of another one, and their log probabilities but for rounding."""
+        return self.token_ids == other.token_ids and self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
     def longest_wait_s(self, since_s: float, until_s: float = math.inf) -> float:
         """Between two tokens, of which the second came after `since_s`, and the first before `until_s`."""
@@ -100,6 +110,7 @@ async def listen(client: AsyncClient, answer: Answer, **more: Any) -> None:
             for token_id in chunk.token_ids:
                 answer.token_ids.append(token_id)
                 answer.arrived_s.append(now_s)
+            answer.logprobs += [each.logprob for each in chunk.logprobs]
             answer.came.set()
             if chunk.usage is not None:
                 answer.usage = chunk.usage
