@@ -2,22 +2,19 @@
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Protocol
 
 from corolla.chain.history import StepShapes
-from corolla.chain.pending import RowFuture, discard, wait_for_result
 from corolla.chain.recovery_plan import CLIENT, Lane
 from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, Reservations
+from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane, HiddenStates
 from corolla.chassis.errors import CorollaError, HopLeaving, OutOfPages
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-
-MAX_CHUNKS_UNDER_WAY_PER_HOP: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +58,13 @@ class Replayer:
             CorollaError: OutOfPages where a helping hop has no room, OutputsNotKept, or what else failed.
         """
         hops = list(binding.chain.hops[lane.first : lane.last + 1])
-        max_under_way = MAX_CHUNKS_UNDER_WAY_PER_HOP * len(hops)
-        under_way: deque[RowFuture] = deque()
         async with (
             self._budget.of(sequence.position - lane.start),
             self._scratch(binding, number, sequence, lane) as scratch,
         ):
-            try:
+            with StepWindow[None](len(hops), self._limits.step_timeout_s, lambda _, results: None) as window:
                 for start, end in self._steps(binding, sequence, lane):
-                    if len(under_way) == max_under_way:
-                        await wait_for_result(under_way[0], self._limits.step_timeout_s)
-                        del under_way[0]
+                    await window.make_room()
                     row = pb.StepRow(
                         session_id=binding.identities[number].session_id,
                         epoch=binding.identities[number].epoch,
@@ -82,15 +75,12 @@ class Replayer:
                     if lane.source == CLIENT:
                         inputs = sequence.inputs(start, end)
                         row.token_ids.extend(inputs.token_ids)
-                        under_way.extend(self._plane.step(hops, [row], inputs.hidden, scratch_hops=lane.scratch_mask))
+                        sent = self._plane.step(hops, [row], inputs.hidden, scratch_hops=lane.scratch_mask)
                     else:
                         source = binding.chain.hops[lane.source]
-                        under_way.extend(self._plane.resend(source, hops, [row], lane.scratch_mask))
-                while under_way:
-                    await wait_for_result(under_way[0], self._limits.step_timeout_s)
-                    del under_way[0]
-            finally:
-                discard(under_way)
+                        sent = self._plane.resend(source, hops, [row], lane.scratch_mask)
+                    window.add(None, sent)
+                await window.drain()
 
     def _steps(self, binding: ChainBinding, sequence: Replayable, lane: Lane) -> Sequence[tuple[int, int]]:
         max_tokens = min(self._limits.prefill_chunk_tokens, binding.max_step_tokens)

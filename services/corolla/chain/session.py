@@ -9,15 +9,17 @@ from typing import Final, Protocol, TypeVar
 
 from corolla.chain.history import StepShapes, TokenHistory
 from corolla.chain.identity import SessionIdentity
-from corolla.chain.pending import RowFuture, discard, wait_for_result
+from corolla.chain.open_sequences import OpenSequences
+from corolla.chain.pending import RowResult
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
-from corolla.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP, Replayer, ReplayInputs
+from corolla.chain.replay import Replayer, ReplayInputs
 from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions, Reservations
 from corolla.chain.routes import Routes
+from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
-from corolla.chassis.errors import CorollaError, HopLeaving, InternalError
+from corolla.chassis.errors import CorollaError, InternalError
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
@@ -71,6 +73,7 @@ class ChainSession:
         sampler: SamplerRecord,
     ) -> None:
         self.num_cached_tokens = binding.num_cached_tokens
+        self._open = OpenSequences(binding, plane, recovery)
         self._binding = binding
         self._plane = plane
         self._recovery = recovery
@@ -259,71 +262,56 @@ class ChainSession:
         """Frees the session's pages on every hop, which may keep what they hold for texts that begin alike."""
         self.end_ring()
         self._send_digests(self.position)
-        self._plane.close_session(self._holders(), self.identity)
+        self._open.close()
 
     def _send_digests(self, num_tokens: int) -> None:
         """Sends every hop the page hashes of the tokens that it holds."""
         identity = self.identity
         text = TextDigests(self._history.token_ids[:num_tokens], self._binding.open_options.cache_salt)
-        for hop in self._holders():
+        for hop in self._open.holders():
             page_tokens = self._plane.page_tokens(hop.address)
             if 0 < page_tokens <= num_tokens:
                 holds = pb.Holds(session_id=identity.session_id, epoch=identity.epoch, text=text.of(page_tokens))
                 self._plane.notify(hop.address, holds)
-
-    def _holders(self) -> list[common_pb2.Hop]:
-        return self._plane.handovers.hops_holding(self.chain, self._binding.open_identities[0])
 
     @property
     def _chunk_tokens(self) -> int:
         return min(self._limits.prefill_chunk_tokens, self._binding.max_step_tokens)
 
     async def _with_recovery(self, take_step: Callable[[], Awaitable[Result]]) -> Result:
-        """Takes a step, again after each failure that a recovery repairs; raises the others."""
-        while True:
-            try:
-                if self._plane.handovers.affect(self.chain, self._binding.open_identities):
-                    raise HopLeaving("a hop of the chain handed the session over")
-                return await take_step()
-            except CorollaError as failure:
-                await self._recover(failure)
+        return await self._open.with_recovery(take_step, self._recover)
 
     async def _recover(self, failure: CorollaError) -> None:
         self.end_ring()
-        await self._recovery.recover(self._binding, [self], failure, self._budget)
+        await self._open.recover([self], failure, self._budget)
 
     async def _send_prompt(self, token_ids: Sequence[int], *, waits: bool) -> RoundTokens:
         """Sends all chunks. Returns what was chosen behind the last one, with which the ring begins."""
-        under_way: list[tuple[Sequence[int], RowFuture]] = []
-        num_hops = len(self.chain.hops)
-        try:
+        num_hops, first = len(self.chain.hops), self.position
+
+        def append(chunk: Sequence[int], _: Sequence[RowResult]) -> None:
+            self._history.append(chunk, is_prompt=True)
+
+        with StepWindow(num_hops, self._limits.step_timeout_s, append) as window:
             start = 0
-            while start < len(token_ids):
-                if len(under_way) == MAX_CHUNKS_UNDER_WAY_PER_HOP * num_hops:
-                    await self._receive_chunk(*under_way.pop(0))
+            while True:
+                await window.make_room()
                 # A hop computes a chunk in one piece, and sessions that decode on the chain wait for it.
                 is_shared = self._plane.has_ring(self.chain.hops)
                 most = self._limits.prefill_chunk_tokens_during_decode if is_shared else self._chunk_tokens
                 size = chunk_tokens(len(token_ids), num_hops, min(most, self._chunk_tokens))
                 chunk = token_ids[start : start + size]
+                position = first + start
                 start += len(chunk)
-                position = self.position + sum(len(chunk) for chunk, _ in under_way)
                 if start == len(token_ids):
                     self._begin(self._row(chunk, 1, position), waits=waits)
                     break
                 row = self._row(chunk, 0, position)
-                under_way.append((chunk, self._plane.step(self.chain.hops, [row], samples=True)[0]))
-            while under_way:
-                await self._receive_chunk(*under_way.pop(0))
+                window.add(chunk, self._plane.step(self.chain.hops, [row], samples=True))
+            await window.drain()
             rounds = await self._next_round()
-        finally:
-            discard(future for _, future in under_way)
-        self._history.append(chunk, is_prompt=True)
+        append(chunk, ())
         return rounds
-
-    async def _receive_chunk(self, token_ids: Sequence[int], future: RowFuture) -> None:
-        await wait_for_result(future, self._limits.step_timeout_s)
-        self._history.append(token_ids, is_prompt=True)
 
     def _row(self, token_ids: Sequence[int], num_result_tokens: int, position: int | None = None) -> pb.StepRow:
         return pb.StepRow(

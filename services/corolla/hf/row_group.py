@@ -1,19 +1,19 @@
 """Several sequences that step through one chain together, each with any number of new tokens."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from corolla.chain.identity import SessionIdentity
-from corolla.chain.pending import RowFuture, RowResult, discard, wait_for_result
+from corolla.chain.open_sequences import OpenSequences
+from corolla.chain.pending import RowFuture, RowResult
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
-from corolla.chain.replay import MAX_CHUNKS_UNDER_WAY_PER_HOP
 from corolla.chain.reservations import ChainBinding
+from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
-from corolla.chassis.errors import CorollaError, HopLeaving, InternalError, OutOfPages
+from corolla.chassis.errors import CorollaError, InternalError, OutOfPages
 from corolla.hf.state_history import StateHistory, as_hidden_states
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -65,9 +65,9 @@ class RowGroup:
         max_recoveries: int,
         num_cached_tokens: int = 0,
     ) -> None:
+        self._open = OpenSequences(binding, plane, recovery)
         self._binding = binding
         self._plane = plane
-        self._recovery = recovery
         self._max_step_tokens = max_step_tokens
         self._step_timeout_s = step_timeout_s
         self._max_recoveries = max_recoveries
@@ -106,19 +106,25 @@ class RowGroup:
         self._truncate_texts(rows)
         pasts = [self._history_before(row) for row in rows]
         budget = RecoveryBudget(self._max_recoveries)
-        if self._plane.handovers.affect(self.chain, self._binding.open_identities):
-            await self.recover(HopLeaving("a hop of the chain handed sessions over"), budget)
-        while True:
-            try:
-                outputs = await self._send_chunks(rows)
-                break
-            except CorollaError as failure:
+        to_send, has_sent = list(rows), False
+
+        async def send() -> list[torch.Tensor]:
+            nonlocal has_sent
+            has_sent = True
+            return await self._send_chunks(to_send)
+
+        async def recover(failure: CorollaError) -> None:
+            ambiguous: frozenset[int] = frozenset()
+            if has_sent:
                 for row, past in zip(rows, pasts, strict=True):
                     self._histories[row.row] = past
                 # Nobody knows which hops they had taken over another's tokens on.
-                ambiguous = frozenset(row.row for row in rows if row.source is not None)
-                await self.recover(failure, budget, ambiguous)
-                rows = [replace(row, source=None) for row in rows]
+                ambiguous = frozenset(row.row for row in to_send if row.source is not None)
+            await self.recover(failure, budget, ambiguous)
+            if has_sent:
+                to_send[:] = [replace(row, source=None) for row in to_send]
+
+        outputs = await self._open.with_recovery(send, recover)
         for row, past in zip(rows, pasts, strict=True):
             past.append(row.hidden)
             self._histories[row.row] = past
@@ -128,7 +134,7 @@ class RowGroup:
         self, failure: CorollaError, budget: RecoveryBudget, ambiguous: frozenset[int] = frozenset()
     ) -> None:
         """Brings all sequences back after a failure, or raises why not. Of `ambiguous` rows hops hold nothing."""
-        await self._recovery.recover(self._binding, self._histories, failure, budget, ambiguous)
+        await self._open.recover(self._histories, failure, budget, ambiguous)
 
     def _skip_cached(self, row: RowStep) -> RowStep:
         num_cached = self.num_cached_tokens
@@ -162,28 +168,30 @@ class RowGroup:
         if chunk_tokens == 0:
             raise OutOfPages(f"a step takes at most {max_step_tokens} sequences")
         results: list[list[RowResult]] = [[] for _ in rows]
-        under_way: deque[list[tuple[int, RowFuture]]] = deque()
-        longest = max(len(row.hidden) for row in rows)
-        try:
-            for start in range(0, longest, chunk_tokens):
-                if len(under_way) == MAX_CHUNKS_UNDER_WAY_PER_HOP * len(self.chain.hops):
-                    await self._collect(under_way[0], results)
-                    under_way.popleft()
-                under_way.append(self._send(rows, start, chunk_tokens))
-            while under_way:
-                await self._collect(under_way[0], results)
-                under_way.popleft()
-        finally:
-            discard(future for chunk in under_way for _, future in chunk)
+
+        def keep(numbers: Sequence[int], answers: Sequence[RowResult]) -> None:
+            for number, answer in zip(numbers, answers, strict=True):
+                results[number].append(answer)
+
+        with StepWindow(len(self.chain.hops), self._step_timeout_s, keep) as window:
+            for start in range(0, max(len(row.hidden) for row in rows), chunk_tokens):
+                await window.make_room()
+                window.add(*self._send(rows, start, chunk_tokens))
+            await window.drain()
         return [_joined(parts, row.hidden) for parts, row in zip(results, rows, strict=True)]
 
     def close(self) -> None:
         """Frees all sequences on every hop."""
-        for identity, opened in zip(self.identities, self._binding.open_identities, strict=True):
-            self._plane.close_session(self._plane.handovers.hops_holding(self.chain, opened), identity)
+        self._open.close()
 
-    def _send(self, rows: Sequence[RowStep], start: int, chunk_tokens: int) -> list[tuple[int, RowFuture]]:
-        """One frame: of each row the new tokens `[start, start + chunk_tokens)`, where there are any."""
+    def _send(
+        self, rows: Sequence[RowStep], start: int, chunk_tokens: int
+    ) -> tuple[Sequence[int], Sequence[RowFuture]]:
+        """One frame: of each row the new tokens `[start, start + chunk_tokens)`, where there are any.
+
+        Returns:
+            Which of `rows` these are, and what becomes of them.
+        """
         numbers, step_rows, parts = [], [], []
         for number, row in enumerate(rows):
             end = min(start + chunk_tokens, len(row.hidden))
@@ -204,11 +212,7 @@ class RowGroup:
                 )
             )
         hidden = as_hidden_states(torch.cat(parts))
-        return list(zip(numbers, self._plane.step(self.chain.hops, step_rows, hidden), strict=True))
-
-    async def _collect(self, chunk: list[tuple[int, RowFuture]], results: list[list[RowResult]]) -> None:
-        for number, future in chunk:
-            results[number].append(await wait_for_result(future, self._step_timeout_s))
+        return numbers, self._plane.step(self.chain.hops, step_rows, hidden)
 
 
 def _joined(parts: Sequence[RowResult], like: torch.Tensor) -> torch.Tensor:

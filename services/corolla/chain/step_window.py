@@ -1,0 +1,56 @@
+"""The steps of a sequence that are under way at a time: enough to keep all hops of its chain busy."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Generic, Self, TypeVar
+
+from corolla.chain.pending import RowFuture, RowResult, discard, wait_for_result
+
+Step = TypeVar("Step")
+
+_MAX_STEPS_PER_HOP: Final = 2
+
+
+class StepWindow(Generic[Step]):
+    """Steps that were sent and have no answer yet, the oldest first. Leaving it drops those that are left.
+
+    Args:
+        num_hops: that take part.
+        timeout_s: for an answer, once it is waited for.
+        on_answer: is called with each step and what its rows gave, in the order of the steps.
+    """
+
+    def __init__(self, num_hops: int, timeout_s: float, on_answer: Callable[[Step, Sequence[RowResult]], None]) -> None:
+        self._max_steps = _MAX_STEPS_PER_HOP * num_hops
+        self._timeout_s = timeout_s
+        self._on_answer = on_answer
+        self._under_way: deque[tuple[Step, Sequence[RowFuture]]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        discard(future for _, futures in self._under_way for future in futures)
+
+    def add(self, step: Step, futures: Sequence[RowFuture]) -> None:
+        """A step was sent, behind all others; there must be room for it."""
+        self._under_way.append((step, futures))
+
+    async def make_room(self) -> None:
+        """Waits for the oldest step where no further one may be sent. Raises CorollaError: one of its rows failed."""
+        if len(self._under_way) == self._max_steps:
+            await self._take_oldest()
+
+    async def drain(self) -> None:
+        """Waits for all steps. Raises CorollaError: a row failed."""
+        while self._under_way:
+            await self._take_oldest()
+
+    async def _take_oldest(self) -> None:
+        step, futures = self._under_way[0]
+        results = [await wait_for_result(future, self._timeout_s) for future in futures]
+        self._under_way.popleft()
+        self._on_answer(step, results)
