@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable, Container, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Mapping
 from contextlib import aclosing
 from typing import Any, Final, Generic, TypeVar
 
@@ -59,7 +59,7 @@ class Call(Generic[Who]):
         audit.write("call", {**facts, **self.caller.audited(), **self._describe()})
 
 
-Authenticate = Callable[[Call[Any]], None]
+Authenticate = Callable[[Call[Any]], Awaitable[None]]
 """Called before the request is read: sets who calls. Raises an error of the tree."""
 
 
@@ -188,7 +188,7 @@ class _Guard:
             started = time.perf_counter()
             call: Call[Caller] = Call(self._method, context, ANYBODY)
             try:
-                self._let_in(call)
+                await self._let_in(call)
                 response = await behaviour(parse(await _request(context)), call)
             except BaseException as failure:
                 await self._abort(failure, call, started)
@@ -205,7 +205,7 @@ class _Guard:
             started = time.perf_counter()
             call: Call[Caller] = Call(self._method, context, ANYBODY)
             try:
-                self._let_in(call)
+                await self._let_in(call)
                 responses = _Responses(behaviour(parse(await _request(context)), call), reader_timeout_s, self._stalled)
                 # The servicer's own clean-up runs now, not when the garbage collector comes by.
                 async with aclosing(responses):
@@ -218,9 +218,9 @@ class _Guard:
 
         return handle
 
-    def _let_in(self, call: Call[Caller]) -> None:
+    async def _let_in(self, call: Call[Caller]) -> None:
         if self._authenticate is not None:
-            self._authenticate(call)
+            await self._authenticate(call)
 
     def _done(self, call: Call[Caller], started: float) -> None:
         seconds = time.perf_counter() - started

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from dataclasses import replace
+from datetime import timedelta
 
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
@@ -16,8 +17,10 @@ from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
+from corolla.client.api.issuer import issuer_keys
 from corolla.client.api.servicer import FAREWELL_S, GenerationServicer
-from corolla.client.api.tenants import Tenants
+from corolla.client.api.tenants import Tenants, Tokens
+from corolla.client.api.tokens import TokenRules
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
 from corolla.client.metrics import ClientMetrics
@@ -58,7 +61,8 @@ class ClientService:
         self._network = network or Network.of(settings.tls_dir)
         self._farewell_s = farewell_s
         self._hub = Hub(settings.offline, settings.hub_patience_s)
-        self._tenants = Tenants(settings.api_keys_file)
+        self._tokens = _tokens(settings)
+        self._tenants = Tenants(settings.api_keys_file, self._tokens)
         self._certificate = PublicCertificate(settings.public_tls_dir) if settings.public_tls_dir else None
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
@@ -98,6 +102,8 @@ class ClientService:
         for part in (self._certificate, self._tenants, self._quotas):
             if part is not None and part.files is not None:
                 self._tasks.start_restartable(part.files.run, "watched_files")
+        if self._tokens is not None:
+            self._tasks.start_restartable(self._tokens.keys.run, "issuer_keys")
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
         )
@@ -134,7 +140,7 @@ class ClientService:
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = ChatTemplate(tokenizer)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
-        min_shares = min(2, self._tenants.count)
+        min_shares = 2 if self._tenants.are_several else 1
         admission, tokenizations = (
             Admission(max_running, settings.max_waiting_requests, settings.max_held_request_bytes, min_shares)
             # One after the other: threads that look up tokens take time from the one that serves answers.
@@ -177,6 +183,8 @@ class ClientService:
             audited={f"{service.name}/{method.name}" for method in service.methods},
         )
         self._rpc.add(service, handler)
+        if self._tokens is not None:
+            await self._tokens.keys.ready()
         await self._rpc.start()
         await self._rpc.ready()
         log.info("ready", extra={"port": self.port, "metrics_port": self.metrics_port, "model": checkpoint.name})
@@ -190,6 +198,22 @@ class ClientService:
             if part is not None:
                 await part.close()
         self._metrics_endpoint.close()
+
+
+def _tokens(settings: ClientSettings) -> Tokens | None:
+    if not settings.oidc_issuer:
+        return None
+    rules = TokenRules(
+        issuer=settings.oidc_issuer,
+        audience=settings.oidc_audience,
+        algorithms=settings.algorithms,
+        skew=timedelta(seconds=settings.oidc_skew_s),
+        tenant_claim=settings.oidc_tenant_claim,
+        models_claim=settings.oidc_models_claim,
+        scopes_claim=settings.oidc_scopes_claim,
+    )
+    keys = issuer_keys(settings.oidc_issuer, settings.oidc_jwks, settings.oidc_ca_file, settings.oidc_refresh_s)
+    return Tokens(rules, keys)
 
 
 def _limits(settings: ClientSettings) -> ChainLimits:

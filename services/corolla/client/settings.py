@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from corolla.chassis.settings import Dtype, ServiceSettings
 from corolla.chassis.weight_formats import QuantizationName
+from corolla.client.api.tokens import ALGORITHMS
 
 
 class ClientSettings(ServiceSettings):
@@ -29,7 +30,50 @@ class ClientSettings(ServiceSettings):
     api_keys_file: Path | None = Field(
         None,
         description="File of callers' keys, as `corolla keys` writes it, or with lines `tenant:key`, keys of at least "
-        "16 characters; changes are taken within five seconds. Without it everybody is the tenant `public`.",
+        "16 characters; changes are taken within five seconds. Without keys and tokens everybody is the tenant "
+        "`public`.",
+    )
+    oidc_issuer: str = Field(
+        "",
+        description="Issuer of callers' tokens, as their claim `iss` names it, an https address; empty: no tokens are "
+        "taken.",
+    )
+    oidc_audience: str = Field(
+        "", validate_default=True, description="What a token's claim `aud` must name; needed with an issuer."
+    )
+    oidc_jwks: str = Field(
+        "",
+        description="Where the issuer's key set is: an https address, or a file, whose changes are taken within five "
+        "seconds; empty: where the issuer's OpenID configuration says.",
+    )
+    oidc_ca_file: Path | None = Field(
+        None, description="Authorities by which the issuer is known, in PEM; without it, those of the system."
+    )
+    oidc_algorithms: str = Field(
+        "RS256,ES256", description="By which tokens may be signed, with commas; only ones with public keys."
+    )
+    oidc_skew_s: float = Field(
+        30.0, ge=0, le=300, description="Seconds by which the issuer's clock and this one may differ."
+    )
+    oidc_refresh_s: float = Field(
+        300.0,
+        ge=1,
+        le=86_400,
+        description="Seconds after which the issuer's key set is fetched again; when a token names a key that is not "
+        "known, sooner, though never twice in a thirtieth of them.",
+    )
+    oidc_tenant_claim: str = Field(
+        "sub", min_length=1, description="Claim of a token that names the tenant; `sub`: each subject is one."
+    )
+    oidc_models_claim: str = Field(
+        "",
+        description="Claim that lists the models that a token is for, which is for none without it; empty: tokens are "
+        "for all models.",
+    )
+    oidc_scopes_claim: str = Field(
+        "",
+        description="Claim that lists the scopes, `generate`, `chat`, `sessions` and `tokenize`, likewise; other words "
+        "in it do not count.",
     )
     quotas_file: Path | None = Field(
         None,
@@ -107,3 +151,37 @@ class ClientSettings(ServiceSettings):
     adaptive_drafts: bool = Field(
         True, description="Whether the number of draft tokens follows their success and cost; else always the most."
     )
+
+    @field_validator("oidc_issuer")
+    @classmethod
+    def _issuer_is_https(cls, issuer: str) -> str:
+        if issuer and not issuer.startswith("https://"):
+            raise ValueError("must begin with https://")
+        return issuer
+
+    @field_validator("oidc_audience")
+    @classmethod
+    def _audience_is_named(cls, audience: str, info: ValidationInfo) -> str:
+        if info.data.get("oidc_issuer") and not audience:
+            raise ValueError("must be set with COROLLA_OIDC_ISSUER: else tokens for others would be taken")
+        return audience
+
+    @field_validator("oidc_jwks")
+    @classmethod
+    def _keys_are_not_fetched_in_the_clear(cls, jwks: str) -> str:
+        if "://" in jwks and not jwks.startswith("https://"):
+            raise ValueError("must begin with https://, or name a file")
+        return jwks
+
+    @field_validator("oidc_algorithms")
+    @classmethod
+    def _algorithms_have_public_keys(cls, names: str) -> str:
+        given = [each.strip() for each in names.split(",")]
+        if unknown := [each for each in given if each not in ALGORITHMS]:
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(ALGORITHMS)}")
+        return ",".join(given)
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """By which tokens may be signed."""
+        return tuple(self.oidc_algorithms.split(","))

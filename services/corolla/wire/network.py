@@ -89,7 +89,7 @@ class Network:
             return None
         return StreamTrust(self.credentials.for_listeners, _admits(self.credentials, FRAMES[pb.Hello]))
 
-    def _check_role(self, call: Call[Any]) -> None:
+    async def _check_role(self, call: Call[Any]) -> None:
         """Finds out who calls. Raises RoleDenied: they may not."""
         if self.credentials is not None:
             caller = workload_of_call(call.context.auth_context())

@@ -174,7 +174,7 @@ async def test_a_stalled_caller_may_leave_silently() -> None:
         assert service.servicer.num_cleanups == 1
 
 
-def refuse(call: Call[Any]) -> None:
+async def refuse(call: Call[Any]) -> None:
     raise Unauthenticated(f"nobody may call {call.method}")
 
 

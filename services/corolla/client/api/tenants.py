@@ -1,4 +1,4 @@
-"""Who calls: a bearer key, looked up in the configured file."""
+"""Who calls: a bearer key, looked up in the configured file, or a token of an identity provider."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from corolla.chassis.errors import ScopeDenied, Unauthenticated
 from corolla.chassis.handlers import Call, Context
+from corolla.client.api.issuer import IssuerKeys
 from corolla.client.api.keys import KeyRecord, KeyTable, Scope
+from corolla.client.api.tokens import IssuerKey, TokenGrant, TokenRules
 from corolla.trust.watched_files import Contents, WatchedFiles
 
 PUBLIC: Final = "public"
@@ -19,33 +21,64 @@ _SCHEME: Final = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class KeyHolder:
-    """A caller: its tenant and, where keys are asked for, the one that it showed, and whether that is good now."""
+    """A caller: its tenant and, where one is asked for, the key or token that it showed, and whether that is good."""
 
     tenant: str
-    key: KeyRecord | None = None
+    key: KeyRecord | TokenGrant | None = None
     is_good: Callable[[], bool] = lambda: True
 
     def check(self, scope: Scope, model: str) -> None:
-        """Raises ScopeDenied: the key is for other calls or models."""
+        """Raises ScopeDenied: the key or token is for other calls or models."""
         if self.key is not None and not self.key.allows(scope, model):
-            raise ScopeDenied("this key is for other calls or models")
+            raise ScopeDenied("this key or token is for other calls or models")
 
     def check_again(self) -> None:
-        """Raises Unauthenticated: the key was revoked, or has expired, since the call began."""
+        """Raises Unauthenticated: the key or token was revoked, or has expired, since the call began."""
         if not self.is_good():
-            raise Unauthenticated("the key is good no more")
+            raise Unauthenticated("the key or token is good no more")
 
     def audited(self) -> Mapping[str, str]:
         """What the audit log says of it. Keys of the simple form have no id."""
-        has_id = self.key is not None and not self.key.is_simple
-        return {"tenant": self.tenant, "key": self.key.id} if self.key and has_id else {"tenant": self.tenant}
+        match self.key:
+            case None | KeyRecord(is_simple=True):
+                return {"tenant": self.tenant}
+            case key:
+                return {"tenant": self.tenant, "key": key.id}
+
+
+class Tokens:
+    """Whom the tokens of an issuer name.
+
+    Args:
+        clock: the time of day, by which grants end; whether a token holds from the beginning is by the system's.
+    """
+
+    def __init__(
+        self, rules: TokenRules, keys: IssuerKeys, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+    ) -> None:
+        self._rules = rules
+        self._clock = clock
+        self.keys = keys
+
+    async def find(self, token: str) -> KeyHolder | None:
+        """Who bears it. None: it does not hold."""
+        key_id = self._rules.key_id(token)
+        key = await self.keys.find(key_id) if key_id is not None else None
+        grant = self._rules.grant(token, key) if key is not None else None
+        if key is None or grant is None:
+            return None
+        return KeyHolder(grant.tenant, grant, partial(self._is_good, grant, key))
+
+    def _is_good(self, grant: TokenGrant, key: IssuerKey) -> bool:
+        return self._clock() < grant.expires and self.keys.holds(key)
 
 
 class Tenants:
-    """Maps a call to its tenant. Without a file of keys, every caller is the tenant `public`.
+    """Maps a call to its tenant. Without a file of keys, and without tokens, every caller is the tenant `public`.
 
     Args:
         keys_file: as `KeyTable` reads it.
+        tokens: which are taken, too; None: none.
         clock: the time of day.
 
     Attributes:
@@ -55,9 +88,15 @@ class Tenants:
         SettingsError: the file cannot be read, or holds something else.
     """
 
-    def __init__(self, keys_file: Path | None, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+    def __init__(
+        self,
+        keys_file: Path | None,
+        tokens: Tokens | None = None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
         self._clock = clock
         self._keys: KeyTable | None = None
+        self._tokens = tokens
         self.files: WatchedFiles | None = None
         if keys_file is not None:
             self.files = WatchedFiles(
@@ -65,25 +104,32 @@ class Tenants:
             )
 
     @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self._keys.tenants) if self._keys is not None else 1
+    def are_several(self) -> bool:
+        """Whether there may be more than one. Tokens may name any number."""
+        return self._tokens is not None or (self._keys is not None and len(self._keys.tenants) > 1)
 
-    def authenticate(self, call: Call[Any]) -> None:
-        """Finds out who calls. Raises Unauthenticated: no key, or none that holds; which of the two, nobody learns."""
-        call.caller = self._holder(call.context)
+    async def authenticate(self, call: Call[Any]) -> None:
+        """Finds out who calls. Raises Unauthenticated: nothing was shown, or nothing that holds; why, nobody learns."""
+        call.caller = await self._holder(call.context)
 
-    def _holder(self, context: Context) -> KeyHolder:
-        if self._keys is None:
+    async def _holder(self, context: Context) -> KeyHolder:
+        if self._keys is None and self._tokens is None:
             return KeyHolder(PUBLIC)
         given = next((value for key, value in context.invocation_metadata() or () if key == "authorization"), "")
         text = given.decode("latin-1") if isinstance(given, bytes) else given
         if not text.lower().startswith(_SCHEME):
-            raise Unauthenticated("send the metadata `authorization: Bearer <key>`")
-        record = self._keys.find(text[len(_SCHEME) :].strip(), self._clock())
-        if record is None:
-            raise Unauthenticated("the key is not known")
-        return KeyHolder(record.tenant, record, partial(self._is_good, record))
+            raise Unauthenticated("send the metadata `authorization: Bearer <key or token>`")
+        shown = text[len(_SCHEME) :].strip()
+        holder = self._key_holder(shown)
+        if holder is None and self._tokens is not None:
+            holder = await self._tokens.find(shown)
+        if holder is None:
+            raise Unauthenticated("the key or token is not known")
+        return holder
+
+    def _key_holder(self, shown: str) -> KeyHolder | None:
+        record = self._keys.find(shown, self._clock()) if self._keys is not None else None
+        return KeyHolder(record.tenant, record, partial(self._is_good, record)) if record is not None else None
 
     def _is_good(self, record: KeyRecord) -> bool:
         return self._keys is not None and self._keys.holds(record, self._clock())

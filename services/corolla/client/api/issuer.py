@@ -1,0 +1,189 @@
+"""The key set of an issuer of tokens: from a file, or fetched from the issuer, off and on."""
+
+import asyncio
+import json
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol
+
+import httpx2
+
+from corolla.chassis.errors import SettingsError
+from corolla.client.api.tokens import IssuerKey, KeySet
+from corolla.trust.watched_files import Contents, WatchedFiles
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT_S: Final = 5.0
+_PAUSES_IN_A_REFRESH: Final = 30
+_MAX_WAITING: Final = 1000
+_MAX_BYTES: Final = 1 << 20
+_HTTPS: Final = "https://"
+_DISCOVERY: Final = "/.well-known/openid-configuration"
+
+Fetch = Callable[[], Awaitable[KeySet]]
+"""Raises ValueError, OSError, TimeoutError or HTTPError."""
+
+
+class IssuerKeys(Protocol):
+    """Where the keys of an issuer come from."""
+
+    async def find(self, key_id: str) -> IssuerKey | None:
+        """The key of an id, which may have to be fetched."""
+
+    def holds(self, key: IssuerKey) -> bool:
+        """Whether the issuer still has a key that was found once, for all that is known."""
+
+    async def ready(self) -> None:
+        """Returns when there are keys."""
+
+    async def run(self) -> None:
+        """Follows the issuer's changes, for ever."""
+
+
+class KeysInFile:
+    """Keys that somebody writes into a file.
+
+    Raises:
+        SettingsError: it cannot be read, or holds no keys.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._keys = KeySet()
+        self._files = WatchedFiles("COROLLA_OIDC_JWKS", file.parent, (file.name,), self._take, named=file)
+
+    async def find(self, key_id: str) -> IssuerKey | None:
+        return self._keys.find(key_id)
+
+    def holds(self, key: IssuerKey) -> bool:
+        return self._keys.holds(key)
+
+    async def ready(self) -> None:
+        """They were read as the object was made."""
+
+    async def run(self) -> None:
+        await self._files.run()
+
+    def _take(self, contents: Contents) -> None:
+        self._keys = KeySet.parse(contents[0])
+
+
+class FetchedKeys:
+    """Keys that are fetched every `refresh_s` seconds, and when a token names one that is not known.
+
+    After each fetch is a pause of a thirtieth of that, whoever asks: tokens with made-up ids do not become requests to
+    the issuer. While the issuer is away, it is asked after each pause, and the keys that it had stay.
+    """
+
+    def __init__(self, fetch: Fetch, refresh_s: float) -> None:
+        self._fetch = fetch
+        self._refresh_s = refresh_s
+        self._pause_s = refresh_s / _PAUSES_IN_A_REFRESH
+        self._keys = KeySet()
+        self._are_there = asyncio.Event()
+        self._are_wanted = asyncio.Event()
+        # Set when the fetch has ended that is under way, or comes next.
+        self._end_of_fetch = asyncio.Event()
+        self._is_pausing = False
+        self._is_away = False
+        self._num_waiting = 0
+
+    async def find(self, key_id: str) -> IssuerKey | None:
+        known = self._keys.find(key_id)
+        if known is not None or self._is_pausing or self._num_waiting >= _MAX_WAITING:
+            return known
+        self._are_wanted.set()
+        self._num_waiting += 1
+        try:
+            await self._end_of_fetch.wait()
+        finally:
+            self._num_waiting -= 1
+        return self._keys.find(key_id)
+
+    def holds(self, key: IssuerKey) -> bool:
+        return self._keys.holds(key)
+
+    async def ready(self) -> None:
+        await self._are_there.wait()
+
+    async def run(self) -> None:
+        while True:
+            await self._fetch_once()
+            self._is_pausing = True
+            self._are_wanted.clear()
+            self._end_of_fetch.set()
+            self._end_of_fetch = asyncio.Event()
+            await asyncio.sleep(self._pause_s)
+            self._is_pausing = False
+            if not self._is_away:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._are_wanted.wait(), self._refresh_s - self._pause_s)
+
+    async def _fetch_once(self) -> None:
+        try:
+            self._keys = await self._fetch()
+        except (ValueError, OSError, TimeoutError, httpx2.HTTPError, httpx2.InvalidURL) as failure:
+            if not self._is_away:
+                cause = str(failure) if type(failure) is ValueError else type(failure).__name__
+                log.error("the issuer's keys cannot be fetched; those that are known stay", extra={"cause": cause})
+            self._is_away = True
+            return
+        if self._is_away or not self._are_there.is_set():
+            log.info("the issuer's keys were fetched")
+        self._is_away = False
+        self._are_there.set()
+
+
+def issuer_keys(issuer: str, jwks: str, ca_file: Path | None, refresh_s: float) -> IssuerKeys:
+    """The keys of an issuer.
+
+    Args:
+        jwks: where they are: a file, or an address with https; empty: the issuer says where.
+        ca_file: with the authorities to believe, in PEM; None: those of the system.
+
+    Raises:
+        SettingsError: a file cannot be read, or holds something else.
+    """
+    if jwks and not jwks.startswith(_HTTPS):
+        return KeysInFile(Path(jwks))
+    try:
+        ssl.create_default_context(cafile=ca_file)
+    except OSError:
+        raise SettingsError(f"COROLLA_OIDC_CA_FILE={ca_file}: cannot be read, or holds no certificates") from None
+
+    async def fetch() -> KeySet:
+        # Each time anew, since the file may be another one; and reading all of the system's takes a while.
+        context = await asyncio.to_thread(ssl.create_default_context, cafile=ca_file)
+        async with asyncio.timeout(_TIMEOUT_S), httpx2.AsyncClient(verify=context, timeout=_TIMEOUT_S) as client:
+            return KeySet.parse(await _get(client, jwks or await _discover(client, issuer)))
+
+    return FetchedKeys(fetch, refresh_s)
+
+
+async def _discover(client: httpx2.AsyncClient, issuer: str) -> str:
+    try:
+        described = json.loads(await _get(client, issuer.rstrip("/") + _DISCOVERY))
+        name, address = described["issuer"], described["jwks_uri"]
+    except (KeyError, TypeError, RecursionError):
+        raise ValueError("the issuer's description is none") from None
+    if name != issuer:
+        raise ValueError("the issuer's description is of another issuer")
+    if not isinstance(address, str) or not address.startswith(_HTTPS):
+        raise ValueError("the issuer's keys are not at an https address")
+    return address
+
+
+async def _get(client: httpx2.AsyncClient, address: str) -> bytes:
+    """Raises ValueError where there is no such thing, or too much of it. Redirections are not followed."""
+    async with client.stream("GET", address) as response:
+        if response.status_code != httpx2.codes.OK:
+            raise ValueError(f"the issuer answers {response.status_code}")
+        content = b""
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > _MAX_BYTES:
+                raise ValueError("the issuer's answer is too large")
+    return content
