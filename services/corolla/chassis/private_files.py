@@ -1,7 +1,10 @@
 """Files that hold secrets."""
 
+import fcntl
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -21,3 +24,20 @@ def write_private(path: Path, content: bytes) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Whoever reads a file to write it again does so in here: one at a time, in any process of this machine.
+
+    The lock is on the file's folder, which stays when the file is replaced. A link leads to the folder of its target.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be locked.
+    """
+    folder = os.open(path.resolve().parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)

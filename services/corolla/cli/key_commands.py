@@ -1,6 +1,8 @@
 """`corolla keys`: a file of callers' keys."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,10 +45,11 @@ def new(
         made = NewKey(tenant, expires=expires, models=model or (), scopes=[Scope(each) for each in scope or ()])
     except ValueError as failure:
         raise StartupError(str(failure)) from None
-    text = _read(file) if file.exists() else ""
-    if text:
-        _parse(file, text)
-    _write(file, text + ("" if text.endswith("\n") or not text else "\n") + made.record.line + "\n")
+    with _changing(file):
+        text = _read(file) if file.exists() else ""
+        if text:
+            _parse(file, text)
+        _write(file, text + ("" if text.endswith("\n") or not text else "\n") + made.record.line + "\n")
     sys.stdout.write(made.key + "\n")
     return 0
 
@@ -75,17 +78,31 @@ def revoke(
     from corolla.chassis.errors import StartupError
     from corolla.client.api.keys import without_key
 
-    text = _read(file)
-    records = {record.id: record for record in _parse(file, text).records if not record.is_simple}
-    if key_id not in records:
-        raise StartupError(f"{file} has no key {key_id}; `corolla keys list` names those that it has")
-    kept = without_key(text, key_id)
-    if not any(line.strip() and not line.strip().startswith("#") for line in kept.splitlines()):
-        # Client services take no file without keys: they would go on with the old one, and this key.
-        raise StartupError(f"{key_id} is the only key of {file}; add another one with `corolla keys new` first")
-    _write(file, kept)
+    with _changing(file):
+        text = _read(file)
+        records = {record.id: record for record in _parse(file, text).records if not record.is_simple}
+        if key_id not in records:
+            raise StartupError(f"{file} has no key {key_id}; `corolla keys list` names those that it has")
+        kept = without_key(text, key_id)
+        if not any(line.strip() and not line.strip().startswith("#") for line in kept.splitlines()):
+            # Client services take no file without keys: they would go on with the old one, and this key.
+            raise StartupError(f"{key_id} is the only key of {file}; add another one with `corolla keys new` first")
+        _write(file, kept)
     sys.stdout.write(f"revoked {key_id} of {records[key_id].tenant}\n")
     return 0
+
+
+@contextmanager
+def _changing(file: Path) -> Iterator[None]:
+    """Nobody else's change comes between, and is lost."""
+    from corolla.chassis.errors import StartupError
+    from corolla.chassis.private_files import changing
+
+    try:
+        with changing(file):
+            yield
+    except OSError as failure:
+        raise StartupError(f"{file} cannot be written: {failure.strerror}") from None
 
 
 def _read(file: Path) -> str:
@@ -108,10 +125,6 @@ def _parse(file: Path, text: str) -> "KeyTable":
 
 
 def _write(file: Path, text: str) -> None:
-    from corolla.chassis.errors import StartupError
     from corolla.chassis.private_files import write_private
 
-    try:
-        write_private(file, text.encode())
-    except OSError as failure:
-        raise StartupError(f"{file} cannot be written: {failure.strerror}") from None
+    write_private(file, text.encode())

@@ -2,12 +2,16 @@
 
 import os
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from corolla.chassis.private_files import changing
 from corolla.cli.app import main
-from corolla.client.api.keys import KeyTable
+from corolla.client.api.keys import KeyTable, NewKey
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -94,3 +98,31 @@ def test_no_name_ends_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "tenant: " in run(capsys, "new", file, "--tenant", "ac\u2028me")[2]
     assert "models" in run(capsys, "new", file, "--tenant", "acme", "--model", "lla\x85ma")[2]
     assert not (tmp_path / "keys").exists()
+
+
+def test_commands_at_once_lose_nobodys_change(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    revoked = [NewKey("old") for _ in range(2)]
+    file.write_text("".join(f"{each.record.line}\n" for each in revoked))
+    corolla = [sys.executable, "-m", "corolla", "keys"]
+    commands = [[*corolla, "new", str(file), "--tenant", f"tenant-{number}"] for number in range(4)]
+    commands += [[*corolla, "revoke", str(file), each.record.id] for each in revoked]
+    with changing(file):
+        running = [subprocess.Popen(each, stdout=subprocess.PIPE) for each in commands]
+        # All stand at the file before one goes on: else the quickest might be through before the next has begun.
+        deadline = time.monotonic() + 60
+        while num_waiting(file.parent) < len(running):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert [each.wait(60) for each in running] == [0] * len(running)
+    for each in running:
+        each.communicate()
+    assert KeyTable.parse(file.read_text()).tenants == {f"tenant-{number}" for number in range(4)}
+    assert [each.name for each in tmp_path.iterdir()] == ["keys"]
+
+
+def num_waiting(folder: Path) -> int:
+    """How many processes wait for the lock of a folder, as the kernel lists them."""
+    number = os.stat(folder).st_ino
+    waiting = (line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" in line)
+    return sum(each[6].rpartition(":")[2] == str(number) for each in waiting)

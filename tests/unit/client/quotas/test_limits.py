@@ -1,10 +1,14 @@
 """The file of quotas."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from corolla.client.metrics import ClientMetrics
+from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.quotas.limits import NO_LIMITS, PERIODS_MS, QUOTAS, QuotaTable, TenantLimits, Use
 
 
@@ -61,3 +65,18 @@ def test_only_what_is_limited_is_counted() -> None:
 def test_every_field_is_a_quota_or_bounds_an_answer() -> None:
     assert {*QUOTAS, "answer_seconds"} == TenantLimits.model_fields.keys()
     assert set(PERIODS_MS) <= set(QUOTAS)
+
+
+def test_a_file_that_breaks_later_leaves_the_limits_that_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "quotas"
+    file.write_text('{"default": {"stored_sessions": 5}}')
+    quotas = QuotaKeeper(file, ClientMetrics(CollectorRegistry()))
+    assert quotas.files is not None
+    for broken in ("nonsense", "", '{"default": {"stored_sessions": -1}}'):
+        file.write_text(broken)
+        quotas.files.refresh()
+        assert quotas.limits("acme").stored_sessions == 5
+        assert caplog.records[-1].levelname == "ERROR"
+    file.write_text('{"default": {"stored_sessions": 6}}')
+    quotas.files.refresh()
+    assert quotas.limits("acme").stored_sessions == 6
