@@ -39,7 +39,10 @@ SET_BY_THE_CHART: Final = {
         {"metrics_port", "pod_name", "pod_selector", "pod_uid", "port", "redis_password", "redis_url"}
     ),
     "client": frozenset(
-        {"api_keys_file", "dtype", "metrics_port", "model", "offline", "port", "quantization", "revision", "router"}
+        {
+            "api_keys_file", "dtype", "metrics_port", "model", "offline", "oidc_audience", "oidc_ca_file",
+            "oidc_issuer", "oidc_jwks", "oidc_tenant_claim", "port", "quantization", "revision", "router",
+        }
     ),
 }  # fmt: skip
 """Settings that have values of their own, or follow from the release and its pods."""
@@ -74,6 +77,7 @@ _BY_NAME: Final[dict[str, Schema]] = {
     },
 }
 _BY_PATH: Final[dict[str, Schema]] = {
+    "auth.mode": {"enum": ["", "keys", "oidc", "none"]},
     "client.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "model.dtype": {"enum": ["float32", "bfloat16", "float16"]},

@@ -24,15 +24,28 @@ EVERYTHING: Final[Object] = {
     "client": {"apiKeys": {"existingSecret": "keys"}},
     "redis": {"auth": {"existingSecret": "redis"}, "persistence": {"enabled": True}},
 }
+TOKENS: Final[Object] = {
+    "mode": "oidc",
+    "oidc": {"issuer": "https://login:8443", "audience": "corolla", "caSecret": "ca"},
+}
 NEEDED: Final[dict[str, Object]] = {
+    "auth": {"auth": TOKENS},
     "blockServer.defaults.gpu.resource": {"blockServer": {"defaults": {"gpu": {"count": 1}}}},
     "client.service.type": {"client": {"apiKeys": {"existingSecret": "callers"}}},
     "client.autoscaling": {"client": {"autoscaling": {"enabled": True}}},
     "redis.enabled": {"redis": {"external": {"existingSecret": "address"}}},
     "tls": {"tls": {"enabled": True, "certManager": {"issuer": "authority"}}},
+    # Where nothing else keeps others out, the policies have to.
+    "networkPolicy.enabled": {
+        "tls": {"enabled": True, "certManager": {"issuer": "authority"}},
+        "client": {"tls": {"existingSecret": "public"}},
+    },
     "redis.external": {"redis": {"enabled": False, "external": {"existingSecret": "address"}}},
 }
 OTHERS: Final[dict[str, Any]] = {
+    "auth.mode": "keys",
+    "auth.oidc.issuer": "https://other",
+    "auth.oidc.jwks": "https://other:4443/keys",
     "affinity": {"podAntiAffinity": {"x": []}},
     "blocks": "0:8",
     "callers": [{"podSelector": {}}],
@@ -175,7 +188,11 @@ def test_every_setting_of_a_service_is_reachable(component: str) -> None:
     given = {
         camel_case(name): sample(facts) for name, facts in described.items() if name not in SET_BY_THE_CHART[component]
     }
-    base = {"model": {"revision": "v1"}, "client": {"apiKeys": {"existingSecret": "keys"}}}
+    base = {
+        "model": {"revision": "v1"},
+        "client": {"apiKeys": {"existingSecret": "keys"}},
+        "auth": merged({"auth": TOKENS}, nested("auth.oidc.jwks", "https://login/keys"))["auth"],
+    }
     objects = render(merged(base, nested(f"{component}.settings", given)))
     container = pod_specs(objects)[OBJECTS[component]]["containers"][0]
     data = named(objects, "ConfigMap", OBJECTS[component])["data"]
@@ -257,3 +274,16 @@ def test_the_notes_name_the_next_commands(tmp_path: Path) -> None:
         assert "port-forward service/rel-corolla-client 50051:50051" in each
     assert "--api-key" not in plain
     assert "--server 127.0.0.1:50051 --api-key KEY" in with_keys
+    assert "network policies alone" in plain
+    assert "whoever reaches the Service" in plain
+    assert "keys and tokens included" in with_keys
+    guarded = shown(
+        {
+            "tls": {"enabled": True, "certManager": {"issuer": "authority"}},
+            "client": {"tls": {"existingSecret": "public"}},
+            "auth": TOKENS,
+        }
+    )
+    assert "--api-key TOKEN" in guarded
+    assert "helm test shows no token" in guarded
+    assert "in the clear" not in guarded

@@ -185,7 +185,8 @@ def test_a_server_without_a_model_reports_it_and_ends(
         "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_verysecret", "PYTHONPATH": str(SERVICES),
         "COROLLA_MODEL": REPOSITORY, "COROLLA_LOG_LEVEL": "DEBUG",
         # The usual ports may be those of somebody's connection just now.
-        "COROLLA_PORT": "0", "COROLLA_CONTROL_PORT": "0", "COROLLA_METRICS_PORT": "0", **environment,
+        "COROLLA_HOST": "127.0.0.1", "COROLLA_PORT": "0", "COROLLA_CONTROL_PORT": "0", "COROLLA_METRICS_PORT": "0",
+        **environment,
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "corolla.block_server"], env={**inherited, **given}, capture_output=True, text=True,

@@ -1,8 +1,16 @@
 {{/* A component's settings by name as COROLLA_* variables. JSON keeps large numbers from becoming powers of ten.
-     Running calls get what the pod's grace leaves, but for a moment, unless the settings say otherwise. */}}
+     Running calls get what the pod's grace leaves, but for a moment, and a component that nothing guards but the network
+     policies may be so, unless the settings say otherwise: dict "root" "values" "isGuarded" "guards". */}}
 {{- define "corolla.settings" -}}
-{{- $grace := sub .terminationGracePeriodSeconds (default 0 .preStopSeconds) | add -5 | max 0 | min 600 }}
-{{- range $name, $value := mergeOverwrite (dict "graceS" $grace) (deepCopy .settings) }}
+{{- $grace := sub .values.terminationGracePeriodSeconds (default 0 .values.preStopSeconds) | add -5 | max 0 | min 600 }}
+{{- $usual := dict "graceS" $grace }}
+{{- if not .isGuarded }}
+{{- if not (or .root.Values.networkPolicy.enabled (hasKey .values.settings "insecure")) }}
+{{- fail (printf "without networkPolicy.enabled and %s, whoever reaches a pod is let in; set them, or insecure=true in the settings of block servers, router and client" .guards) }}
+{{- end }}
+{{- $_ := set $usual "insecure" true }}
+{{- end }}
+{{- range $name, $value := mergeOverwrite $usual (deepCopy .values.settings) }}
 COROLLA_{{ snakecase $name | upper }}: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
 {{- end }}
 {{- end }}

@@ -1,6 +1,7 @@
 """Settings of a block server, from `COROLLA_*` variables."""
 
 import socket
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator
@@ -128,6 +129,11 @@ class BlockServerSettings(ServiceSettings):
         if value != "auto":
             Span.parse(value)
         return value
+
+    @property
+    def listening_hosts(self) -> Mapping[str, str]:
+        """AdminService among them, if it is served."""
+        return {**super().listening_hosts, **({"COROLLA_ADMIN_HOST": self.admin_host} if self.admin_port else {})}
 
     @property
     def num_page_tokens(self) -> int:

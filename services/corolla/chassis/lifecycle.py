@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import uvloop
 
-from corolla.chassis import failpoints, heap, logs
+from corolla.chassis import exposure, failpoints, heap, logs
 from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import StartupError
 from corolla.chassis.settings import ServiceSettings, load
@@ -87,17 +87,18 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
     """
     try:
         settings = load(settings_class, **overrides)
+        exposure.check(settings)
         failpoints.arm(os.environ)
         os.environ.setdefault(*TLS_1_3_ONLY)
         logs.configure(settings.log_level, settings.log_format, with_audit=settings.audit)
-        uvloop.run(_serve_until_signal(lambda: build(settings)))
+        uvloop.run(_serve_until_signal(settings, build))
     except StartupError as failure:
         sys.stderr.write(f"corolla: {failure.message}\n")
         return EXIT_STARTUP
     return 0
 
 
-async def _serve_until_signal(build: Callable[[], Service]) -> None:
+async def _serve_until_signal(settings: Settings, build: Callable[[Settings], Service]) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     is_signalled = False
@@ -116,7 +117,8 @@ async def _serve_until_signal(build: Callable[[], Service]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     _stops.append(stopping.set)
-    service = build()
+    service = build(settings)
+    reminding = asyncio.create_task(exposure.remind(settings))
     starting = asyncio.create_task(service.start())
     waiting = asyncio.create_task(stopping.wait())
     try:
@@ -126,8 +128,9 @@ async def _serve_until_signal(build: Callable[[], Service]) -> None:
             heap.settle()
             await waiting
     finally:
-        for task in (starting, waiting):
+        tasks = (reminding, starting, waiting)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(starting, waiting, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await service.stop()
         _stops.remove(stopping.set)

@@ -4,6 +4,7 @@ A service's own model inherits from `ServiceSettings`; each field says what it m
 the process at start with a sentence that names key and value.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -33,6 +34,11 @@ class ServiceSettings(BaseSettings):
         "within five seconds. Between services everything is TLS 1.3 then, with certificates of both ends, which name "
         "`spiffe://<trust domain>/<role>/<name>`. Without it everything is in the clear.",
     )
+    insecure: bool = Field(
+        False,
+        description="Whether the service may listen for other machines where nothing keeps them out: without "
+        "certificates or, for callers, without a certificate and keys or tokens. The log says so every minute.",
+    )
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
     log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines.")
@@ -42,6 +48,16 @@ class ServiceSettings(BaseSettings):
         "JSON each: who, what, the outcome and numbers of tokens; never a text or a key.",
     )
     grace_s: float = Field(10.0, ge=0, le=600, description="Seconds that running calls get when the service stops.")
+
+    @property
+    def listening_hosts(self) -> Mapping[str, str]:
+        """Where it does what it is asked, by the variable. Metrics are not among that."""
+        return {"COROLLA_HOST": self.host}
+
+    @property
+    def missing_guards(self) -> tuple[str, ...]:
+        """What would have to be set so that nobody is let in who should not be."""
+        return () if self.tls_dir is not None else ("COROLLA_TLS_DIR",)
 
 
 Settings = TypeVar("Settings", bound=BaseSettings)

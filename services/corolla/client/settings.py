@@ -185,3 +185,13 @@ class ClientSettings(ServiceSettings):
     def algorithms(self) -> tuple[str, ...]:
         """By which tokens may be signed."""
         return tuple(self.oidc_algorithms.split(","))
+
+    @property
+    def missing_guards(self) -> tuple[str, ...]:
+        """Of the public port: its callers have no certificates."""
+        missing = []
+        if self.public_tls_dir is None:
+            missing.append("COROLLA_PUBLIC_TLS_DIR")
+        if self.api_keys_file is None and not self.oidc_issuer:
+            missing.append("COROLLA_API_KEYS_FILE or COROLLA_OIDC_ISSUER")
+        return tuple(missing)

@@ -63,7 +63,7 @@ def test_a_signal_ends_the_router_while_it_waits_for_redis() -> None:
     ],
 )
 def test_a_bad_setting_ends_the_start_with_a_sentence(variables: dict[str, str], words: str) -> None:
-    process = start_process(**variables)
+    process = start_process(host="127.0.0.1", **variables)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 2
     assert words in said

@@ -16,6 +16,7 @@ from corolla.chassis.settings import ServiceSettings, load
 class OwnSettings(ServiceSettings):
     """Of the services below."""
 
+    host: str = "127.0.0.1"
     size: int = Field(1, ge=1, description="Some size.")
 
 
@@ -105,7 +106,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         "    async def stop(self):\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "        await asyncio.sleep(60)\n"
-        "run_service(ServiceSettings, lambda _: Slow())\n"
+        "run_service(ServiceSettings, lambda _: Slow(), host='127.0.0.1')\n"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode == -signal.SIGTERM
 
@@ -120,7 +121,7 @@ class Failing:
         print("NOT_SERVING", flush=True)
         {say}
     async def stop(self): print("stopped", flush=True)
-print(lifecycle.run_service(ServiceSettings, lambda _: Failing()))
+print(lifecycle.run_service(ServiceSettings, lambda _: Failing(), host='127.0.0.1'))
 """
 
 

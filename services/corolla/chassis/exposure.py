@@ -1,0 +1,53 @@
+"""Services that whoever reaches them may use: on this machine only, or on purpose."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Mapping
+from typing import Final
+
+from corolla.chassis.errors import StartupError
+from corolla.chassis.settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+
+_INTERVAL_S: Final = 60.0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or every address of a name, is reached from this machine only. Empty: all of this machine."""
+    if not host:
+        return False
+    try:
+        found = {str(each[4][0]) for each in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found)
+
+
+def exposed(settings: ServiceSettings) -> Mapping[str, str]:
+    """Where the service listens for others, by the variable, though nothing guards it."""
+    if not settings.missing_guards:
+        return {}
+    return {name: host for name, host in settings.listening_hosts.items() if not is_loopback(host)}
+
+
+def check(settings: ServiceSettings) -> None:
+    """Raises StartupError: the service would be exposed, and nobody has said that it may be."""
+    if settings.insecure:
+        return
+    for name, host in exposed(settings).items():
+        raise StartupError(
+            f"others reach {name}={host}, and nothing keeps them out; set {' and '.join(settings.missing_guards)}, "
+            f"or {name}=127.0.0.1, or, where a network of its own does so, COROLLA_INSECURE=true"
+        )
+
+
+async def remind(settings: ServiceSettings, interval_s: float = _INTERVAL_S) -> None:
+    """Has the log say every minute that the service is exposed, if it is."""
+    facts = {name.removeprefix("COROLLA_").lower(): host for name, host in exposed(settings).items()}
+    while facts:
+        missing = " and ".join(settings.missing_guards)
+        log.warning("COROLLA_INSECURE: whoever reaches this service is let in", extra={**facts, "missing": missing})
+        await asyncio.sleep(interval_s)

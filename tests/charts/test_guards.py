@@ -1,0 +1,113 @@
+"""Who is asked who they are, and that nobody is let in unasked but on purpose."""
+
+from typing import Final
+
+import pytest
+
+from tests.charts.rendering import CHART, Object, Refused, named, pod_specs, render
+from tests.charts.test_values import TOKENS, merged
+
+KEYS: Final[Object] = {"client": {"apiKeys": {"existingSecret": "keys"}}}
+CERTIFICATES: Final[Object] = {"tls": {"enabled": True, "certManager": {"issuer": "authority"}}}
+NO_POLICIES: Final[Object] = {"networkPolicy": {"enabled": False}}
+SERVICES: Final = ("rel-corolla-router", "rel-corolla-block-server-main", "rel-corolla-client")
+
+
+def settings(values: Object, name: str = "rel-corolla-client") -> dict[str, str]:
+    return dict(named(render(values), "ConfigMap", name)["data"])
+
+
+def mode(name: str) -> Object:
+    return {"auth": {**TOKENS, "mode": name}}
+
+
+def asks(values: Object) -> tuple[bool, bool]:
+    """Whether the client service takes keys, and tokens."""
+    given = settings(values)
+    return "COROLLA_API_KEYS_FILE" in given, "COROLLA_OIDC_ISSUER" in given
+
+
+def test_the_mode_follows_from_the_keys_unless_it_is_given() -> None:
+    assert asks({}) == asks(mode("none")) == (False, False)
+    assert asks(KEYS) == asks(merged(KEYS, mode("keys"))) == (True, False)
+    assert asks(mode("oidc")) == (False, True)
+    assert asks(merged(KEYS, mode("oidc"))) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        (mode("keys"), "name the Secret that has them in client.apiKeys.existingSecret"),
+        (merged(KEYS, mode("none")), "leave one of them out"),
+        ({"auth": {"mode": "oidc", "oidc": {"audience": "a"}}}, "name the issuer"),
+        ({"auth": {"mode": "oidc", "oidc": {"issuer": "https://a"}}}, "name what tokens are for"),
+        ({"auth": {"mode": "jwt"}}, "values don't meet the specifications of the schema"),
+    ],
+    ids=["keys without any", "keys for nobody", "no issuer", "no audience", "unknown"],
+)
+def test_a_mode_that_makes_no_sense_is_refused(values: Object, says: str) -> None:
+    with pytest.raises(Refused, match=says):
+        render(values)
+
+
+@pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
+def test_a_service_for_everybody_asks_who_calls(kind: str) -> None:
+    service: Object = {"client": {"service": {"type": kind}}}
+    for unasked in ({}, mode("none")):
+        with pytest.raises(Refused, match=rf"client\.service\.type {kind} lets whoever .* set auth\.mode"):
+            render(merged(service, unasked))
+    for asked in (KEYS, mode("oidc")):
+        render(merged(service, asked))
+
+
+def test_the_chart_has_no_other_way_in() -> None:
+    """A template that offered one would have to ask for the mode, too."""
+    templates = "".join(each.read_text(encoding="utf-8") for each in (CHART / "templates").rglob("*.yaml"))
+    assert not any(f"kind: {kind}" in templates for kind in ("Ingress", "HTTPRoute", "GRPCRoute", "Gateway"))
+
+
+def test_the_authority_of_an_issuer_is_mounted() -> None:
+    pod = pod_specs(render(mode("oidc")))["rel-corolla-client"]
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "oidc-ca"]
+    assert volume["secret"]["secretName"] == "ca"
+    mounts = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
+    assert f"{mounts['oidc-ca']}/ca.crt" == settings(mode("oidc"))["COROLLA_OIDC_CA_FILE"]
+
+
+def test_client_services_may_ask_the_issuer() -> None:
+    def ports(values: Object) -> set[int]:
+        policy = named(render({"model": {"offline": True}, **values}), "NetworkPolicy", "rel-corolla-client")
+        return {each["port"] for rule in policy["spec"]["egress"] if "to" not in rule for each in rule["ports"]}
+
+    assert ports({}) == set()
+    assert ports(mode("oidc")) == {443, 8443}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_pods_that_only_policies_guard_are_so_on_purpose(name: str) -> None:
+    everything = merged(merged(CERTIFICATES, KEYS), {"client": {"tls": {"existingSecret": "public"}}})
+    assert settings({}, name)["COROLLA_INSECURE"] == "true"
+    for values in (everything, merged(everything, NO_POLICIES)):
+        assert "COROLLA_INSECURE" not in settings(values, name)
+
+
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        ({}, "without networkPolicy.enabled and"),
+        (CERTIFICATES, "client.tls.existingSecret and auth.mode"),
+        (merged(CERTIFICATES, KEYS), "client.tls.existingSecret and auth.mode"),
+        (merged(CERTIFICATES, {"client": {"tls": {"existingSecret": "public"}}}), "client.tls.existingSecret and auth"),
+        ({"client": {"settings": {"insecure": True}}}, "without networkPolicy.enabled and tls.enabled"),
+    ],
+    ids=["nothing", "callers are not asked", "keys in the clear", "encrypted for everybody", "the others"],
+)
+def test_pods_that_nothing_guards_are_refused(values: Object, says: str) -> None:
+    with pytest.raises(Refused, match=says):
+        render(merged(values, NO_POLICIES))
+
+
+def test_pods_that_nothing_guards_are_rendered_for_those_who_insist() -> None:
+    insist = {"settings": {"insecure": True}}
+    values = merged(NO_POLICIES, {"router": insist, "client": insist, "blockServer": {"defaults": insist}})
+    assert [settings(values, name)["COROLLA_INSECURE"] for name in SERVICES] == ["true"] * 3
