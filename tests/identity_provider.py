@@ -56,6 +56,7 @@ class IdentityProvider:
     Attributes:
         keys: which it has now.
         status: what every request is answered with; 0: as it should be.
+        delay_s: before its answers.
         num_requests: for the key set.
         describes: what its description says besides, or in other words.
     """
@@ -66,6 +67,7 @@ class IdentityProvider:
         self.ca_file = folder / AUTHORITY_FILE
         self.keys = list(keys)
         self.status = 0
+        self.delay_s = 0.0
         self.num_requests = 0
         self.describes: dict[str, Any] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -102,6 +104,7 @@ class IdentityProvider:
 
     def answer(self, path: str) -> tuple[int, bytes]:
         """Status and content of what is asked for."""
+        time.sleep(self.delay_s)
         if self.status:
             return self.status, b""
         if path == "/.well-known/openid-configuration":

@@ -253,11 +253,27 @@ async def test_an_answer_ends_with_the_key_that_its_token_was_signed_with(
 
 async def test_made_up_keys_do_not_become_requests_to_the_issuer(swarm: Swarm, provider: IdentityProvider) -> None:
     claims, one = provider.claims(), SigningKey("any")
-    tokens = [one.sign(claims, {"kid": f"made-up-{number}"}) for number in range(200)]
     before, began = provider.num_requests, time.monotonic()
-    assert not any(await asyncio.gather(*(is_taken(swarm.address, each) for each in tokens)))
+    for wave in range(20):
+        tokens = [one.sign(claims, {"kid": f"made-up-{wave}-{number}"}) for number in range(20)]
+        assert not any(await asyncio.gather(*(is_taken(swarm.address, each) for each in tokens)))
     assert await is_taken(swarm.address, provider.token())
     assert provider.num_requests - before <= 2 + (time.monotonic() - began) / PAUSE_S
+
+
+async def test_a_slow_issuer_holds_up_only_those_whose_key_is_not_known(
+    swarm: Swarm, provider: IdentityProvider
+) -> None:
+    await asyncio.sleep(PAUSE_S)
+    provider.delay_s = 2.0
+    try:
+        asking = asyncio.create_task(is_taken(swarm.address, SigningKey("made-up").sign(provider.claims())))
+        await asyncio.sleep(0.2)
+        assert await is_taken(swarm.address, provider.token())
+        assert not asking.done()
+        assert not await asking
+    finally:
+        provider.delay_s = 0.0
 
 
 async def test_known_keys_stay_in_force_while_the_issuer_is_away(swarm: Swarm, provider: IdentityProvider) -> None:
@@ -341,11 +357,22 @@ async def test_a_broken_file_of_an_issuers_keys_ends_the_start(tmp_path: Path) -
         ({"oidc_issuer": "http://a", "oidc_audience": "b"}, "COROLLA_OIDC_ISSUER='http://a': .*must begin with https"),
         ({"oidc_issuer": "https://a"}, "COROLLA_OIDC_AUDIENCE='': .*must be set"),
         ({"oidc_jwks": "http://a/keys"}, "COROLLA_OIDC_JWKS.*must begin with https"),
+        ({"oidc_audience": "b"}, "COROLLA_OIDC_AUDIENCE='b': .*needs COROLLA_OIDC_ISSUER"),
+        ({"oidc_jwks": "/keys"}, "COROLLA_OIDC_JWKS='/keys': .*needs COROLLA_OIDC_ISSUER"),
         ({"oidc_algorithms": "none"}, "COROLLA_OIDC_ALGORITHMS.*'none' is none of"),
         ({"oidc_algorithms": "RS256, HS256"}, "'HS256' is none of"),
         ({"oidc_algorithms": ""}, "'' is none of"),
     ],
-    ids=["plain issuer", "no audience", "plain keys", "none", "shared secrets", "nothing"],
+    ids=[
+        "plain issuer",
+        "no audience",
+        "plain keys",
+        "audience of nobody",
+        "keys of nobody",
+        "none",
+        "shared secrets",
+        "nothing",
+    ],
 )
 async def test_settings_that_would_let_others_in_are_refused(given: dict[str, str], says: str) -> None:
     with pytest.raises(SettingsError, match=says):

@@ -162,15 +162,20 @@ class ClientSettings(ServiceSettings):
     @field_validator("oidc_audience")
     @classmethod
     def _audience_is_named(cls, audience: str, info: ValidationInfo) -> str:
-        if info.data.get("oidc_issuer") and not audience:
+        issuer = info.data.get("oidc_issuer")
+        if issuer and not audience:
             raise ValueError("must be set with COROLLA_OIDC_ISSUER: else tokens for others would be taken")
+        if audience and not issuer:
+            raise ValueError("needs COROLLA_OIDC_ISSUER: else callers would not be asked for tokens")
         return audience
 
     @field_validator("oidc_jwks")
     @classmethod
-    def _keys_are_not_fetched_in_the_clear(cls, jwks: str) -> str:
+    def _keys_are_not_fetched_in_the_clear(cls, jwks: str, info: ValidationInfo) -> str:
         if "://" in jwks and not jwks.startswith("https://"):
             raise ValueError("must begin with https://, or name a file")
+        if jwks and not info.data.get("oidc_issuer"):
+            raise ValueError("needs COROLLA_OIDC_ISSUER: else callers would not be asked for tokens")
         return jwks
 
     @field_validator("oidc_algorithms")
