@@ -53,6 +53,7 @@ class Caller:
     def __init__(self, swarm: Swarm, role: Role, name: str = "rogue", client_id: bytes | None = None) -> None:
         self.frames: asyncio.Queue[Message] = asyncio.Queue()
         network = network_of(swarm, role, name)
+        self.capabilities = network.capabilities(FINGERPRINTS[0])
         self.stream: Stream = network.connect(
             swarm.servers[0].address, lambda _: lambda frame: self.frames.put_nowait(frame.control)
         )
@@ -73,12 +74,13 @@ class Caller:
         return frame
 
     async def open(self, session_id: bytes, tenant: str, epoch: int = 1) -> Any:
-        self.stream.send(
-            pb.Open(
-                request_id=1, session_id=session_id, epoch=epoch, tenant=tenant, max_tokens=16, lease_ms=60_000,
-                blocks=common_pb2.BlockSpan(start=0, end=5),
-            )
+        opening = pb.Open(
+            request_id=1, session_id=session_id, epoch=epoch, tenant=tenant, max_tokens=16, lease_ms=60_000,
+            blocks=common_pb2.BlockSpan(start=0, end=5),
         )  # fmt: skip
+        assert self.capabilities is not None
+        self.capabilities.sign(opening)
+        self.stream.send(opening)
         return await self.answer(pb.Opened)
 
 

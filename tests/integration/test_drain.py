@@ -96,6 +96,32 @@ async def test_idle_conversations_are_found_where_they_were_handed_to(tmp_path: 
         await swarm.until_empty()
 
 
+async def test_who_takes_a_session_over_verifies_who_opened_it_and_may_hand_it_on(tmp_path: Path, model: Path) -> None:
+    grace = {"grace_s": 120.0}
+    async with (
+        Swarm(tmp_path, model, ["0:2", "2:5"], server=grace, is_encrypted=True) as swarm,
+        swarm.connect() as client,
+    ):
+        session = (await client.create_session()).session_id
+        undisturbed = (await client.generate(PROMPTS[1], **OPTIONS)).token_ids
+        await client.generate(PROMPTS[0], max_tokens=40, ignore_eos=True, session=session)
+        answer = asyncio.create_task(client.generate(PROMPTS[1], **OPTIONS))
+        for _ in range(2):
+            leaving = swarm.servers.pop(1)
+            await until_held(leaving, 2)
+            await swarm.add_server("2:5")
+            await asyncio.wait_for(leaving.stop(), 60)
+            # What it counted can be read also when it has stopped.
+            moved = leaving.registry.get_sample_value("corolla_sessions_handed_over_total", {"outcome": "moved"})
+            assert moved == 2
+        assert (await answer).token_ids == undisturbed
+        again = await client.generate(PROMPTS[1], max_tokens=8, session=session)
+        assert again.usage.cached_tokens > 0
+        assert await sample(swarm.clients[0].metrics_port, RECOMPUTED) == 0
+        await client.delete_session(session)
+        await swarm.until_empty()
+
+
 async def test_a_conversation_deleted_during_its_handover_is_freed_on_both_servers(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

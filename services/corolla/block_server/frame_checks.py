@@ -8,9 +8,9 @@ from corolla.block_server.kv.prefixes import ExpectedText, salt_of
 from corolla.block_server.peers import Peer
 from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.row_sampling import SessionSampler
-from corolla.chassis.errors import HopSessionLost, MalformedMessage, RoleDenied
+from corolla.chassis.errors import CapabilityDenied, HopSessionLost, MalformedMessage
 from corolla.decoding.draft_model import DraftModel
-from corolla.trust.workload import Role
+from corolla.trust.capabilities import Capabilities
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import MAX_TENANT_CHARS, Buffer
@@ -47,32 +47,34 @@ class FrameChecks:
     Args:
         identity: what this server is.
         draft_model: that it has.
+        capabilities: of the model's sessions; None where nobody is asked who they are.
     """
 
-    def __init__(self, identity: Identity, draft_model: DraftModel | None = None) -> None:
+    def __init__(
+        self, identity: Identity, draft_model: DraftModel | None = None, capabilities: Capabilities | None = None
+    ) -> None:
         self._identity = identity
         self._draft_model = draft_model
+        self._capabilities = capabilities
 
     def open_request(self, control: pb.Open, payload: Buffer, peer: Peer) -> OpenRequest:
-        """What an Open asks for."""
+        """What an Open asks for. Raises CapabilityDenied or RoleDenied where it may not be asked for."""
         if len(control.session_id) != ID_BYTES or not peer.client_id:
             raise MalformedMessage("session_id", f"must have {ID_BYTES} bytes, on a client's stream")
         request = self._session("open", control, payload, peer.client_id)
         if control.HasField("sampler") and control.blocks.end != self._identity.num_model_blocks:
             raise MalformedMessage("sampler", "only the last hop chooses tokens")
-        workload = peer.workload
-        if workload is not None and workload.role is Role.LIBRARY and workload.name != control.tenant:
-            raise RoleDenied("a library's certificate names its tenant; this one is another")
+        if request.owner != peer.owner:
+            raise CapabilityDenied("somebody else has signed for the session")
         text = self._text(control, request.blocks)
-        return replace(request, resume=control.resume, text=text, stream=peer.number, owner=peer.owner)
+        return replace(request, resume=control.resume, text=text, stream=peer.number)
 
     def handover_request(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
-        """As what a session is offered that another block server holds."""
+        """As what a session is offered that another block server holds. Raises CapabilityDenied or RoleDenied."""
         ids = (control.session_id, control.client_id, control.transfer_id)
         if peer.client_id or any(len(each) != ID_BYTES for each in ids):
             raise MalformedMessage("handover", f"ids have {ID_BYTES} bytes, and only servers hand sessions over")
-        request = self._session("handover", control, payload, control.client_id)
-        return replace(request, owner=control.owner)
+        return self._session("handover", control, payload, control.client_id)
 
     def _session(self, field: str, control: pb.Open | pb.Handover, payload: Buffer, client_id: bytes) -> OpenRequest:
         """What both ways to get a session say of it."""
@@ -81,6 +83,7 @@ class FrameChecks:
             raise MalformedMessage(field, "epoch, max_tokens and lease_ms must be positive")
         if len(control.tenant) > MAX_TENANT_CHARS:
             raise MalformedMessage("tenant", f"has more than {MAX_TENANT_CHARS} characters")
+        owner, capability = self._opener(control)
         return OpenRequest(
             session_id=control.session_id,
             epoch=control.epoch,
@@ -93,7 +96,19 @@ class FrameChecks:
             transient=control.transient,
             keep_activations=control.keep_activations,
             prompts=self._prompts(control, payload, len(blocks)),
+            owner=owner,
+            capability=capability,
         )
+
+    def _opener(self, control: pb.Open | pb.Handover) -> tuple[str, pb.SignedCapability | None]:
+        """Whose session it is, and by which word."""
+        if self._capabilities is None:
+            return "", None
+        owner = self._capabilities.verify(control).owner
+        # A copy: as a part it would keep the whole message.
+        capability = pb.SignedCapability()
+        capability.CopyFrom(control.capability)
+        return owner, capability
 
     def _text(self, control: pb.Open, blocks: Span) -> ExpectedText | None:
         if not control.HasField("text"):

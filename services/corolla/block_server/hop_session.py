@@ -128,6 +128,7 @@ class OpenRequest:
 
     Attributes:
         owner: whose session it is; empty where nobody is asked.
+        capability: by which its owner opened it; None where nobody is asked.
         sampler: who chooses its tokens, where this is the last hop and is to do that.
         stream: number of that on which it was asked; 0 where another server hands the session over.
     """
@@ -147,6 +148,7 @@ class OpenRequest:
     sampler: "SessionSampler | None" = None
     stream: int = 0
     owner: str = ""
+    capability: pb.SignedCapability | None = None
 
     def agrees_with(self, other: "OpenRequest") -> bool:
         """Whether a session that was computed under one request can continue under the other."""

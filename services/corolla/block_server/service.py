@@ -234,7 +234,7 @@ class BlockServer:
         receiver = HandoverReceiver(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
         servicer = BlockServicer(
             identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, receiver,
-            self._tasks, draft_model, self._rpc_metrics.error,
+            self._tasks, draft_model, self._rpc_metrics.error, network.capabilities(fingerprint),
         )  # fmt: skip
         sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
         self._drain = Drain(

@@ -22,7 +22,7 @@ from corolla.block_server.preparations import Preparations, takes_a_while
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
-from corolla.chassis import failpoints
+from corolla.chassis import audit, failpoints
 from corolla.chassis.audit import Caller
 from corolla.chassis.errors import (
     CorollaError,
@@ -35,6 +35,7 @@ from corolla.chassis.handlers import Call
 from corolla.chassis.tasks import TaskGroup
 from corolla.decoding.draft_model import DraftModel
 from corolla.trust.authorisation import check_frame
+from corolla.trust.capabilities import Capabilities
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -53,6 +54,7 @@ class BlockServicer:
         tasks: of this server.
         draft_model: of this server, if it has one.
         count_error: is called with the reason of each error that ended a stream.
+        capabilities: of the model's sessions; None where nobody is asked who they are.
     """
 
     def __init__(
@@ -68,10 +70,11 @@ class BlockServicer:
         tasks: TaskGroup,
         draft_model: DraftModel | None = None,
         count_error: Callable[[str], None] = lambda reason: None,
+        capabilities: Capabilities | None = None,
     ) -> None:
         self._identity = identity
         self._count_error = count_error
-        self._checks = FrameChecks(identity, draft_model)
+        self._checks = FrameChecks(identity, draft_model, capabilities)
         self._has_draft_model = draft_model is not None
         self._preparations = Preparations(tasks)
         self._engine = engine
@@ -183,6 +186,7 @@ class BlockServicer:
         self._preparations.cancel(control.session_id, control.epoch)
 
         def refuse(error: CorollaError) -> None:
+            _audit("open", error, peer)
             peer.send(describe(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
 
         try:
@@ -320,7 +324,15 @@ class BlockServicer:
 
     def _handover(self, frame: Frame, peer: Peer) -> None:
         control: pb.Handover = frame.control  # type: ignore[assignment]
-        request = self._checks.handover_request(control, frame.payload, peer)
+        try:
+            request = self._checks.handover_request(control, frame.payload, peer)
+        except RoleDenied as error:
+            # An honest server may hold on to a session for too long; it has others to hand over.
+            _audit("handover", error, peer)
+            refusal = pb.HandoverAnswer(session_id=control.session_id, epoch=control.epoch)
+            refusal.reason, refusal.message = error.reason, error.message
+            peer.send(refusal)
+            return
         self._engine.between_iterations(lambda: self._receiver.on_offer(request, control.transfer_id, peer))
 
     def _handover_tokens(self, frame: Frame, peer: Peer) -> None:
@@ -332,3 +344,9 @@ class BlockServicer:
         """A client's stream ended: ends the sessions opened on it; with the last stream, all sessions of the client."""
         is_gone = self._peers.get(peer.client_id) is None
         self._sessions.end_stream(peer.client_id, None if is_gone else peer.number)
+
+
+def _audit(event: str, error: CorollaError, peer: Peer) -> None:
+    """Writes down who was denied a session."""
+    if isinstance(error, RoleDenied) and peer.workload is not None:
+        audit.write(event, {"outcome": error.reason, **peer.workload.audited()})

@@ -14,6 +14,7 @@ from corolla.chain.recovery_plan import HopState
 from corolla.chain.routes import Routes
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import (
+    CapabilityDenied,
     CorollaError,
     HopLeaving,
     HopUnavailable,
@@ -34,7 +35,8 @@ log = logging.getLogger(__name__)
 
 _MAX_REFUSALS: Final = 3
 _ALL_TOKENS: Final = 2**31
-_AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages)
+# A hop may believe another authority than the others for a while, or have another time.
+_AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages, CapabilityDenied)
 
 
 class TrainedPrompts(Protocol):

@@ -17,6 +17,7 @@ from corolla.chain.token_stream import TokenStream
 from corolla.chassis.errors import CorollaError, FingerprintMismatch, HopLeaving, HopUnavailable, NotComputed, QueueFull
 from corolla.chassis.status import from_reason
 from corolla.chassis.tasks import TaskGroup
+from corolla.trust.capabilities import Capabilities
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Buffer, Frame
@@ -58,6 +59,7 @@ class DataPlane:
         open_timeout_s: how long a server that lives may take to open a session. Its event loop may be well while the
             thread that computes is stuck.
         on_discarded: is called with the number of tokens that hops chose and nobody wants any more.
+        capabilities: sign for what is opened, where hops ask for it.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class DataPlane:
         open_timeout_s: float = 15.0,
         connect: Connect = connect,
         on_discarded: Callable[[int], None] = lambda num_tokens: None,
+        capabilities: Capabilities | None = None,
     ) -> None:
         self.client_id = secrets.token_bytes(16)
         self._fingerprint = fingerprint
@@ -78,6 +81,7 @@ class DataPlane:
         self._numbers = itertools.count(1)
         self._open_timeout_s = open_timeout_s
         self._pending = PendingReplies(on_discarded)
+        self._capabilities = capabilities
         self.handovers = Handovers()
 
     @property
@@ -143,6 +147,8 @@ class DataPlane:
         answer = self._pending.add_open(number, address)
         try:
             request.request_id = number
+            if self._capabilities is not None:
+                self._capabilities.sign(request)
             self._send(address, request, payload)
             # A sampler may have to draw again what was drawn for thousands of tokens.
             async with asyncio.timeout(self._open_timeout_s + request.sampler.num_skipped * _SECONDS_PER_DRAW):

@@ -158,6 +158,12 @@ class AddressNotYours(RoleDenied):
     reason = "ADDRESS_NOT_YOURS"
 
 
+class CapabilityDenied(RoleDenied):
+    """A session is opened, or handed over, without the word of a client service or library for just that."""
+
+    reason = "CAPABILITY_DENIED"
+
+
 class ResourceNotFound(CorollaError):
     """Becomes `google.rpc.ResourceInfo`. A foreign owner's resource is not found, too: existence is not disclosed."""
 

@@ -126,6 +126,7 @@ class ClientService:
             settings.open_timeout_s,
             self._network.connect,
             self._metrics.discarded_tokens.inc,
+            self._network.capabilities(fingerprint),
         )
         routes = self._routes = Routes(
             control,

@@ -217,7 +217,13 @@ class _Planes:
         self.tasks = TaskGroup()
         network.start_renewal(self.tasks)
         limits = replace(between_servers(), ping_after_s=1.0, silence_s=_SILENCE_S)
-        self.data = DataPlane(fingerprint, self.tasks.subgroup(), limits, connect=network.connect)
+        self.data = DataPlane(
+            fingerprint,
+            self.tasks.subgroup(),
+            limits,
+            connect=network.connect,
+            capabilities=network.capabilities(fingerprint),
+        )
         placement = PlacementWatch(self.control)
         self.tasks.start_essential(placement.run, "placement_watch")
         self.routes = Routes(self.control, placement, fingerprint, num_blocks)

@@ -21,7 +21,7 @@ from corolla.models.hub_snapshot import HubSnapshot
 from corolla.models.weights import find_weights, open_tensors, read_header, sample_bytes
 
 # Raise it whenever two releases would not compute the same hidden states or read the same frames.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 

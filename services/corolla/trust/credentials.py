@@ -12,8 +12,9 @@ from typing import Any, Final
 import grpc
 from cryptography import x509
 
+from corolla.trust.signatures import Signatories, Signer, workload_of_certificate
 from corolla.trust.watched_files import Contents, WatchedFiles
-from corolla.trust.workload import Workload
+from corolla.trust.workload import Role, Workload
 
 CERTIFICATE_FILE: Final = "tls.crt"
 KEY_FILE: Final = "tls.key"
@@ -32,9 +33,12 @@ class Credentials:
     Attributes:
         files: which are to be watched.
         version: counts the changes.
+        signer: by the key of the certificate, of who opens sessions; None of others.
+        signatories: who has certificates of the authority.
 
     Raises:
-        SettingsError: a file is missing or none, or the certificate names no workload.
+        SettingsError: a file is missing or none, or the certificate names no workload; or the key of who opens sessions
+            signs nothing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,6 +83,9 @@ class Credentials:
         self._calling, self._taking = (
             _context(kind, self._folder) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
         )
+        opens_sessions = workload.role in (Role.CLIENT, Role.LIBRARY)
+        self.signer = Signer(certificate, key) if opens_sessions else None
+        self.signatories = Signatories(authority)
         self._certificate, self._key, self._authority, self._workload = certificate, key, authority, workload
         self._rpc = grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
         self.version += 1
@@ -128,15 +135,6 @@ def _rpc_servers(
         return seen
 
     return grpc.dynamic_ssl_server_credentials(seen, fetch, require_client_authentication=shows_certificate)  # type: ignore[arg-type]
-
-
-def workload_of_certificate(certificate: x509.Certificate) -> Workload | None:
-    """Whom a certificate names. None: no workload."""
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return None
-    return Workload.only_one(names.get_values_for_type(x509.UniformResourceIdentifier))
 
 
 def workload_of_transport(transport: asyncio.BaseTransport) -> Workload | None:

@@ -322,6 +322,7 @@ class Open(_message.Message):
     KEEP_ACTIVATIONS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     SAMPLER_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Answers carry the same number."""
     session_id: _builtins.bytes
@@ -358,6 +359,10 @@ class Open(_message.Message):
     def sampler(self) -> Global___Sampler:
         """Only to the last hop, of a session whose tokens that hop chooses: see Step.samples."""
 
+    @_builtins.property
+    def capability(self) -> Global___SignedCapability:
+        """Where both ends show certificates: without it, or with one for another session, the open is refused."""
+
     def __init__(
         self,
         *,
@@ -374,14 +379,86 @@ class Open(_message.Message):
         keep_activations: _builtins.bool = ...,
         text: Global___ExpectedText | None = ...,
         sampler: Global___Sampler | None = ...,
+        capability: Global___SignedCapability | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "sampler", b"sampler", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "sampler", b"sampler", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
+
+@_typing.final
+class Capability(_message.Message):
+    """What a caller may hold on one hop, as Open says it. Another hop takes it from nobody but who opened the session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_MS_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    session_id: _builtins.bytes
+    epoch: _builtins.int
+    tenant: _builtins.str
+    max_tokens: _builtins.int
+    expires_at_ms: _builtins.int
+    """Unix time. Nobody opens the session with it, or hands it over, from then on."""
+    @_builtins.property
+    def blocks(self) -> _common_pb2.BlockSpan: ...
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        session_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        blocks: _common_pb2.BlockSpan | None = ...,
+        max_tokens: _builtins.int = ...,
+        expires_at_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Capability: _TypeAlias = Capability  # noqa: Y015
+
+@_typing.final
+class SignedCapability(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    CERTIFICATES_FIELD_NUMBER: _builtins.int
+    capability: _builtins.bytes
+    """A Capability as it was serialised."""
+    signature: _builtins.bytes
+    """ECDSA with SHA-256, of "corolla capability 1" and a zero byte in front of it, by the key of the first certificate."""
+    @_builtins.property
+    def certificates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of the client service or library that opened the session, and intermediate ones behind it. DER."""
+
+    def __init__(
+        self,
+        *,
+        capability: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        certificates: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "certificates", b"certificates", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignedCapability: _TypeAlias = SignedCapability  # noqa: Y015
 
 @_typing.final
 class Sampler(_message.Message):
@@ -1126,7 +1203,7 @@ class Handover(_message.Message):
     KEEP_ACTIVATIONS_FIELD_NUMBER: _builtins.int
     BLOCK_PROMPTS_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
-    OWNER_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     """The one that the session is open with; its client opens it on the receiver with a higher one."""
@@ -1138,12 +1215,14 @@ class Handover(_message.Message):
     keep_activations: _builtins.bool
     transfer_id: _builtins.bytes
     """128 random bits: of this attempt at a handover. Parts of another one are not taken."""
-    owner: _builtins.str
-    """Who opened it: a SPIFFE id, or its beginning where that stands for many. Empty: nobody was asked."""
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan: ...
     @_builtins.property
     def block_prompts(self) -> Global___BlockPrompts: ...
+    @_builtins.property
+    def capability(self) -> Global___SignedCapability:
+        """With which it was opened; as of Open."""
+
     def __init__(
         self,
         *,
@@ -1158,11 +1237,11 @@ class Handover(_message.Message):
         keep_activations: _builtins.bool = ...,
         block_prompts: Global___BlockPrompts | None = ...,
         transfer_id: _builtins.bytes = ...,
-        owner: _builtins.str = ...,
+        capability: Global___SignedCapability | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "owner", b"owner", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

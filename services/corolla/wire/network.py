@@ -14,6 +14,7 @@ from corolla.chassis.handlers import MAX_CONTROL_REQUEST_BYTES, Call, service_ha
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.tasks import TaskGroup
 from corolla.trust.authorisation import AUDITED, FRAMES, check_method
+from corolla.trust.capabilities import Capabilities
 from corolla.trust.channels import renewed_channels
 from corolla.trust.credentials import Credentials, workload_of_call
 from corolla.trust.workload import Role, Workload
@@ -71,6 +72,10 @@ class Network:
             authenticate=self._check_role,
             audited=AUDITED,
         )
+
+    def capabilities(self, fingerprint: str) -> Capabilities | None:
+        """Of the sessions of a model; None where nobody is asked who they are."""
+        return Capabilities(self.credentials, fingerprint) if self.credentials is not None else None
 
     def start_renewal(self, tasks: TaskGroup) -> None:
         """From now on, changed certificates are taken."""

@@ -128,7 +128,7 @@ def _offer(request: OpenRequest, transfer_id: bytes) -> tuple[pb.Handover, memor
         session_id=request.session_id, epoch=request.epoch, tenant=request.tenant, client_id=request.client_id,
         max_tokens=request.max_tokens, blocks=common_pb2.BlockSpan(start=request.blocks.start, end=request.blocks.end),
         lease_ms=round(request.lease_s * 1000), transient=request.transient, keep_activations=request.keep_activations,
-        transfer_id=transfer_id, owner=request.owner,
+        transfer_id=transfer_id, capability=request.capability,
     )  # fmt: skip
     if request.prompts is None:
         return offer, b""

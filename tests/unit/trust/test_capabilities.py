@@ -1,0 +1,261 @@
+"""What a hop believes about who opened a session for whom, and what it does not."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+from corolla.chassis.errors import CapabilityDenied, RoleDenied, SettingsError
+from corolla.trust import signatures
+from corolla.trust.authority import Authority
+from corolla.trust.capabilities import GRACE_MS, Capabilities
+from corolla.trust.credentials import CERTIFICATE_FILE, KEY_FILE, Credentials
+from corolla.trust.signatures import MAX_CERTIFICATES, Signer, workload_of_certificate
+from corolla.trust.workload import Role, Workload
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+from tests.identities import Identities
+
+FINGERPRINT = "weights"
+LEASE_MS = 60_000
+FOREIGN = Workload("elsewhere", Role.CLIENT, "rogue")
+
+
+@pytest.fixture
+def identities(tmp_path: Path) -> Identities:
+    return Identities(tmp_path)
+
+
+@pytest.fixture
+def hop(identities: Identities) -> Capabilities:
+    return of(identities, Role.BLOCK, "1")
+
+
+def of(identities: Identities, role: Role, name: str, **options: Any) -> Capabilities:
+    return Capabilities(Credentials(identities.folder_of(role, name)), FINGERPRINT, **options)
+
+
+def an_open(**changes: Any) -> pb.Open:
+    opening = {
+        "session_id": b"s" * 16, "epoch": 3, "tenant": "acme", "blocks": common_pb2.BlockSpan(start=2, end=5),
+        "max_tokens": 40, "lease_ms": LEASE_MS, **changes,
+    }  # fmt: skip
+    return pb.Open(**opening)
+
+
+def signed_by(capabilities: Capabilities, **changes: Any) -> pb.Open:
+    opening = an_open(**changes)
+    capabilities.sign(opening)
+    return opening
+
+
+def with_certificate_of(folder: Path, opening: pb.Open) -> pb.Open:
+    """Signed anew by the key in a folder, whoever has it."""
+    signer = Signer((folder / CERTIFICATE_FILE).read_bytes(), (folder / KEY_FILE).read_bytes())
+    opening.capability.signature = signer.sign(b"corolla capability 1\0" + opening.capability.capability)
+    opening.capability.certificates[:] = signer.certificates
+    return opening
+
+
+def test_what_a_client_service_and_a_library_sign_is_theirs(identities: Identities, hop: Capabilities) -> None:
+    for role, name in ((Role.CLIENT, "1"), (Role.LIBRARY, "acme")):
+        opening = signed_by(of(identities, role, name))
+        assert hop.verify(opening) == Workload("test", role, name)
+        handed_over = pb.Handover(
+            session_id=opening.session_id, epoch=3, tenant="acme", blocks=common_pb2.BlockSpan(start=3, end=4),
+            max_tokens=39, capability=opening.capability,
+        )  # fmt: skip
+        assert hop.verify(handed_over) == Workload("test", role, name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"session_id": b"o" * 16}, {"epoch": 2}, {"epoch": 4}, {"tenant": "victim"}, {"tenant": ""}, {"max_tokens": 41},
+        {"blocks": common_pb2.BlockSpan(start=1, end=5)}, {"blocks": common_pb2.BlockSpan(start=2, end=6)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_it_is_for_one_session_only(identities: Identities, hop: Capabilities, changes: dict[str, Any]) -> None:
+    capability = signed_by(of(identities, Role.CLIENT, "1")).capability
+    with pytest.raises(CapabilityDenied, match="something else"):
+        hop.verify(an_open(**changes, capability=capability))
+
+
+def test_it_is_for_one_model_only(identities: Identities) -> None:
+    opening = signed_by(of(identities, Role.CLIENT, "1"))
+    with pytest.raises(CapabilityDenied, match="something else"):
+        Capabilities(Credentials(identities.folder_of(Role.BLOCK, "1")), "other weights").verify(opening)
+
+
+def test_altered_forged_and_missing_ones_are_worth_nothing(identities: Identities, hop: Capabilities) -> None:
+    good = signed_by(of(identities, Role.CLIENT, "1")).capability
+    other = signed_by(of(identities, Role.CLIENT, "2")).capability
+    altered = pb.Capability.FromString(good.capability)
+    altered.tenant = "victim"
+
+    def changed(**changes: Any) -> pb.SignedCapability:
+        parts = {"capability": good.capability, "signature": good.signature, "certificates": good.certificates}
+        return pb.SignedCapability(**{**parts, **changes})
+
+    for capability in (
+        pb.SignedCapability(),
+        changed(capability=altered.SerializeToString()),
+        changed(signature=b""),
+        changed(signature=good.signature[:-1] + bytes([good.signature[-1] ^ 1])),
+        changed(signature=other.signature),
+        changed(certificates=[]),
+        changed(certificates=other.certificates),
+        changed(certificates=[b"no certificate"]),
+        changed(certificates=[good.certificates[0][:-1]]),
+        changed(certificates=list(good.certificates) * (MAX_CERTIFICATES + 1)),
+        changed(certificates=[good.certificates[0], bytes(1 << 20)]),
+    ):
+        with pytest.raises(CapabilityDenied):
+            hop.verify(an_open(capability=capability))
+    assert hop.verify(an_open(capability=good)).role is Role.CLIENT
+
+
+def test_what_was_signed_for_another_purpose_is_no_capability(identities: Identities, hop: Capabilities) -> None:
+    opening = signed_by(of(identities, Role.CLIENT, "1"))
+    credentials = Credentials(identities.folder_of(Role.CLIENT, "1"))
+    assert credentials.signer is not None
+    opening.capability.signature = credentials.signer.sign(opening.capability.capability)
+    with pytest.raises(CapabilityDenied):
+        hop.verify(opening)
+
+
+def test_it_expires(identities: Identities) -> None:
+    opening = signed_by(of(identities, Role.CLIENT, "1", clock=lambda: 1000.0))
+    end_s = 1000.0 + (LEASE_MS + GRACE_MS) / 1000
+    of(identities, Role.BLOCK, "1", clock=lambda: end_s - 1).verify(opening)
+    with pytest.raises(CapabilityDenied, match="expired"):
+        of(identities, Role.BLOCK, "1", clock=lambda: end_s).verify(opening)
+
+
+@pytest.mark.parametrize("role", [Role.BLOCK, Role.ROUTER, Role.OPERATOR])
+def test_who_opens_no_sessions_signs_for_none(identities: Identities, hop: Capabilities, role: Role) -> None:
+    with pytest.raises(RoleDenied):
+        of(identities, role, "1").sign(an_open())
+    opening = with_certificate_of(identities.folder_of(role, "1"), signed_by(of(identities, Role.CLIENT, "1")))
+    with pytest.raises(CapabilityDenied, match="may open none"):
+        hop.verify(opening)
+
+
+def test_a_library_signs_for_its_own_tenant_only(identities: Identities, hop: Capabilities) -> None:
+    opening = signed_by(of(identities, Role.LIBRARY, "mallory"), tenant="victim")
+    with pytest.raises(RoleDenied, match="library"):
+        hop.verify(opening)
+
+
+def test_another_authority_and_another_trust_domain_are_strangers(
+    identities: Identities, hop: Capabilities, tmp_path: Path
+) -> None:
+    strangers = Identities(tmp_path / "strangers")
+    with pytest.raises(CapabilityDenied):
+        hop.verify(signed_by(of(strangers, Role.CLIENT, "1")))
+    identities.authority.issue(tmp_path / "foreign", FOREIGN, ())
+    with pytest.raises(CapabilityDenied, match="may open none"):
+        hop.verify(signed_by(Capabilities(Credentials(tmp_path / "foreign"), FINGERPRINT)))
+
+
+def test_a_block_server_cannot_sign_certificates_of_others(
+    identities: Identities, hop: Capabilities, tmp_path: Path
+) -> None:
+    folder = identities.folder_of(Role.BLOCK, "rogue")
+    own_key = serialization.load_pem_private_key((folder / KEY_FILE).read_bytes(), None)
+    own = x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
+    client = x509.load_pem_x509_certificate((identities.folder_of(Role.CLIENT, "1") / CERTIFICATE_FILE).read_bytes())
+    assert isinstance(own_key, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(client.subject)
+        .issuer_name(own.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(own.not_valid_before_utc)
+        .not_valid_after(own.not_valid_after_utc)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(own_key.public_key()), critical=False)
+    )
+    for extension in client.extensions:
+        if not isinstance(extension.value, x509.SubjectKeyIdentifier | x509.AuthorityKeyIdentifier):
+            builder = builder.add_extension(extension.value, extension.critical)
+    minted = tmp_path / "minted"
+    minted.mkdir()
+    pem = serialization.Encoding.PEM
+    (minted / CERTIFICATE_FILE).write_bytes(builder.sign(own_key, hashes.SHA256()).public_bytes(pem))
+    (minted / KEY_FILE).write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    opening = with_certificate_of(minted, signed_by(of(identities, Role.CLIENT, "1")))
+    for others in ([], [own.public_bytes(serialization.Encoding.DER)]):
+        opening.capability.certificates[1:] = others
+        with pytest.raises(CapabilityDenied, match="no workload"):
+            hop.verify(opening)
+
+
+def test_a_certificate_that_has_ended_and_one_of_an_authority_that_went_sign_no_more(
+    identities: Identities, tmp_path: Path
+) -> None:
+    credentials = Credentials(identities.folder_of(Role.BLOCK, "1"))
+    hop = Capabilities(credentials, FINGERPRINT)
+    opening = signed_by(of(identities, Role.CLIENT, "1"))
+    hop.verify(opening)
+    old, new = identities.authority, Authority()
+    identities.believe(old, new)
+    identities.replace(new)
+    credentials.files.refresh()
+    hop.verify(opening)
+    identities.believe(new)
+    credentials.files.refresh()
+    with pytest.raises(CapabilityDenied):
+        hop.verify(opening)
+
+
+def test_chains_are_verified_once_until_they_end(
+    identities: Identities, hop: Capabilities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified: list[Workload | None] = []
+
+    def workload_of(certificate: x509.Certificate) -> Workload | None:
+        verified.append(workload_of_certificate(certificate))
+        return verified[-1]
+
+    client = of(identities, Role.CLIENT, "1")
+    monkeypatch.setattr(signatures, "workload_of_certificate", workload_of)
+    for number in range(1000):
+        hop.verify(signed_by(client, epoch=number + 1))
+    assert verified == [Workload("test", Role.CLIENT, "1")]
+
+
+def test_an_open_costs_little(identities: Identities, hop: Capabilities) -> None:
+    client = of(identities, Role.CLIENT, "1")
+    hop.verify(signed_by(client))
+
+    def best_us(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(300):
+            started_s = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - started_s)
+        return min(times) * 1e6
+
+    signing_us, opening = best_us(lambda: client.sign(an_open())), signed_by(client)
+    verifying_us = best_us(lambda: hop.verify(opening))
+    assert signing_us + verifying_us < 300
+
+
+def test_who_opens_sessions_needs_a_key_that_signs(identities: Identities, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have any that shakes hands."""
+    key = rsa.generate_private_key(65537, 2048)
+    monkeypatch.setattr("corolla.trust.authority.ec.generate_private_key", lambda curve: key)
+    for role in (Role.CLIENT, Role.LIBRARY):
+        with pytest.raises(SettingsError, match="ECDSA"):
+            Credentials(identities.folder_of(role, "1"))
+    assert Credentials(identities.folder_of(Role.BLOCK, "1")).signer is None
