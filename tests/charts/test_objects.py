@@ -525,6 +525,19 @@ def test_the_router_gets_the_password_of_redis_unchanged() -> None:
     }
 
 
+def test_client_services_get_the_secret_of_the_caches_and_what_else_is_asked_for() -> None:
+    def env(client: Object) -> list[Object]:
+        (container,) = pod_specs(render({"client": client}))["rel-corolla-client"]["containers"]
+        given: list[Object] = container.get("env", [])
+        return given
+
+    further, reference = {"name": "A", "value": "b"}, {"secretKeyRef": {"name": "caches", "key": "secret"}}
+    secret = {"name": "COROLLA_CACHE_SECRET", "valueFrom": reference}
+    assert env({}) == []
+    assert env({"extraEnv": [further]}) == [further]
+    assert env({"cacheSecret": {"existingSecret": "caches"}, "extraEnv": [further]}) == [secret, further]
+
+
 def test_a_pool_is_scaled_by_its_own_pods() -> None:
     pools = {"gpu": {"autoscaling": {"enabled": True}}, "gpu-large": {}}
     (scaled,) = of_kind(render({"blockServer": {"pools": pools}}), "ScaledObject")

@@ -21,7 +21,7 @@ VALUES: Final = {each.path: each for each in ROOT_VALUE.leaves()}
 EVERYTHING: Final[Object] = {
     "model": {"hub": {"existingSecret": "hub"}, "volume": {"existingClaim": "models"}},
     "blockServer": {"pools": {"fixed": {}, "scaled": {"autoscaling": {"enabled": True}}}},
-    "client": {"apiKeys": {"existingSecret": "keys"}},
+    "client": {"apiKeys": {"existingSecret": "keys"}, "cacheSecret": {"existingSecret": "caches"}},
     "redis": {"auth": {"existingSecret": "redis"}, "persistence": {"enabled": True}},
 }
 TOKENS: Final[Object] = {
@@ -188,9 +188,10 @@ def test_every_setting_of_a_service_is_reachable(component: str) -> None:
     given = {
         camel_case(name): sample(facts) for name, facts in described.items() if name not in SET_BY_THE_CHART[component]
     }
+    secrets = {"apiKeys": {"existingSecret": "keys"}, "cacheSecret": {"existingSecret": "caches"}}
     base = {
         "model": {"revision": "v1"},
-        "client": {"apiKeys": {"existingSecret": "keys"}},
+        "client": secrets,
         "auth": merged({"auth": TOKENS}, nested("auth.oidc.jwks", "https://login/keys"))["auth"],
     }
     objects = render(merged(base, nested(f"{component}.settings", given)))

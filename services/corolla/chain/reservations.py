@@ -97,7 +97,7 @@ class OpenOptions:
     only_chain: common_pb2.Chain | None = None
     blocks: Span | None = None
     texts: Sequence[Sequence[int]] | None = None
-    cache_salt: str = ""
+    cache_salt: bytes = b""
     max_position: int | None = None
     prompts: Sequence[TrainedPrompts] | None = None
     samplers: Sequence[SamplerRecord] | None = None

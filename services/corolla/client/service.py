@@ -23,6 +23,7 @@ from corolla.client.api.tenants import Tenants, Tokens
 from corolla.client.api.tokens import TokenRules
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
+from corolla.client.generation.cache_salts import CacheSalts
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.settings import ClientSettings
@@ -58,6 +59,7 @@ class ClientService:
         self.settings = settings
         if settings.max_held_request_bytes < settings.max_request_bytes:
             raise SettingsError("COROLLA_MAX_HELD_REQUEST_BYTES must allow one request of COROLLA_MAX_REQUEST_BYTES")
+        self._cache_salts = CacheSalts(settings.cache_secret.get_secret_value())
         self._network = network or Network.of(settings.tls_dir)
         self._farewell_s = farewell_s
         self._hub = Hub(settings.offline, settings.hub_patience_s)
@@ -171,7 +173,7 @@ class ClientService:
         )  # fmt: skip
         servicer = GenerationServicer(
             model, self._quotas, answering, tokenizations, transcripts, sessions, placement, tokenizer,
-            chat, farewell_s=self._farewell_s,
+            chat, self._cache_salts, farewell_s=self._farewell_s,
         )  # fmt: skip
         service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
         handler = service_handler(

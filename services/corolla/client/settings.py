@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from corolla.chassis.settings import Dtype, ServiceSettings
 from corolla.chassis.weight_formats import QuantizationName
@@ -85,6 +85,12 @@ class ClientSettings(ServiceSettings):
         ge=10,
         le=10_000,
         description="Milliseconds that a router may take to count quotas before the client service enforces its share.",
+    )
+    cache_secret: SecretStr = Field(
+        SecretStr(""),
+        description="Random text of at least 32 characters, the same for all client services of a model and known to "
+        "nobody else: the digests by which block servers find a tenant's texts begin with what follows from it. Empty: "
+        "they are digests of the texts alone.",
     )
     public_tls_dir: Path | None = Field(
         None,

@@ -19,6 +19,7 @@ from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Admission, Caller, Usage
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering, AnswerOptions
+from corolla.client.generation.cache_salts import CacheSalts
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.text.chat import ChatTemplate, Message, check_roles
 from corolla.client.text.tokenizer import TextTokenizer
@@ -49,6 +50,7 @@ class GenerationServicer:
         placement: PlacementWatch,
         tokenizer: TextTokenizer,
         chat: ChatTemplate,
+        cache_salts: CacheSalts,
         *,
         farewell_s: float = FAREWELL_S,
     ) -> None:
@@ -61,6 +63,7 @@ class GenerationServicer:
         self._placement = placement
         self._tokenizer = tokenizer
         self._chat = chat
+        self._cache_salts = cache_salts
         self._farewell_s = farewell_s
 
     # --- text ---------------------------------------------------------------------------------------------------
@@ -267,7 +270,10 @@ class GenerationServicer:
         return call.caller.tenant
 
     def _options(self, request: pb.GenerateRequest | pb.ChatRequest, tenant: str) -> AnswerOptions:
-        options = validation.answer_options(request, self._model.vocab_size)
+        options = replace(
+            validation.answer_options(request, self._model.vocab_size),
+            cache_salt=self._cache_salts.of(tenant, request.cache_salt),
+        )
         most_s = self._quotas.limits(tenant).answer_seconds
         if most_s is None or (options.time_limit_s is not None and options.time_limit_s <= most_s):
             return options

@@ -148,7 +148,6 @@ def answer_options(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int
         time_limit_s=None if time_limit_ms is None else time_limit_ms / 1000,
         speculation=SpeculationOptions(_SPECULATION_MODES[speculation.mode], max_draft_tokens),
         resumption=_resumption(request, vocab_size),
-        cache_salt=request.cache_salt,
     )
 
 

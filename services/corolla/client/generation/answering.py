@@ -62,7 +62,7 @@ class AnswerOptions:
     time_limit_s: float | None
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     resumption: Resumption | None = None
-    cache_salt: str = ""
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class _Completion:
     max_tokens: int
     meter: RequestMeter
     until_s: float
-    cache_salt: str
+    cache_salt: bytes
 
 
 class Answering:

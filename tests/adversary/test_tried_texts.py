@@ -1,0 +1,60 @@
+"""Who reaches a block server in the clear, tries texts in the name of a victim."""
+
+import asyncio
+import secrets
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+from corolla.wire.frames import Frame
+from corolla.wire.page_hashes import page_hashes
+from corolla.wire.stream import connect
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.swarm import Swarm
+
+PAGE_TOKENS = 32
+PROMPT = [*range(1, 2 * PAGE_TOKENS + 2)]
+KEY = "key-of-the-victim"
+
+
+async def num_found(swarm: Swarm) -> int:
+    """Tokens of the tried text that a session of somebody else begins with."""
+    opened: asyncio.Future[pb.Opened] = asyncio.get_running_loop().create_future()
+
+    def receive(frame: Frame) -> None:
+        if isinstance(frame.control, pb.Opened):
+            opened.set_result(frame.control)
+
+    stream = connect(swarm.servers[0].address, lambda _: receive)
+    (status,) = await swarm.statuses()
+    stream.send(pb.Hello(client_id=secrets.token_bytes(16), fingerprint=status.fingerprint))
+    text = pb.ExpectedText(num_tokens=len(PROMPT), page_hashes=page_hashes(PROMPT, PAGE_TOKENS))
+    stream.send(
+        pb.Open(
+            request_id=1, session_id=secrets.token_bytes(16), epoch=1, tenant="victim", max_tokens=100,
+            blocks=common_pb2.BlockSpan(start=0, end=5), lease_ms=60_000, transient=True, text=text,
+        )
+    )  # fmt: skip
+    answer = await asyncio.wait_for(opened, 10)
+    stream.close()
+    await swarm.until_empty()
+    return answer.num_cached_tokens
+
+
+@pytest.mark.parametrize("secret", ["", secrets.token_hex(16)], ids=["without a secret", "with a secret"])
+async def test_only_who_knows_the_secret_finds_a_text_by_trying_it(tmp_path: Path, secret: str) -> None:
+    model = make_tiny_checkpoint("llama", tmp_path / "tiny")
+    keys = tmp_path / "keys.txt"
+    keys.write_text(f"victim:{KEY}\n")
+    async with Swarm(
+        tmp_path, model, ["0:5"], num_clients=2, server={"page_tokens": PAGE_TOKENS, "kv_cache_mib": 16},
+        client={"api_keys_file": keys, "cache_secret": SecretStr(secret)}, api_key=KEY,
+    ) as swarm:  # fmt: skip
+        for number, num_cached in ((0, 0), (1, 2 * PAGE_TOKENS)):
+            async with swarm.connect(number) as client:
+                answer = await client.generate(PROMPT, max_tokens=4, ignore_eos=True)
+            assert answer.usage.cached_tokens == num_cached
+        assert await num_found(swarm) == (0 if secret else 2 * PAGE_TOKENS)
