@@ -41,6 +41,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "large": {"reserved_tokens": 100},
     "hoarding": {"stored_sessions": 2},
     "slow": {"answer_seconds": 0.3},
+    "discreet": {"withhold_cached_tokens": True},
 }
 LONG = 12_000
 
@@ -111,6 +112,28 @@ async def long_answer(
         await call.read()
         yield
         call.cancel()
+
+
+async def test_cached_tokens_are_withheld_from_a_tenant_and_shared_all_the_same(swarm: Swarm) -> None:
+    request = asking(130)
+    for tenant, is_shown in (("free", True), ("discreet", False)):
+        assert not (await answer(swarm, tenant, request)).usage.cached_tokens
+        before = await sample(swarm.clients[0].metrics_port, "corolla_cached_prompt_tokens_total")
+        async with open_channel(swarm.address_of(0)) as channel:
+            stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+            metadata = key_metadata(key_of(tenant))
+            session = (await stub.CreateSession(pb.CreateSessionRequest(), metadata=metadata)).session_id
+            in_session = asking(130)
+            in_session.session_id = session
+            usages = [
+                (await answer(swarm, tenant, request)).usage,
+                [chunk.usage async for chunk in stub.GenerateStream(request, metadata=metadata)][-1],
+                (await answer(swarm, tenant, in_session)).usage,
+            ]
+        assert [each.cached_tokens > 0 for each in usages] == [is_shown] * 3
+        assert [each.prompt_tokens for each in usages] == [130] * 3
+        shared = await sample(swarm.clients[0].metrics_port, "corolla_cached_prompt_tokens_total") - before
+        assert shared >= 3 * 64
 
 
 async def test_no_more_requests_begin_than_a_second_allows(swarm: Swarm) -> None:

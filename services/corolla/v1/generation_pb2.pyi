@@ -386,7 +386,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens whose keys and values were still on the servers."""
+    """Prompt tokens whose keys and values were still on the servers; always 0 to tenants from which that is withheld."""
     recoveries: _builtins.int
     """How often a hop was replaced during the answer, and how long that stalled it."""
     stall_seconds: _builtins.float

@@ -24,7 +24,7 @@ def usage(counted: Usage) -> pb.Usage:
     return pb.Usage(
         prompt_tokens=counted.prompt_tokens,
         completion_tokens=counted.completion_tokens,
-        cached_tokens=counted.cached_tokens,
+        cached_tokens=0 if counted.withholds_cached_tokens else counted.cached_tokens,
         recoveries=counted.recoveries,
         stall_seconds=counted.stall_s,
         time_to_first_token_seconds=counted.time_to_first_token_s,

@@ -69,7 +69,7 @@ class GenerationServicer:
     # --- text ---------------------------------------------------------------------------------------------------
 
     async def Generate(self, request: pb.GenerateRequest, call: Call[KeyHolder]) -> pb.GenerateResponse:
-        usage = _audited_usage(call)
+        usage = self._usage(call)
         completions: dict[int, replies.Collected] = {}
         async with aclosing(_with_good_key(call, self._generate(request, call, usage))) as deltas:
             async for index, delta in deltas:
@@ -92,7 +92,7 @@ class GenerationServicer:
     async def GenerateStream(
         self, request: pb.GenerateRequest, call: Call[KeyHolder]
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        usage = _audited_usage(call)
+        usage = self._usage(call)
         num_open = max(1, request.num_completions)
         async with aclosing(_with_good_key(call, self._generate(request, call, usage))) as deltas:
             async for index, delta in deltas:
@@ -145,7 +145,7 @@ class GenerationServicer:
     # --- conversations --------------------------------------------------------------------------------------------
 
     async def Chat(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> pb.ChatResponse:
-        usage, collected = _audited_usage(call), replies.Collected()
+        usage, collected = self._usage(call), replies.Collected()
         async with aclosing(_with_good_key(call, self._answer(request, call, usage))) as deltas:
             async for _, delta in deltas:
                 collected.add(delta)
@@ -159,7 +159,7 @@ class GenerationServicer:
         )
 
     async def ChatStream(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> AsyncGenerator[pb.ChatChunk, None]:
-        usage = _audited_usage(call)
+        usage = self._usage(call)
         async with aclosing(_with_good_key(call, self._answer(request, call, usage))) as deltas:
             async for _, delta in deltas:
                 yield pb.ChatChunk(
@@ -269,6 +269,19 @@ class GenerationServicer:
         call.caller.check(scope, self._model.name)
         return call.caller.tenant
 
+    def _usage(self, call: Call[KeyHolder]) -> Usage:
+        """A new one, which the audit log will show."""
+        limits = self._quotas.limits(call.caller.tenant)
+        usage = Usage(withholds_cached_tokens=limits.withhold_cached_tokens)
+        call.describe(
+            lambda: {
+                "prompt_tokens": usage.prompt_tokens,
+                "generated_tokens": usage.completion_tokens,
+                "recoveries": usage.recoveries,
+            }
+        )
+        return usage
+
     def _options(self, request: pb.GenerateRequest | pb.ChatRequest, tenant: str) -> AnswerOptions:
         options = replace(
             validation.answer_options(request, self._model.vocab_size),
@@ -285,19 +298,6 @@ class GenerationServicer:
         if seconds_left is None:
             return math.inf
         return asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
-
-
-def _audited_usage(call: Call[KeyHolder]) -> Usage:
-    """A new one, which the audit log will show."""
-    usage = Usage()
-    call.describe(
-        lambda: {
-            "prompt_tokens": usage.prompt_tokens,
-            "generated_tokens": usage.completion_tokens,
-            "recoveries": usage.recoveries,
-        }
-    )
-    return usage
 
 
 async def _with_good_key(

@@ -16,11 +16,15 @@ from corolla.decoding.stopping import FinishReason
 
 @dataclass(slots=True)
 class Usage:
-    """Counted while the request runs; times in seconds from its start."""
+    """Counted while the request runs; times in seconds from its start.
+
+    `withholds_cached_tokens`: whether its caller learns nothing of them.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    withholds_cached_tokens: bool = False
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     recoveries: int = 0

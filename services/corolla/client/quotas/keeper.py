@@ -16,7 +16,7 @@ from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import CorollaError, QuotaExceeded
 from corolla.client.generation.admission import Usage
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.limits import NO_LIMITS, QuotaTable, TenantLimits, Use
+from corolla.client.quotas.limits import QuotaTable, TenantLimits, Use
 from corolla.client.quotas.share import LocalShare
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import router_pb2 as pb
@@ -155,7 +155,7 @@ class QuotaKeeper:
         Raises QuotaExceeded.
         """
         limits = self.limits(tenant)
-        if limits == NO_LIMITS:
+        if not limits.are_counted:
             yield Allowance(self, tenant, "", limits)
             return
         amounts = {

@@ -63,6 +63,15 @@ class TenantLimits(BaseModel):
     answer_seconds: Annotated[float, Field(gt=0, le=86_400)] | None = Field(
         default=None, description="Seconds after which an answer ends as by the time limit of its request."
     )
+    withhold_cached_tokens: bool = Field(
+        default=False,
+        description="Whether callers learn nothing of how many of a prompt's tokens were cached: usage says 0.",
+    )
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether anything has to be counted to keep them."""
+        return any(getattr(self, quota) is not None for quota in QUOTAS)
 
     def uses(self, amounts: dict[str, int], *, must_fit: bool) -> tuple[Use, ...]:
         """Amounts by quota; those without a limit are left out."""

@@ -34,6 +34,19 @@ def test_without_a_default_others_have_no_limits() -> None:
 
 
 @pytest.mark.parametrize(
+    "limits, are_counted",
+    [
+        (NO_LIMITS, False),
+        (TenantLimits(answer_seconds=1), False),
+        (TenantLimits(withhold_cached_tokens=True), False),
+        *((TenantLimits.model_validate({quota: 1}), True) for quota in QUOTAS),
+    ],
+)
+def test_only_what_has_to_be_counted_is(limits: TenantLimits, *, are_counted: bool) -> None:
+    assert limits.are_counted is are_counted
+
+
+@pytest.mark.parametrize(
     "value, place",
     [
         ({"default": {"requests_per_minute": 5}}, "default.requests_per_minute"),
@@ -62,8 +75,8 @@ def test_only_what_is_limited_is_counted() -> None:
     )
 
 
-def test_every_field_is_a_quota_or_bounds_an_answer() -> None:
-    assert {*QUOTAS, "answer_seconds"} == TenantLimits.model_fields.keys()
+def test_every_other_field_is_a_quota() -> None:
+    assert {*QUOTAS, "answer_seconds", "withhold_cached_tokens"} == TenantLimits.model_fields.keys()
     assert set(PERIODS_MS) <= set(QUOTAS)
 
 
