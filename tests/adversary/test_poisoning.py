@@ -1,5 +1,6 @@
 """The owner of a block server and of a library of another tenant puts wrong keys and values where a victim looks."""
 
+import asyncio
 import logging
 import secrets
 import zlib
@@ -11,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from corolla.block_server.handover.link import HandoverLink
+from corolla.block_server.hop_session import SessionState
 from corolla.block_server.kv.transfer import token_bytes
 from corolla.chassis import audit
 from corolla.trust.capabilities import Capabilities
@@ -207,6 +209,44 @@ async def test_nobody_hands_a_session_over_in_the_name_of_another_tenant(
     assert (line["outcome"], line["workload"]) == (refused, "spiffe://test/block/rogue")
     assert not place.swarm.servers[0].sessions
     assert await place.num_cached_pages() == num_cached_pages
+
+
+async def test_a_server_ends_no_session_that_it_has_not_handed_over(place: Place) -> None:
+    """Not even one whose id it knows, since it is another hop of the session."""
+    (server,) = place.swarm.servers
+    async with place.swarm.connect() as client:
+        session = (await client.create_session()).session_id
+        await client.generate(WARM, max_tokens=NUM_NEW, ignore_eos=True, session=session)
+
+        async def is_parked() -> bool:
+            return [each.state for each in server.sessions] == [SessionState.PARKED]
+
+        await until(is_parked)
+        held = server.sessions
+        link = HandoverLink(server.address, place.network(Role.BLOCK, "rogue").connect)
+        async with link.connect(place.fingerprint):
+            session_id, epoch = bytes.fromhex(session), 2**32 - 1
+            link.send(pb.Truncate(session_id=session_id, epoch=epoch, position=0, idle=True))
+            link.send(pb.Close(session_id=session_id, epoch=epoch))
+            # An answer: the frames before it have been handled.
+            refused = await link.request(
+                pb.Handover(
+                    session_id=session_id,
+                    client_id=bytes(16),
+                    transfer_id=bytes(16),
+                    blocks=BLOCKS,
+                    epoch=epoch,
+                    max_tokens=1,
+                    lease_ms=1,
+                )
+            )
+            assert refused.reason == "CAPABILITY_DENIED"
+        await asyncio.sleep(0.1)
+        assert server.sessions == held
+        again = await client.generate(WARM, max_tokens=NUM_NEW, ignore_eos=True, session=session)
+        assert again.usage.cached_tokens > len(WARM)
+        await client.delete_session(session)
+        await place.swarm.until_empty()
 
 
 async def test_the_victim_never_finds_what_a_rogue_computed(place: Place, rogue: Rogue) -> None:

@@ -74,7 +74,7 @@ class FrameChecks:
         ids = (control.session_id, control.client_id, control.transfer_id)
         if peer.client_id or any(len(each) != ID_BYTES for each in ids):
             raise MalformedMessage("handover", f"ids have {ID_BYTES} bytes, and only servers hand sessions over")
-        return self._session("handover", control, payload, control.client_id)
+        return replace(self._session("handover", control, payload, control.client_id), sender=peer.name)
 
     def _session(self, field: str, control: pb.Open | pb.Handover, payload: Buffer, client_id: bytes) -> OpenRequest:
         """What both ways to get a session say of it."""

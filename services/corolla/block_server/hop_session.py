@@ -131,6 +131,7 @@ class OpenRequest:
         capability: by which its owner opened it; None where nobody is asked.
         sampler: who chooses its tokens, where this is the last hop and is to do that.
         stream: number of that on which it was asked; 0 where another server hands the session over.
+        sender: the server that hands it over; empty where its client opens it, or nobody is asked.
     """
 
     session_id: bytes
@@ -149,6 +150,7 @@ class OpenRequest:
     stream: int = 0
     owner: str = ""
     capability: pb.SignedCapability | None = None
+    sender: str = ""
 
     def agrees_with(self, other: "OpenRequest") -> bool:
         """Whether a session that was computed under one request can continue under the other."""

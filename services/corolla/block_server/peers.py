@@ -32,6 +32,11 @@ class Peer:
         """Whose sessions they are that it opens; empty where nobody is asked."""
         return self.workload.owner if self.workload is not None else ""
 
+    @property
+    def name(self) -> str:
+        """Just who it is; empty where nobody is asked."""
+        return str(self.workload) if self.workload is not None else ""
+
     def send(self, control: Message, payload: Buffer = b"") -> None:
         """Sends a frame. A peer that does not read loses its stream rather than filling our memory."""
         try:

@@ -305,12 +305,14 @@ class BlockServicer:
     def _has_say(self, session_id: bytes, peer: Peer) -> bool:
         """Whether a session is its owner's, or nobody's.
 
-        A server that handed it over has no say in it once the client has opened it here, in any epoch.
+        A server that handed it over has a say in it until the client has opened it here, in any epoch.
         """
         held = self._sessions.get(session_id)
         if held is None:
             return True
-        return held.request.owner == peer.owner if peer.client_id else held.state is not SessionState.RUNNING
+        if peer.client_id:
+            return held.request.owner == peer.owner
+        return held.state is not SessionState.RUNNING and held.request.sender == peer.name
 
     def _holds(self, frame: Frame, peer: Peer) -> None:
         control: pb.Holds = frame.control  # type: ignore[assignment]
