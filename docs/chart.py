@@ -40,8 +40,9 @@ SET_BY_THE_CHART: Final = {
     ),
     "client": frozenset(
         {
-            "api_keys_file", "cache_secret", "dtype", "metrics_port", "model", "offline", "oidc_audience", "oidc_ca_file",
-            "oidc_issuer", "oidc_jwks", "oidc_tenant_claim", "port", "quantization", "revision", "router",
+            "api_keys_file", "cache_secret", "dtype", "metrics_port", "model", "offline", "oidc_audience",
+            "oidc_ca_file", "oidc_issuer", "oidc_jwks", "oidc_tenant_claim", "port", "quantization", "revision",
+            "router",
         }
     ),
 }  # fmt: skip
