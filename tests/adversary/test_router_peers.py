@@ -1,6 +1,7 @@
-"""Who reaches a router and means harm: names of models that do not exist, as many as it likes."""
+"""Who reaches a router and means harm: names of models that do not exist, and servers that are not what they say."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
@@ -12,7 +13,7 @@ from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.watch import MOST_UNKNOWN_MODELS
 from corolla.v1 import router_pb2 as pb
 from tests.integration.refusals import refusal_of
-from tests.integration.router.conftest import BlockServer, Router, running_router
+from tests.integration.router.conftest import BlockServer, Router, refusal, running_router, spans
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,11 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"))
     yield server.url
     server.stop()
+
+
+@pytest.fixture
+def model() -> str:
+    return f"model-{secrets.token_hex(6)}"
 
 
 @pytest.fixture
@@ -60,3 +66,87 @@ async def test_few_models_that_do_not_exist_are_watched_and_all_that_do(router: 
         assert (await another.read()).num_model_blocks == 0
         async with Redis.from_url(redis_url) as redis:
             assert not await redis.keys("*none-more*")
+
+
+def liar_at(router: Router, model: str, port: int = 1, **facts: object) -> BlockServer:
+    """It says that it is faster than anything that there is."""
+    return BlockServer(router, model, address=f"10.6.6.6:{port}", decode_tokens_per_second=1e9, **facts)
+
+
+async def shares(router: Router, model: str, num_plans: int = 60) -> dict[str, int]:
+    """How many plans each server gets that has one."""
+    counted: dict[str, int] = {}
+    for _ in range(num_plans):
+        chain = (await router.stub.PlanChain(pb.PlanChainRequest(model=model))).chain
+        for hop in chain.hops:
+            counted[hop.server_id] = counted.get(hop.server_id, 0) + 1
+    return counted
+
+
+async def test_a_claim_that_tokens_do_not_bear_out_gives_no_advantage_under_no_name(router: Router, model: str) -> None:
+    honest = [BlockServer(router, model, capacity_blocks=30) for _ in range(3)]
+    liar = liar_at(router, model, capacity_blocks=30)
+    for server in (*honest, liar):
+        await server.join("0:30")
+        server.load.decode_step_seconds = 1e-9 if server is liar else 0.3
+        await server.beat()
+    believed = await shares(router, model, 20)
+    assert believed.keys() == {liar.server_id}
+    await router.stub.ReportServer(pb.ReportServerRequest(model=model, server_id=liar.server_id, slow=True))
+    await liar.beat()
+    assert (await shares(router, model)).keys() >= {each.server_id for each in honest}
+    # Its next incarnation is at the same host.
+    await liar.leave()
+    again = liar_at(router, model, 2, capacity_blocks=30)
+    await again.join("0:30")
+    await again.beat()
+    assert (await shares(router, model)).keys() >= {each.server_id for each in honest}
+
+
+async def test_an_honest_server_that_is_far_faster_keeps_its_plans(router: Router, model: str) -> None:
+    slow = [BlockServer(router, model, capacity_blocks=30) for _ in range(3)]
+    fast = BlockServer(router, model, capacity_blocks=30, decode_tokens_per_second=2000.0)
+    for server in (*slow, fast):
+        await server.join("0:30")
+    assert (await shares(router, model, 20)).keys() == {fast.server_id}
+
+
+async def test_the_first_server_of_a_model_joins_with_what_it_says(router: Router, model: str) -> None:
+    first = liar_at(router, model, capacity_blocks=30)
+    assert await first.join() == "0:30"
+    await router.stub.ReportServer(pb.ReportServerRequest(model=model, server_id=first.server_id, slow=True))
+    assert spans((await router.stub.PlanChain(pb.PlanChainRequest(model=model))).chain) == ["0:30"]
+
+
+async def test_a_model_that_the_router_expects_is_not_taken_by_who_comes_first(redis_url: str, model: str) -> None:
+    async with running_router(redis_url, models=f"{model}=30@f") as router:
+        for facts, words in (
+            ({"num_model_blocks": 1, "capacity_blocks": 1}, "30 blocks"),
+            ({"fingerprint": "forged"}, "weights"),
+        ):
+            rogue = BlockServer(router, model, **facts)
+            refused = await refusal(rogue.register())
+            assert (refused.reason, words in refused.message) == ("SPAN_REFUSED", True)
+            rogue.span.end = 1
+            assert (await refusal(rogue.beat_in_full())).reason == "SPAN_REFUSED"
+        assert (await refusal(BlockServer(router, f"not-{model}").register())).reason == "SPAN_REFUSED"
+        assert await BlockServer(router, model, capacity_blocks=30).join() == "0:30"
+
+
+async def test_no_server_changes_the_number_of_blocks_of_a_model_that_is_served(router: Router, model: str) -> None:
+    await BlockServer(router, model, capacity_blocks=30).join()
+    rogue = BlockServer(router, model, num_model_blocks=1, capacity_blocks=1)
+    assert (await refusal(rogue.register())).reason == "SPAN_REFUSED"
+
+
+@pytest.mark.parametrize("claimed", [float("inf"), float("nan"), -1.0, 2e9])
+async def test_speeds_that_are_none_are_refused(router: Router, model: str, claimed: float) -> None:
+    rogue = BlockServer(router, model, decode_tokens_per_second=claimed)
+    assert (await refusal(rogue.register())).reason == "INVALID_REQUEST"
+    server = BlockServer(router, model)
+    await server.join()
+    server.load.decode_step_seconds = claimed
+    assert (await refusal(server.beat())).reason == "INVALID_REQUEST"
+    server.load.decode_step_seconds = 0
+    server.load.decode_tokens_per_second = claimed
+    assert (await refusal(server.beat())).reason == "INVALID_REQUEST"

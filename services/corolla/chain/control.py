@@ -54,9 +54,9 @@ class ControlPlane:
         )
         return await self._call(self.stub.PlanChain, request, _PLAN_TIMEOUT_S)
 
-    async def report_server(self, server_id: str) -> None:
-        """Tells that a server failed; chains avoid it until it is heard of again."""
-        request = pb.ReportServerRequest(model=self.model, server_id=server_id)
+    async def report_server(self, server_id: str, *, slow: bool = False) -> None:
+        """Tells that a server failed: chains avoid it until it is heard of again. Or that it is slower than it says."""
+        request = pb.ReportServerRequest(model=self.model, server_id=server_id, slow=slow)
         await self._call(self.stub.ReportServer, request, _PLAN_TIMEOUT_S)
 
     async def take_quotas(self, request: pb.TakeQuotasRequest, timeout_s: float) -> pb.TakeQuotasResponse:

@@ -23,7 +23,7 @@ from corolla.chassis.errors import (
 )
 from corolla.chassis.tasks import TaskGroup
 from corolla.planning.bookings import Bookings
-from corolla.planning.candidates import candidates, chain_of
+from corolla.planning.candidates import candidates, chain_of, is_slow
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import Candidate, plan_around_suspects, plan_blocks
 from corolla.v1 import common_pb2, router_pb2
@@ -64,6 +64,19 @@ class Routes:
         if self.quarantine.add(server_id, asyncio.get_running_loop().time()):
             self._on_quarantine(cause)
             self._tasks.start(self._report_server(server_id), "report of a server")
+
+    def observe_pace(self, chain: common_pb2.Chain, token_seconds: float) -> None:
+        """Tells the router of servers that are far slower than they say. Which of a chain's they are nobody can tell.
+
+        Args:
+            token_seconds: from one token of a session to the next one.
+        """
+        servers = self._placement.servers
+        doubted = {each.server.server_id for each in servers if each.doubted}
+        if is_slow(servers, chain, token_seconds):
+            for hop in chain.hops:
+                if hop.server_id not in doubted:
+                    self._tasks.start(self._report_server(hop.server_id, slow=True), "report of a slow server")
 
     def exclude_leaving(self, server_id: str) -> None:
         """Leaves a server out for good: this incarnation drains, and is to blame for nothing."""
@@ -292,10 +305,10 @@ class Routes:
     def _avoided(self) -> frozenset[str]:
         return self._quarantined() | self._leaving
 
-    async def _report_server(self, server_id: str) -> None:
+    async def _report_server(self, server_id: str, *, slow: bool = False) -> None:
         # Should no router hear it, the server's lease ends, or it lives.
         with contextlib.suppress(CorollaError):
-            await self._control.report_server(server_id)
+            await self._control.report_server(server_id, slow=slow)
 
 
 def _cut(chain: common_pb2.Chain, blocks: Span | None) -> common_pb2.Chain:

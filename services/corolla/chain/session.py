@@ -59,6 +59,9 @@ class ChainSession:
     `position` is the one authoritative count of processed tokens: it moves when a step came back from the last hop, and
     each step carries it. A step that a hop lost is sent again from the same position once the session has recovered.
 
+    Args:
+        on_pace: is called with the chain and the seconds from one token to the next, once for an answer that is long.
+
     Attributes:
         num_cached_tokens: tokens that all hops held when the session was opened.
     """
@@ -71,6 +74,7 @@ class ChainSession:
         budget: RecoveryBudget,
         limits: ChainLimits,
         sampler: SamplerRecord,
+        on_pace: Callable[[common_pb2.Chain, float], None],
     ) -> None:
         self.num_cached_tokens = binding.num_cached_tokens
         self._open = OpenSequences(binding, plane, recovery)
@@ -83,6 +87,9 @@ class ChainSession:
         self._history = TokenHistory()
         self._newest_id = 0
         self._tokens: TokenStream | None = None
+        self._on_pace = on_pace
+        # When the first token came, and the position behind it; None where nothing follows of it.
+        self._first_token: tuple[float, int] | None = None
 
     @property
     def chain(self) -> common_pb2.Chain:
@@ -145,6 +152,7 @@ class ChainSession:
             raise InternalError("a prompt to process has at least one token")
         start = self.position
         rounds = await self._with_recovery(lambda: self._send_prompt(token_ids[self.position - start :], waits=waits))
+        self._first_token = None if waits else (_now_s(), self.position)
         self._read(rounds.sampled, reader)
 
     async def fork_from(self, source: "ChainSession", token_ids: Sequence[int], reader: TokenReader) -> None:
@@ -201,12 +209,25 @@ class ChainSession:
             self._begin(self._row([newest_id], 1))
         elif self.position + self._limits.max_tokens_ahead // 2 >= self._tokens.credit_end:
             credit_end = self.position + self._limits.max_tokens_ahead
+            self._observe_pace(self._tokens)
             self._plane.grant(self.chain.hops[-1], self.identity, self._tokens, credit_end)
         return await self._next_round()
 
     def _begin(self, row: pb.StepRow, *, waits: bool = False) -> None:
         credit_end = 0 if waits else row.position + row.num_tokens + self._limits.max_tokens_ahead
         self._tokens = self._plane.begin_ring(self.chain.hops, row, credit_end, self._binding.max_step_tokens)
+
+    def _observe_pace(self, tokens: TokenStream) -> None:
+        """Says how fast the chain is, once, and only where it waited for nobody.
+
+        It had credit all the time if it has some left; where tokens are at hand, the reader is slower than the chain.
+        """
+        first, self._first_token = self._first_token, None
+        if first is None or tokens.has_unread_tokens or self.position >= tokens.credit_end:
+            return
+        first_s, position = first
+        if self.position > position:
+            self._on_pace(self.chain, (_now_s() - first_s) / (self.position - position))
 
     async def _next_round(self) -> RoundTokens:
         stream = self._tokens
@@ -283,6 +304,7 @@ class ChainSession:
 
     async def _recover(self, failure: CorollaError) -> None:
         self.end_ring()
+        self._first_token = None
         await self._open.recover([self], failure, self._budget)
 
     async def _send_prompt(self, token_ids: Sequence[int], *, waits: bool) -> RoundTokens:
@@ -330,6 +352,10 @@ def _token_of(token: pb.SampledToken) -> SampledToken:
     return SampledToken(token.token_id, token.logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)))
 
 
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class ChainSessions:
     """Opens sessions, and owns what they share: reservations and recovery."""
 
@@ -345,6 +371,7 @@ class ChainSessions:
         self._recovery = Recovery(routes, self._reservations, replayer, plane.handovers, limits, on_recovery)
         self._plane = plane
         self._limits = limits
+        self._on_pace = routes.observe_pace
 
     @asynccontextmanager
     async def open(
@@ -372,6 +399,7 @@ class ChainSessions:
             RecoveryBudget(self._limits.max_recoveries, on_recovery, until_s),
             self._limits,
             sampler,
+            self._on_pace,
         )
         try:
             yield session

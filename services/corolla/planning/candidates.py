@@ -1,6 +1,7 @@
 """From the messages of a placement to what the planner reckons with, and back. Pure."""
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from corolla.planning.bookings import Booked
@@ -15,16 +16,76 @@ UNMEASURED_TOKENS_PER_SECOND: Final = 1.0
 SESSION_LOAD: Final = 0.05
 """What an open session adds to a server's time per block, as a part of it: most of them are idle or batched."""
 
+MOST_TIMES_TYPICAL: Final = 32.0
+"""So many times the speed of others counts at most; devices of one pool may be 20 times as fast as others of it."""
+
+SLOW_TIMES: Final = 8.0
+"""A chain is far slower than its servers say where a token takes so many times as long as they make it."""
+
+_SLOW_HOP_SECONDS: Final = 0.05
+"""And so much more for each hop: links, batches and busy machines are in nobody's figures."""
+
 _NOTHING: Final = Booked()
 
 
-def measured_speed(placed: pb.PlacedServer) -> float:
-    """Tokens per second through one block: of late if known, else as measured at its start; 0: not measured."""
+def counted_speed(placed: pb.PlacedServer, bound: float) -> float:
+    """Tokens per second through one block: of late if known, else as measured at its start; 0: not measured.
+
+    Args:
+        bound: of `speed_bounds`.
+    """
+    return min(_claimed_speed(placed), bound)
+
+
+def speed_bounds(servers: Iterable[pb.PlacedServer]) -> dict[str, float]:
+    """How fast each server may count, by id: nobody but itself knows how fast it is, and it may lie.
+
+    That is `MOST_TIMES_TYPICAL` times the median of what the others with its weights say, and that median alone where
+    the server is doubted. Who is alone counts with what it says.
+    """
+    groups: dict[str, list[pb.PlacedServer]] = {}
+    for each in servers:
+        groups.setdefault(each.server.fingerprint, []).append(each)
+    bounds: dict[str, float] = {}
+    for group in groups.values():
+        measured = sorted(speed for each in group if (speed := _claimed_speed(each)))
+        for each in group:
+            times = 1.0 if each.doubted else MOST_TIMES_TYPICAL
+            bounds[each.server.server_id] = times * _median_of_others(measured, _claimed_speed(each))
+    return bounds
+
+
+def _claimed_speed(placed: pb.PlacedServer) -> float:
     return placed.load.decode_tokens_per_second or placed.server.decode_tokens_per_second
 
 
+def _median_of_others(measured: Sequence[float], own: float) -> float:
+    """Of sorted speeds without `own`, the lower one of two; infinite where there are none."""
+    num_others = len(measured) - (own > 0)
+    if num_others == 0:
+        return math.inf
+    middle = (num_others - 1) // 2
+    return measured[middle + (0 < own <= measured[middle])]
+
+
+def is_slow(servers: Collection[pb.PlacedServer], chain: common_pb2.Chain, token_seconds: float) -> bool:
+    """Whether a chain's tokens come far more slowly than its servers make the planner believe.
+
+    Args:
+        token_seconds: from one token of a session to the next one.
+    """
+    hops = {hop.server_id: hop for hop in chain.hops}
+    chosen = [each for each in candidates(servers, fingerprint=chain.fingerprint) if each.server_id in hops]
+    if len(chosen) < len(hops):
+        return False
+    expected = sum(
+        each.seconds_per_block * len(Span.of(hops[each.server_id].span)) + each.queue_seconds for each in chosen
+    )
+    return token_seconds > SLOW_TIMES * expected + _SLOW_HOP_SECONDS * len(hops)
+
+
 def candidates(
-    servers: Iterable[pb.PlacedServer],
+    servers: Collection[pb.PlacedServer],
     *,
     fingerprint: str = "",
     num_tokens: int = 0,
@@ -38,8 +99,9 @@ def candidates(
         excluded: server ids.
         booked: what servers are to hold in addition to what they reported, by id.
     """
+    bounds = speed_bounds(servers)
     return [
-        _candidate(each, num_tokens, (booked or {}).get(each.server.server_id, _NOTHING))
+        _candidate(each, bounds[each.server.server_id], num_tokens, (booked or {}).get(each.server.server_id, _NOTHING))
         for each in servers
         if each.state == pb.SERVER_STATE_READY
         and fingerprint in ("", each.server.fingerprint)
@@ -62,12 +124,11 @@ def chain_of(hops: Iterable[PlannedHop], fingerprint: str) -> common_pb2.Chain:
     )
 
 
-def _candidate(placed: pb.PlacedServer, num_tokens: int, booked: Booked) -> Candidate:
+def _candidate(placed: pb.PlacedServer, bound: float, num_tokens: int, booked: Booked) -> Candidate:
     server, load, span = placed.server, placed.load, Span.of(placed.span)
+    seconds_per_block = 1 / (counted_speed(placed, bound) or UNMEASURED_TOKENS_PER_SECOND)
     if load.decode_step_seconds > 0:
-        seconds_per_block = load.decode_step_seconds / len(span)
-    else:
-        seconds_per_block = 1 / (measured_speed(placed) or UNMEASURED_TOKENS_PER_SECOND)
+        seconds_per_block = max(load.decode_step_seconds / len(span), 1 / bound)
     return Candidate(
         server_id=server.server_id,
         address=server.address,

@@ -35,6 +35,7 @@ _TAKEN: Final = 2
 _NOT_THEIRS: Final = 3
 # In which a server hands over, leaves and registers again; then others may move.
 _MOVE_TTL_MS: Final = 60_000
+_DOUBTED_MS: Final = 600_000
 
 
 class Registry:
@@ -147,6 +148,10 @@ class Registry:
         """Suspects a server until its next heartbeat; an unknown one is no error."""
         await self._store.call("report", model, server_id, self._lease_ms)
 
+    async def doubt(self, model: str, server_id: str) -> None:
+        """Servers at its host are slower than they say, whatever they register as; an unknown one is no error."""
+        await self._store.call("doubt", model, server_id, _DOUBTED_MS)
+
     async def withhold(self, model: str, server_id: str, reason: str, ttl_ms: int) -> None:
         """Keeps sessions from a server that says it is ready; an unknown one is no error.
 
@@ -233,7 +238,7 @@ def _choose(roster: Roster, server: pb.ServerDescription, wanted: Span | None) -
     if wanted is None:
         hosted = roster.hosted(server.fingerprint)
         return choose_span(
-            hosted, num_blocks, server.capacity_blocks, server.decode_tokens_per_second, end_blocks_of(server),
+            hosted, num_blocks, server.capacity_blocks, roster.speed_with(server), end_blocks_of(server),
             memory_of(server),
         )  # fmt: skip
     if wanted.end > num_blocks:

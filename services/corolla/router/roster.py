@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from corolla.chassis.errors import CorollaError
 from corolla.planning.bookings import Booked
-from corolla.planning.candidates import candidates, chain_of, measured_speed
+from corolla.planning.candidates import candidates, chain_of, counted_speed, speed_bounds
 from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, throughput
 from corolla.router.rebalancing import Member, steady
@@ -34,7 +34,21 @@ class Roster:
 
     def hosted(self, fingerprint: str) -> list[HostedSpan]:
         """The spans of all servers with these weights, joining and draining ones included."""
-        return [_hosted(each, measured_speed(each)) for each in self.servers if each.server.fingerprint == fingerprint]
+        speeds = self._speeds()
+        return [
+            _hosted(each, speeds[each.server.server_id])
+            for each in self.servers
+            if each.server.fingerprint == fingerprint
+        ]
+
+    def speed_with(self, server: pb.ServerDescription) -> float:
+        """What a server counts with that is about to join, in tokens per second through one block."""
+        joining = pb.PlacedServer(server=server)
+        return counted_speed(joining, speed_bounds([*self.servers, joining])[server.server_id])
+
+    def _speeds(self) -> dict[str, float]:
+        bounds = speed_bounds(self.servers)
+        return {each.server.server_id: counted_speed(each, bounds[each.server.server_id]) for each in self.servers}
 
     @property
     def is_settled(self) -> bool:
@@ -44,8 +58,9 @@ class Roster:
     def members(self) -> dict[str, list[Member]]:
         """All servers by fingerprint, for one who wants to move them."""
         groups: dict[str, list[Member]] = {}
+        speeds = self._speeds()
         for each in self.servers:
-            hosted = _hosted(each, steady(measured_speed(each)))
+            hosted = _hosted(each, steady(speeds[each.server.server_id]))
             member = Member(each.server.server_id, hosted, each.server.movable, memory_of(each.server))
             groups.setdefault(each.server.fingerprint, []).append(member)
         return groups
@@ -53,9 +68,10 @@ class Roster:
     def slowest_block_tokens_per_second(self) -> float:
         """The throughput of the slowest block, of the fingerprint where it is highest; ready servers count."""
         groups: dict[str, list[HostedSpan]] = {}
+        speeds = self._speeds()
         for each in self.servers:
             if each.state == pb.SERVER_STATE_READY:
-                hosted = _hosted(each, measured_speed(each))
+                hosted = _hosted(each, speeds[each.server.server_id])
                 groups.setdefault(each.server.fingerprint, []).append(hosted)
         return max((min(throughput(group, self.num_blocks)) for group in groups.values()), default=0) / 1e6
 

@@ -1,10 +1,22 @@
 """Settings of the router."""
 
-from typing import Literal
+import re
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from corolla.chassis.settings import ServiceSettings
+
+
+class ExpectedModel(NamedTuple):
+    """What block servers of a model have to say of it; an empty fingerprint: its weights may be any."""
+
+    num_blocks: int
+    fingerprint: str
+
+
+_EXPECTED: Final = re.compile(r"(?P<name>[^=,]+)=(?P<num_blocks>[1-9][0-9]{0,3})(@(?P<fingerprint>[^,]+))?")
 
 
 class RouterSettings(ServiceSettings):
@@ -23,6 +35,12 @@ class RouterSettings(ServiceSettings):
         ge=10,
         le=10_000,
         description="Milliseconds after which Redis counts as silent; asked once more, then given up.",
+    )
+    models: str = Field(
+        "",
+        description="The only models that block servers may register, like `name=30,other=64@fingerprint`: each "
+        "with its number of blocks, and with its fingerprint where only those weights are wanted. Empty: any; who is "
+        "the first of a name says how many blocks it has.",
     )
     lease_ms: int = Field(
         6000,
@@ -101,3 +119,24 @@ class RouterSettings(ServiceSettings):
         if lease_ms is not None and 2 * interval_ms >= lease_ms:
             raise ValueError(f"must be less than half of COROLLA_LEASE_MS={lease_ms}")
         return interval_ms
+
+    @field_validator("models")
+    @classmethod
+    def _models_can_be_read(cls, models: str) -> str:
+        _expected_models(models)
+        return models
+
+    @property
+    def expected_models(self) -> Mapping[str, ExpectedModel]:
+        """The models of `models` by name."""
+        return _expected_models(self.models)
+
+
+def _expected_models(models: str) -> Mapping[str, ExpectedModel]:
+    expected: dict[str, ExpectedModel] = {}
+    for entry in models.split(",") if models else []:
+        found = _EXPECTED.fullmatch(entry.strip())
+        if found is None:
+            raise ValueError("must be like name=30,other=64@fingerprint")
+        expected[found["name"]] = ExpectedModel(int(found["num_blocks"]), found["fingerprint"] or "")
+    return expected

@@ -1,16 +1,18 @@
 """What requests must hold before the store is asked. Every failure is an InvalidRequest that names the field."""
 
-import math
 import re
+from collections.abc import Mapping
 from typing import Final
 
-from corolla.chassis.errors import InvalidRequest
+from corolla.chassis.errors import InvalidRequest, SpanRefused
+from corolla.router.settings import ExpectedModel
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 
 MOST_MODEL_BLOCKS: Final = 1024
 MOST_TEXT: Final = 256
+MOST_STEP_SECONDS: Final = 3600
 MOST_SESSION_TTL_MS: Final = 30 * 24 * 3600 * 1000
 MOST_LOCK_MS: Final = 3_600_000
 MOST_EXCLUDED: Final = 4096
@@ -75,6 +77,19 @@ def check_server(server: pb.ServerDescription) -> pb.ServerDescription:
     return server
 
 
+def check_expected(server: pb.ServerDescription, models: Mapping[str, ExpectedModel]) -> None:
+    """Raises SpanRefused: a server is of none of the `models`, or not as these are. Without any, all are expected."""
+    if not models:
+        return
+    expected = models.get(server.model)
+    if expected is None:
+        raise SpanRefused("this router serves other models")
+    if server.num_model_blocks != expected.num_blocks:
+        raise SpanRefused(f"the model has {expected.num_blocks} blocks, that of this server {server.num_model_blocks}")
+    if expected.fingerprint not in ("", server.fingerprint):
+        raise SpanRefused("the weights of this server are not those of the model")
+
+
 def check_self_description(beat: pb.HeartbeatRequest) -> None:
     server = check_server(beat.server)
     if (server.model, server.server_id) != (beat.model, beat.server_id):
@@ -83,8 +98,8 @@ def check_self_description(beat: pb.HeartbeatRequest) -> None:
 
 
 def check_load(load: pb.ServerLoad) -> pb.ServerLoad:
-    if not math.isfinite(load.decode_step_seconds) or load.decode_step_seconds < 0:
-        raise InvalidRequest("load.decode_step_seconds", "must be a finite number, at least 0")
+    if not 0 <= load.decode_step_seconds <= MOST_STEP_SECONDS:
+        raise InvalidRequest("load.decode_step_seconds", f"must be a number from 0 to {MOST_STEP_SECONDS}")
     _check_speed("load.decode_tokens_per_second", load.decode_tokens_per_second)
     if load.num_free_pages > load.num_pages:
         raise InvalidRequest("load.num_free_pages", "is more than num_pages")
@@ -131,5 +146,5 @@ def check_excluded(server_ids: list[str]) -> frozenset[str]:
 
 
 def _check_speed(field: str, speed: float) -> None:
-    if not math.isfinite(speed) or not 0 <= speed <= 1e9:
+    if not 0 <= speed <= 1e9:
         raise InvalidRequest(field, "must be a number from 0 to 1e9")

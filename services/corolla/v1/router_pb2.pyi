@@ -345,9 +345,12 @@ class PlacedServer(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     SUSPECTED_FIELD_NUMBER: _builtins.int
+    DOUBTED_FIELD_NUMBER: _builtins.int
     state: Global___ServerState.ValueType
     suspected: _builtins.bool
     """A client service reported that it failed, and it has not been heard of since."""
+    doubted: _builtins.bool
+    """Tokens came far more slowly through it than it says: it counts as no faster than most others."""
     @_builtins.property
     def server(self) -> Global___ServerDescription: ...
     @_builtins.property
@@ -362,10 +365,11 @@ class PlacedServer(_message.Message):
         state: Global___ServerState.ValueType = ...,
         load: Global___ServerLoad | None = ...,
         suspected: _builtins.bool = ...,
+        doubted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "server", b"server", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "server", b"server", "span", b"span", "state", b"state", "suspected", b"suspected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doubted", b"doubted", "load", b"load", "server", b"server", "span", b"span", "state", b"state", "suspected", b"suspected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -480,17 +484,21 @@ class ReportServerRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     SERVER_ID_FIELD_NUMBER: _builtins.int
+    SLOW_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     server_id: _builtins.str
+    slow: _builtins.bool
+    """It did not fail: chains that it is part of are far slower than its servers say."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         server_id: _builtins.str = ...,
+        slow: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "server_id", b"server_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "server_id", b"server_id", "slow", b"slow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -166,7 +166,7 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportServer(self, request, context):
-        """A server failed. Until its next heartbeat, chains avoid it where they can.
+        """A server failed. Until its next heartbeat, chains avoid it where they can. Or it is slower than it says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

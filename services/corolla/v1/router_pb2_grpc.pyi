@@ -52,7 +52,7 @@ class RouterServiceStub:
     """The placement now, and again at each change."""
     GetPlacement: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetPlacementRequest, _router_pb2.Placement]
     ReportServer: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReportServerRequest, _router_pb2.ReportServerResponse]
-    """A server failed. Until its next heartbeat, chains avoid it where they can."""
+    """A server failed. Until its next heartbeat, chains avoid it where they can. Or it is slower than it says."""
     CreateSessionRecord: _grpc.UnaryUnaryMultiCallable[_router_pb2.CreateSessionRecordRequest, _router_pb2.SessionRecord]
     """--- session records: owner, chain, token log, sampler state ---"""
     GetSessionRecord: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetSessionRecordRequest, _router_pb2.SessionRecord]
@@ -97,7 +97,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """The placement now, and again at each change."""
     GetPlacement: _aio.UnaryUnaryMultiCallable[_router_pb2.GetPlacementRequest, _router_pb2.Placement]  # type: ignore[assignment]
     ReportServer: _aio.UnaryUnaryMultiCallable[_router_pb2.ReportServerRequest, _router_pb2.ReportServerResponse]  # type: ignore[assignment]
-    """A server failed. Until its next heartbeat, chains avoid it where they can."""
+    """A server failed. Until its next heartbeat, chains avoid it where they can. Or it is slower than it says."""
     CreateSessionRecord: _aio.UnaryUnaryMultiCallable[_router_pb2.CreateSessionRecordRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
     """--- session records: owner, chain, token log, sampler state ---"""
     GetSessionRecord: _aio.UnaryUnaryMultiCallable[_router_pb2.GetSessionRecordRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
@@ -181,7 +181,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ReportServerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ReportServerResponse, _abc.Awaitable[_router_pb2.ReportServerResponse]]:
-        """A server failed. Until its next heartbeat, chains avoid it where they can."""
+        """A server failed. Until its next heartbeat, chains avoid it where they can. Or it is slower than it says."""
 
     @_abc_1.abstractmethod
     def CreateSessionRecord(

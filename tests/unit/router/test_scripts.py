@@ -17,6 +17,7 @@ def marks(script: str) -> dict[str, bytes]:
 def test_the_marks_of_a_snapshot_are_fields_of_a_placed_server() -> None:
     assert marks("snapshot") == {
         "SUSPECTED": pb.PlacedServer(suspected=True).SerializeToString(),
+        "DOUBTED": pb.PlacedServer(doubted=True).SerializeToString(),
         "DRAINING": pb.PlacedServer(state=pb.SERVER_STATE_DRAINING).SerializeToString(),
     }
 

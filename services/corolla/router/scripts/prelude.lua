@@ -23,6 +23,8 @@ local REPEATED_WITHIN_MS = 30000           -- a call whose answer was lost
 local function suspect_key(server_id) return PREFIX .. 'suspect:' .. server_id end
 -- String with a TTL: what speaks against a server that says it is ready: `leaving` or `unready`.
 local function withheld_key(server_id) return PREFIX .. 'withheld:' .. server_id end
+-- String with a TTL: chains through servers at this host were far slower than those said. It outlasts them.
+local function doubted_key(address) return PREFIX .. 'doubted:' .. (string.match(address, '.*:') or '') end
 -- String with a TTL: who alone does what one router is enough for.
 local function lead_key(task) return PREFIX .. 'lead:' .. task end
 -- Hash with a TTL: tenant, record, chain, epoch, and the id of the turn that ended last.

@@ -2,6 +2,7 @@
 -- ARGV: session id or '', lease in ms.
 -- Returns version, number of blocks, id of the last change, each server's id and description, the session's chain.
 local SUSPECTED = string.char(0x28, 1)    -- PlacedServer.suspected = true, serialised
+local DOUBTED = string.char(0x30, 1)      -- PlacedServer.doubted = true, serialised
 local DRAINING = string.char(0x18, 3)     -- PlacedServer.state = DRAINING, serialised; the last one said holds
 local now = now_ms()
 local silent_since = now - tonumber(ARGV[2])
@@ -17,11 +18,12 @@ for index = 1, #entries, 2 do
   if heard > now then redis.pcall('ZADD', HEARD, string.format('%.0f', now), server_id) end
   if lease and not (may_expire and heard < silent_since) then
     -- Two serialised halves of a message, one after the other, are the whole message.
-    local marks = redis.call('MGET', suspect_key(server_id), withheld_key(server_id))
+    local marks = redis.call('MGET', suspect_key(server_id), withheld_key(server_id), doubted_key(address_of(entry)))
     local suspected = (marks[1] or marks[2] == 'unready') and SUSPECTED or ''
     local leaving = marks[2] == 'leaving' and DRAINING or ''
+    local doubted = marks[3] and DOUBTED or ''
     live[#live + 1] = server_id
-    live[#live + 1] = description_of(entry) .. string.sub(lease, 2) .. suspected .. leaving
+    live[#live + 1] = description_of(entry) .. string.sub(lease, 2) .. suspected .. doubted .. leaving
   else
     remove(server_id, entry)
     changed(server_id)
