@@ -1,10 +1,11 @@
 """Certificates for the processes of a test."""
 
+import datetime
 from pathlib import Path
 
 from corolla.chassis.private_files import write_private
 from corolla.trust.authority import Authority
-from corolla.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
+from corolla.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, REVOCATIONS_FILE
 from corolla.trust.workload import Role, Workload
 
 TRUST_DOMAIN = "test"
@@ -19,18 +20,30 @@ class Identities:
         self._folder = folder
         self._issued: dict[Path, tuple[Workload, tuple[str, ...]]] = {}
 
-    def folder_of(self, role: Role, name: str, addresses: tuple[str, ...] = HERE) -> Path:
-        """Of a workload; made the first time."""
+    def folder_of(
+        self,
+        role: Role,
+        name: str,
+        addresses: tuple[str, ...] = HERE,
+        until: datetime.datetime | None = None,
+    ) -> Path:
+        """Of a workload; made the first time, with a certificate that ends at `until` if not with the authority."""
         folder = self._folder / f"{role.value}-{name}"
         if not folder.exists():
             self._issued[folder] = (Workload(TRUST_DOMAIN, role, name), addresses)
-            self.authority.issue(folder, *self._issued[folder])
+            self.authority.issue(folder, *self._issued[folder], until)
         return folder
 
     def believe(self, *authorities: Authority) -> None:
         """From now on every workload believes whom these have signed for."""
         for folder in self._issued:
             write_private(folder / AUTHORITY_FILE, b"".join(each.certificate_pem for each in authorities))
+
+    def revoke(self, *folders: Path) -> None:
+        """Every workload learns that the certificates of these count no longer."""
+        revoked = self.authority.revocations((each / CERTIFICATE_FILE).read_bytes() for each in folders)
+        for folder in self._issued:
+            write_private(folder / REVOCATIONS_FILE, revoked)
 
     def replace(self, authority: Authority) -> None:
         """Every workload gets another certificate, of this authority; whom they believe stays as it is."""

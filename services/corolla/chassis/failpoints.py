@@ -35,7 +35,9 @@ EssentialTask = Literal[
     "placement_statistics", "rebalancing", "placement_feed",  # router
     "placement_watch",  # client service
 ]  # fmt: skip
-RestartableTask = Literal["issuer_keys", "kubernetes", "pod_tags", "quotas", "turn_lock", "watched_files"]
+RestartableTask = Literal[
+    "issuer_keys", "kubernetes", "pod_tags", "quotas", "standing_calls", "turn_lock", "watched_files",
+]  # fmt: skip
 Task = Literal[EssentialTask, RestartableTask]
 
 Result = TypeVar("Result")

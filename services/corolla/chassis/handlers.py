@@ -41,12 +41,14 @@ class Call(Generic[Who]):
     Attributes:
         method: `Service/Method`.
         caller: ANYBODY until somebody has found out who it is.
+        failure: what the call ends with if its task is cancelled; None: its caller has cancelled it.
     """
 
     def __init__(self, method: str, context: Context, caller: Who) -> None:
         self.method = method
         self.context = context
         self.caller = caller
+        self.failure: errors.CorollaError | None = None
         self._describe: Callable[[], Mapping[str, Any]] = dict
 
     def describe(self, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -234,6 +236,8 @@ class _Guard:
 
     async def _abort(self, failure: BaseException, call: Call[Caller], started: float) -> None:
         seconds = time.perf_counter() - started
+        if isinstance(failure, asyncio.CancelledError) and call.failure is not None:
+            failure = call.failure
         if isinstance(failure, asyncio.CancelledError):
             self._metrics.done(self._method, "CANCELLED", seconds, "caller")
             if self._is_audited:

@@ -30,8 +30,9 @@ class ServiceSettings(BaseSettings):
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus metrics; 0 takes a free one.")
     tls_dir: Path | None = Field(
         None,
-        description="Folder with tls.crt, tls.key and ca.crt in PEM, as cert-manager writes them; changes are taken "
-        "within five seconds. Between services everything is TLS 1.3 then, with certificates of both ends, which name "
+        description="Folder with tls.crt, tls.key and ca.crt in PEM, as cert-manager writes them, and crl.pem where "
+        "certificates are revoked; changes are taken within five seconds. Between services everything is TLS 1.3 then, "
+        "with certificates of both ends, which name "
         "`spiffe://<trust domain>/<role>/<name>`. Without it everything is in the clear.",
     )
     insecure: bool = Field(

@@ -12,6 +12,7 @@ from typing import Any, Final
 import grpc
 from cryptography import x509
 
+from corolla.trust.beliefs import Beliefs, Shown
 from corolla.trust.signatures import Signatories, Signer, workload_of_certificate
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.trust.workload import Role, Workload
@@ -19,8 +20,10 @@ from corolla.trust.workload import Role, Workload
 CERTIFICATE_FILE: Final = "tls.crt"
 KEY_FILE: Final = "tls.key"
 AUTHORITY_FILE: Final = "ca.crt"
+REVOCATIONS_FILE: Final = "crl.pem"
 
 _NAMES: Final = "x509_subject_alternative_name"
+_CERTIFICATE: Final = "x509_pem_cert"
 
 
 class Credentials:
@@ -28,7 +31,7 @@ class Credentials:
 
     Args:
         folder: with `tls.crt`, `tls.key` and `ca.crt`, in PEM; the first may hold intermediate certificates, too, and
-            the last several authorities.
+            the last several authorities. A `crl.pem` may hold revocation lists of those authorities.
 
     Attributes:
         files: which are to be watched.
@@ -44,8 +47,9 @@ class Credentials:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.version = 0
+        self._beliefs = Beliefs(b"", b"")
         names = (CERTIFICATE_FILE, KEY_FILE, AUTHORITY_FILE)
-        self.files = WatchedFiles("COROLLA_TLS_DIR", folder, names, self._take)
+        self.files = WatchedFiles("COROLLA_TLS_DIR", folder, names, self._take, optional=(REVOCATIONS_FILE,))
         # A listener keeps its context for ever. Which one holds for a handshake is chosen as that begins.
         self._listening = _context(ssl.PROTOCOL_TLS_SERVER, folder)
         self._listening.sni_callback = self._choose
@@ -71,15 +75,28 @@ class Credentials:
         """For a channel that is opened now."""
         return grpc.ssl_channel_credentials(self._authority, self._key, self._certificate)
 
+    def witness(self, transport: asyncio.BaseTransport) -> Callable[[], bool]:
+        """What tells, at any time, whether the certificate still counts that the other end of a connection showed."""
+        connection: ssl.SSLObject = transport.get_extra_info("ssl_object")
+        certificate = connection.getpeercert(binary_form=True) or b""
+        shown = Shown(certificate, self._beliefs.authorities)
+        return lambda: self._beliefs.hold(shown)
+
+    def witness_call(self, auth_context: Mapping[str, Iterable[bytes]]) -> Callable[[], bool]:
+        """The same for whoever makes a call."""
+        shown = Shown(b"".join(auth_context.get(_CERTIFICATE, ())))
+        return lambda: self._beliefs.hold(shown)
+
     def knows(self, other: Workload | None) -> bool:
         """Whether somebody is of this process's trust domain: an authority may sign for others, too."""
         return other is not None and other.trust_domain == self._workload.trust_domain
 
     def _take(self, contents: Contents) -> None:
-        certificate, key, authority = contents
+        certificate, key, authority, revocations = contents
         workload = workload_of_certificate(x509.load_pem_x509_certificate(certificate))
         if workload is None:
             raise ValueError("the certificate's only URI must be like spiffe://<trust domain>/<role>/<name>")
+        beliefs = Beliefs(authority, revocations, self._beliefs)
         self._calling, self._taking = (
             _context(kind, self._folder) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
         )
@@ -88,6 +105,7 @@ class Credentials:
         self.signatories = Signatories(authority)
         self._certificate, self._key, self._authority, self._workload = certificate, key, authority, workload
         self._rpc = grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+        self._beliefs = beliefs
         self.version += 1
 
     def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:

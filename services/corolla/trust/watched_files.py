@@ -26,6 +26,7 @@ class WatchedFiles:
         variable: by which the folder was named.
         names: of the files.
         named: what the variable names, where that is not the folder.
+        optional: names of further files, whose contents are empty while they are missing.
         take: is called with their contents, in any thread. Raises ValueError or OSError where they make no sense.
 
     Raises:
@@ -39,9 +40,11 @@ class WatchedFiles:
         names: Sequence[str],
         take: Callable[[Contents], None],
         named: Path | None = None,
+        optional: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._names = names
+        self._optional = optional
         self._take = take
         self._bad: Contents | None = None
         try:
@@ -78,7 +81,15 @@ class WatchedFiles:
         return contents
 
     def _read(self) -> Contents:
-        return tuple((self._folder / name).read_bytes() for name in self._names)
+        needed = [(self._folder / name).read_bytes() for name in self._names]
+        return (*needed, *(_contents(self._folder / name) for name in self._optional))
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def _sentence(failure: Exception) -> str:

@@ -1,7 +1,7 @@
 """How a process reaches the others and they reach it: in the clear, or with certificates of both ends."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +17,7 @@ from corolla.trust.authorisation import AUDITED, FRAMES, check_method
 from corolla.trust.capabilities import Capabilities
 from corolla.trust.channels import renewed_channels
 from corolla.trust.credentials import Credentials, workload_of_call
+from corolla.trust.standing_calls import StandingCalls
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.stream import Connect, StreamListener, StreamTrust, connect
@@ -37,6 +38,7 @@ class Network:
     connect: Connect = connect
     listen: Callable[[str, int], StreamListener] = StreamListener
     credentials: Credentials | None = None
+    _standing: StandingCalls = field(default_factory=StandingCalls)
 
     @classmethod
     def of(cls, tls_dir: Path | None) -> Self:
@@ -81,6 +83,7 @@ class Network:
         """From now on, changed certificates are taken."""
         if self.credentials is not None:
             tasks.start_restartable(self.credentials.files.run, "watched_files")
+            tasks.start_restartable(self._standing.run, "standing_calls")
 
     @property
     def servers(self) -> StreamTrust | None:
@@ -92,11 +95,14 @@ class Network:
         """Who may begin streams to a block server."""
         if self.credentials is None:
             return None
-        return StreamTrust(self.credentials.for_listeners, _admits(self.credentials, FRAMES[pb.Hello]))
+        return StreamTrust(
+            self.credentials.for_listeners, _admits(self.credentials, FRAMES[pb.Hello]), self.credentials.witness
+        )
 
     async def _check_role(self, call: Call[Any]) -> None:
         """Finds out who calls. Raises RoleDenied: they may not."""
         if self.credentials is not None:
+            self._standing.add(call, self.credentials.witness_call(call.context.auth_context()))
             caller = workload_of_call(call.context.auth_context())
             if caller is not None:
                 call.caller = caller
@@ -104,7 +110,7 @@ class Network:
 
 
 def _servers(credentials: Credentials) -> StreamTrust:
-    return StreamTrust(credentials.for_connections, _admits(credentials, frozenset({Role.BLOCK})))
+    return StreamTrust(credentials.for_connections, _admits(credentials, frozenset({Role.BLOCK})), credentials.witness)
 
 
 def _admits(credentials: Credentials, roles: frozenset[Role]) -> Callable[[Workload | None], bool]:

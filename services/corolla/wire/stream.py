@@ -31,6 +31,7 @@ from corolla.chassis.errors import (
     QueueFull,
     RoleDenied,
     StartupError,
+    Unauthenticated,
 )
 from corolla.chassis.handlers import where
 from corolla.chassis.status import from_reason
@@ -148,10 +149,13 @@ class StreamTrust:
     Attributes:
         context: gives that of the next connection, or of a listener.
         admits: whether it may be this one; to another, the stream ends with ROLE_DENIED after the greetings.
+        witness: gives what tells whether the certificate still counts that the other end showed. A stream ends where it
+            does not, before anything is read of it or within seconds of a change.
     """
 
     context: Callable[[], ssl.SSLContext]
     admits: Callable[[Workload | None], bool]
+    witness: Callable[[asyncio.BaseTransport], Callable[[], bool]]
 
 
 class Stream(Protocol):
@@ -224,6 +228,7 @@ class FrameStream(asyncio.Protocol):
         self._has_pinged = False
         self._next_look_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._is_believed: Callable[[], bool] = lambda: True
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         if self._end is not None or self._state not in (StreamState.GREETING, StreamState.OPEN):
@@ -279,6 +284,10 @@ class FrameStream(asyncio.Protocol):
         self.peer_address = "{}:{}".format(*(transport.get_extra_info("peername") or ("?", "?"))[:2])
         if self._trust is not None:
             self.peer = workload_of_transport(transport)
+            self._is_believed = self._trust.witness(transport)
+            if not self._is_believed():
+                self._disbelieve()
+                return
         self._transport.write(_GREETING.pack(_MAGIC, VERSION, 0))
         self._timer = self._loop.call_later(self._limits.greeting_s, self._on_no_greeting)
 
@@ -417,6 +426,9 @@ class FrameStream(asyncio.Protocol):
         Where this process itself was held up, what the other end said may lie unread: it is asked again. An end that
         takes what waits for it lives; it hears the question only after all that.
         """
+        if not self._is_believed():
+            self._disbelieve()
+            return
         now_s = self._loop.time()
         if self._is_draining():
             self._heard_s = now_s
@@ -432,6 +444,12 @@ class FrameStream(asyncio.Protocol):
             with contextlib.suppress(QueueFull):  # an end that reads nothing does not answer either
                 self.send(pb.Ping())
         self._look_again()
+
+    def _disbelieve(self) -> None:
+        """The other end's certificate was revoked, has ended, or is of no authority any more."""
+        who = self.peer.audited() if self.peer is not None else {}
+        audit.write("stream", {"outcome": Unauthenticated.reason, "peer": self.peer_address, **who})
+        self.abort()
 
     def _is_draining(self) -> bool:
         """Whether bytes waited here at the last look, and the other end's machine has taken some since.

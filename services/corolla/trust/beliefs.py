@@ -1,0 +1,120 @@
+"""Which certificates count: those of an authority that is believed, which have not ended and were not revoked."""
+
+import datetime
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import Encoding
+
+log = logging.getLogger(__name__)
+
+_LIST: Final = re.compile(rb"-----BEGIN X509 CRL-----.+?-----END X509 CRL-----", re.DOTALL)
+_MOST_REMEMBERED: Final = 4096
+_NEVER: Final = datetime.datetime.min.replace(tzinfo=datetime.UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the other end of a connection showed, which passed the handshake.
+
+    Attributes:
+        certificate: its own, in PEM or DER. Nobody says which intermediate ones came with it.
+        believed: at the handshake; None: that is not known.
+    """
+
+    certificate: bytes
+    believed: frozenset[bytes] | None = None
+
+
+class Beliefs:
+    """What one state of the files says of the certificates of others.
+
+    Args:
+        authorities: in PEM; empty: nobody is believed.
+        revocations: certificate revocation lists in PEM, one behind the other; empty: nothing is revoked. A list counts
+            if one of the authorities signed it, also past its next update.
+        before: the state that this one follows.
+
+    Attributes:
+        authorities: that are believed, in DER.
+
+    Raises:
+        ValueError: they are no such files.
+    """
+
+    def __init__(self, authorities: bytes, revocations: bytes, before: "Beliefs | None" = None) -> None:
+        self._authorities = x509.load_pem_x509_certificates(authorities) if authorities else []
+        self._revoked = {
+            (revoked.issuer, each.serial_number)
+            for revoked in _lists(revocations, self._authorities)
+            for each in revoked
+        }
+        self.authorities: Final = frozenset(each.public_bytes(Encoding.DER) for each in self._authorities)
+        known: Mapping[bytes, x509.Certificate] = before.known if before is not None else {}
+        # All that were believed by now.
+        self.known: Mapping[bytes, x509.Certificate] = {**known} | {
+            each.public_bytes(Encoding.DER): each for each in self._authorities
+        }
+        # When a certificate ends that counts until then.
+        self._ends: dict[Shown, datetime.datetime] = {}
+
+    def hold(self, shown: Shown) -> bool:
+        """Whether a certificate counts now. It is asked often, and looks closely once."""
+        end = self._ends.get(shown)
+        if end is None:
+            if len(self._ends) >= _MOST_REMEMBERED:
+                self._ends.clear()
+            end = self._ends[shown] = self._end_of(shown)
+        return datetime.datetime.now(datetime.UTC) < end
+
+    def _end_of(self, shown: Shown) -> datetime.datetime:
+        try:
+            certificate = _read(shown.certificate)
+        except ValueError:
+            return _NEVER
+        if (certificate.issuer, certificate.serial_number) in self._revoked or not self._is_signed(certificate, shown):
+            return _NEVER
+        return certificate.not_valid_after_utc
+
+    def _is_signed(self, certificate: x509.Certificate, shown: Shown) -> bool:
+        """Whether an authority that is believed has signed it.
+
+        The handshake knew of intermediate certificates, and nobody else does. So one that no authority signed itself
+        counts as long as all those that were believed then are believed; where that is not known, unless one that is
+        not believed any more signed it.
+        """
+        if any(_has_signed(each, certificate) for each in self._authorities):
+            return True
+        if shown.believed is not None:
+            return shown.believed <= self.authorities
+        return not any(_has_signed(each, certificate) for each in self.known.values())
+
+
+def _read(certificate: bytes) -> x509.Certificate:
+    if certificate.startswith(b"-----"):
+        return x509.load_pem_x509_certificate(certificate)
+    return x509.load_der_x509_certificate(certificate)
+
+
+def _lists(text: bytes, authorities: Sequence[x509.Certificate]) -> Iterable[x509.CertificateRevocationList]:
+    found = _LIST.findall(text)
+    if text.strip() and not found:
+        raise ValueError("crl.pem holds no certificate revocation list in PEM")
+    for each in map(x509.load_pem_x509_crl, found):
+        if any(each.is_signature_valid(authority.public_key()) for authority in authorities):  # type: ignore[arg-type]
+            yield each
+        else:
+            log.warning("a revocation list that none of the authorities signed revokes nothing")
+
+
+def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
