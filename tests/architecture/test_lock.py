@@ -3,7 +3,10 @@
 The closure is walked through the metadata of the installed packages, for the platform and Python of this run.
 """
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Sequence
 from importlib import metadata
@@ -125,14 +128,42 @@ def test_installed_packages_are_those_of_the_lock(name: str) -> None:
     assert pins_here()[name].specifier.contains(metadata.version(name), prereleases=True), "run: make setup"
 
 
-def test_torch_is_the_one_that_pyproject_asks_for() -> None:
-    lines = (ROOT / "requirements" / "torch.txt").read_text(encoding="utf-8").splitlines()
-    (torch,) = [Requirement(line) for line in lines if not line.startswith("#")]
-    version = str(torch.specifier).removeprefix("==")
+VARIANTS = ["cpu", "cuda"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_torch_is_the_one_that_pyproject_asks_for(variant: str) -> None:
+    pins, unhashed = read_lock(LOCK.parent / f"torch-{variant}.txt")
+    version = str(pins["torch"].specifier).removeprefix("==")
     (stand_in,) = [entry for entry in PYPROJECT["tool"]["uv"]["dependency-metadata"] if entry["name"] == "torch"]
     (asked,) = [
         r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["tensors"]) if r.name == "torch"
     ]
+    assert unhashed == set()
     assert asked.specifier.contains(version)
     assert stand_in["version"] == version
-    assert torch.specifier.contains(metadata.version("torch"))
+    assert pins["torch"].specifier.contains(metadata.version("torch"))
+
+
+def test_the_variants_of_torch_share_no_package_with_the_lock_and_no_file_with_each_other() -> None:
+    locked, _ = read_lock()
+    hashes = []
+    for variant in VARIANTS:
+        path = LOCK.parent / f"torch-{variant}.txt"
+        assert not read_lock(path)[0].keys() & locked.keys()
+        hashes.append(set(re.findall(r"sha256:([0-9a-f]{64})", path.read_text(encoding="utf-8"))))
+    assert not set.intersection(*hashes)
+
+
+@pytest.mark.parametrize(
+    "file_name, variant",
+    [
+        ("torch-2.13.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl", "cpu"),
+        ("torch-2.13.0-cp311-cp311-macosx_14_0_arm64.whl", "cpu"),
+        ("torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl", "cuda"),
+    ],
+)
+def test_the_file_that_pip_finds_says_which_lock_holds_it(file_name: str, variant: str) -> None:
+    report = json.dumps({"install": [{"download_info": {"url": f"https://example.org/{file_name}"}}]})
+    script = [sys.executable, str(LOCK.parent / "torch_variant.py")]
+    assert subprocess.run(script, input=report, capture_output=True, text=True, check=True).stdout.strip() == variant
