@@ -73,6 +73,9 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	@$(call resolve,server,--extra block-server --extra router --extra quantization --constraints $(LOCK))
 	@$(call resolve,client,--extra client --constraints $(LOCK))
 	@$(call resolve,demo,--extra demo --constraints $(LOCK))
+	@printf 'cyclonedx-bom>=7.5,<8\npip-audit>=2.10,<3\n' | uv pip compile - --quiet $(UPGRADE) --universal \
+	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
+	  --custom-compile-command 'make lock' --output-file requirements/tools.txt
 	@git --no-pager diff --stat -- requirements
 
 define resolve
@@ -177,7 +180,7 @@ format: setup ## Formats the sources and fixes what ruff can fix.
 	@ruff format .
 
 .PHONY: verify
-verify: lint check-protos check-sync-client check-docs check-chart check-lock ## Checks all that needs no test: lint, generated files current, lock in step.
+verify: lint check-protos check-sync-client check-docs check-chart check-lock audit ## Checks all that needs no test: lint, generated files current, lock in step.
 
 .PHONY: check-protos
 check-protos: setup ## Checks that the stubs are what the protocol files give.
@@ -216,6 +219,33 @@ check-chart: setup ## Checks that the chart's schema, README and dashboards are 
 check-lock: setup ## Checks that the lock is the whole closure of pyproject.toml and nothing else.
 	@echo "==> lock"
 	@$(PY) -m pytest -q tests/architecture/test_lock.py
+
+# --- supply chain ---------------------------------------------------------------------------------------------------
+
+# In a folder of their own: what they need is not what Corolla needs.
+TOOLS := $(VENV)/tools
+TOOL := PYTHONPATH=$(TOOLS) $(PY) -W ignore -m
+
+$(VENV)/.tools-done: requirements/tools.txt | $(STAMP)
+	@echo "==> Installing pip-audit and cyclonedx-bom"
+	@rm -rf $(TOOLS)
+	@$(PIP) install --quiet --require-hashes --no-deps --target $(TOOLS) -r requirements/tools.txt
+	@touch $@
+
+.PHONY: audit
+audit: $(VENV)/.tools-done ## Looks for known vulnerabilities of the locked packages; says loudly where it cannot.
+	@echo "==> pip-audit"
+	@for lock in $(LOCK) requirements/torch-cuda.txt requirements/tools.txt; do \
+	  { $(TOOL) pip_audit --require-hashes --no-deps --disable-pip --progress-spinner off --format json \
+	    --requirement $$lock 2>$(VENV)/audit.log || true; } | $(PY) requirements/audit_verdict.py $$lock; done
+
+.PHONY: sbom
+sbom: $(VENV)/.tools-done ## Writes what the wheel and the images consist of to dist/, in CycloneDX; TORCH_VARIANT=cuda.
+	@mkdir -p dist
+	@bill() { cat "$${@:2}" | $(TOOL) cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible \
+	  --output-format JSON --output-file dist/$$1.cdx.json -; echo "dist/$$1.cdx.json"; }; \
+	bill corolla $(LOCK); bill corolla-client requirements/client.txt; \
+	bill corolla-server requirements/server.txt requirements/torch-$(or $(TORCH_VARIANT),cpu).txt
 
 # --- generated files -----------------------------------------------------------------------------------------------
 

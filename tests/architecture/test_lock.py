@@ -167,3 +167,31 @@ def test_the_file_that_pip_finds_says_which_lock_holds_it(file_name: str, varian
     report = json.dumps({"install": [{"download_info": {"url": f"https://example.org/{file_name}"}}]})
     script = [sys.executable, str(LOCK.parent / "torch_variant.py")]
     assert subprocess.run(script, input=report, capture_output=True, text=True, check=True).stdout.strip() == variant
+
+
+def test_the_tools_are_pinned_by_hash() -> None:
+    pins, unhashed = read_lock(LOCK.parent / "tools.txt")
+    assert {"cyclonedx-bom", "pip-audit"} <= pins.keys()
+    assert unhashed == set()
+
+
+SOUND = {"name": "sound", "version": "1.0", "vulns": []}
+BAD = {"name": "bad", "version": "2.0", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2.1"]}]}
+UNKNOWN = {"name": "unknown", "skip_reason": "not found"}
+
+
+@pytest.mark.parametrize(
+    "report, status, words",
+    [
+        (json.dumps({"dependencies": [SOUND]}), 0, "1 of 1 packages audited"),
+        (json.dumps({"dependencies": [SOUND, BAD]}), 1, "bad 2.0: PYSEC-1; fixed in: 2.1"),
+        (json.dumps({"dependencies": [SOUND, UNKNOWN]}), 0, "unknown WAS NOT AUDITED: not found"),
+        (json.dumps({"dependencies": [UNKNOWN]}), 0, "a.txt WAS NOT AUDITED"),
+        ("", 0, "a.txt WAS NOT AUDITED"),
+    ],
+)
+def test_an_audit_out_of_reach_is_no_clean_one(report: str, status: int, words: str) -> None:
+    script = [sys.executable, str(LOCK.parent / "audit_verdict.py"), "a.txt"]
+    done = subprocess.run(script, input=report, capture_output=True, text=True)
+    assert done.returncode == status
+    assert words in done.stdout
