@@ -54,6 +54,7 @@ _NUMBER: Final[Schema] = {"type": "integer", "minimum": 0}
 _PORT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": 65535}
 _TEXTS: Final[Schema] = {"type": "object", "additionalProperties": {"type": "string"}}
 _QUANTITIES: Final[Schema] = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+_DIGEST: Final[Schema] = {"type": "string", "pattern": r"^(sha256:[0-9a-f]{64})?$"}
 _OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object"}}
 _BY_NAME: Final[dict[str, Schema]] = {
     "affinity": {
@@ -80,6 +81,8 @@ _BY_NAME: Final[dict[str, Schema]] = {
 _BY_PATH: Final[dict[str, Schema]] = {
     "auth.mode": {"enum": ["", "keys", "oidc", "none"]},
     "client.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    "image.digest.client": _DIGEST,
+    "image.digest.server": _DIGEST,
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "model.dtype": {"enum": ["float32", "bfloat16", "float16"]},
     "model.quantization": {"enum": ["none", "int8", "int4"]},

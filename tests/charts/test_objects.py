@@ -21,10 +21,13 @@ from corolla.chassis.errors import StoreUnavailable
 from corolla.chassis.settings import PREFIX
 from corolla.client.settings import ClientSettings
 from corolla.local.redis_server import find_redis_server
+from corolla.router.cluster.pods import COST_ANNOTATION, SPAN_LABEL
 from corolla.router.metrics import RouterMetrics
 from corolla.router.settings import RouterSettings
 from corolla.router.store import Store
 from tests.charts.rendering import (
+    ADMISSION_API,
+    ALL_APIS,
     CHART,
     CI_VALUES,
     CURRENT,
@@ -249,6 +252,40 @@ def test_only_the_router_has_a_token_and_may_do_only_this() -> None:
     accounts = of_kind(objects, "ServiceAccount")
     assert not any(each["automountServiceAccountToken"] for each in accounts)
     assert of_kind(render({"router": {"rbac": False}}), "Role", "RoleBinding") == []
+
+
+POLICY_KINDS: Final = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+
+
+def test_a_policy_holds_the_router_to_its_tags_of_pods_where_the_cluster_knows_the_kind() -> None:
+    assert of_kind(render(), *POLICY_KINDS) == []
+    apis = (*ALL_APIS, ADMISSION_API)
+    policy, binding = of_kind(render(apis=apis), *POLICY_KINDS)
+    version = CURRENT.rpartition(".")[0]
+    for each in (policy, binding):
+        kubernetes_validate.validate(each, version, strict=True)
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"] == "ns-rel-corolla-router"
+    assert binding["spec"]["matchResources"]["namespaceSelector"]["matchLabels"] == {
+        "kubernetes.io/metadata.name": "ns"
+    }
+    (condition,) = policy["spec"]["matchConditions"]
+    (account,) = of_kind(render(), "RoleBinding")[0]["subjects"]
+    assert f"'system:serviceaccount:{account['namespace']}:{account['name']}'" in condition["expression"]
+    expressions = " ".join(each["expression"] for each in policy["spec"]["validations"])
+    assert "object.spec == oldObject.spec" in expressions
+    assert set(re.findall(r"key == '([^']*)'", expressions)) == {SPAN_LABEL, COST_ANNOTATION}
+    for values in ({"rbac": False}, {"admissionPolicy": False}):
+        assert of_kind(render({"router": values}, apis=apis), *POLICY_KINDS) == []
+
+
+def test_images_are_named_by_digest_where_there_is_one() -> None:
+    digest = f"sha256:{'ab' * 32}"
+    objects = render({"image": {"server": "corolla-server", "tag": "1", "digest": {"server": digest}}})
+    images = {name: {each["image"] for each in spec["containers"]} for name, spec in pod_specs(objects).items()}
+    assert images["rel-corolla-router"] == images["rel-corolla-block-server-main"] == {f"corolla-server@{digest}"}
+    assert images["rel-corolla-client"] == {"corolla-client:1"}
+    with pytest.raises(Refused, match="digest"):
+        render({"image": {"digest": {"client": "latest"}}})
 
 
 def test_the_router_watches_the_block_servers_of_its_release_and_knows_its_own_pod() -> None:

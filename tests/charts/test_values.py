@@ -48,6 +48,8 @@ OTHERS: Final[dict[str, Any]] = {
     "auth.oidc.jwks": "https://other:4443/keys",
     "affinity": {"podAntiAffinity": {"x": []}},
     "blocks": "0:8",
+    "image.digest.client": f"sha256:{'ab' * 32}",
+    "image.digest.server": f"sha256:{'ab' * 32}",
     "callers": [{"podSelector": {}}],
     "extraEgress": [{"ports": [{"port": 8080}]}],
     "extraEnv": [{"name": "X", "value": "1"}],
@@ -66,8 +68,8 @@ OTHERS: Final[dict[str, Any]] = {
     "tolerations": [{"operator": "Exists"}],
     "topologySpreadConstraints": [{"maxSkew": 7}],
 }
-# It matters in an upgrade only, and has a test of its own.
-ELSEWHERE: Final = {"blockServer.allowSingleReplicaUpgrade"}
+# They matter in an upgrade or on a newer cluster only, and have tests of their own.
+ELSEWHERE: Final = {"blockServer.allowSingleReplicaUpgrade", "router.admissionPolicy"}
 
 
 def nested(path: str, value: Any) -> Object:

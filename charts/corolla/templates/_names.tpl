@@ -32,12 +32,16 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{- define "corolla.imageVersion" -}}
+{{ with .digest }}@{{ . }}{{ else }}:{{ default .root.Chart.AppVersion .root.Values.image.tag }}{{ end }}
+{{- end }}
+
 {{- define "corolla.serverImage" -}}
-{{ .Values.image.server }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{ .Values.image.server }}{{ include "corolla.imageVersion" (dict "root" . "digest" .Values.image.digest.server) }}
 {{- end }}
 
 {{- define "corolla.clientImage" -}}
-{{ .Values.image.client }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{ .Values.image.client }}{{ include "corolla.imageVersion" (dict "root" . "digest" .Values.image.digest.client) }}
 {{- end }}
 
 {{/* Every router's address, so that gRPC balances calls over them. */}}
