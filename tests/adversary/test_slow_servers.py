@@ -17,9 +17,6 @@ async def test_a_chain_that_is_far_slower_than_its_servers_say_makes_them_doubtf
         async def num_doubted() -> int:
             return sum(each.doubted for each in (await swarm.placement()).servers)
 
-        await client.generate([1, 2, 3], max_tokens=40, ignore_eos=True)
-        assert await num_doubted() == 0
-
         def sleep(address: str, frame: Frame) -> Frame:
             if isinstance(frame.control, blocks_pb2.Step):
                 time.sleep(0.5)
