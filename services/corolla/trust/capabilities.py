@@ -68,6 +68,8 @@ class Capabilities:
         if signatory is None or not signatory.has_signed(signed.signature, _PURPOSE + signed.capability):
             raise CapabilityDenied("no workload that this server knows has signed for the session")
         workload = signatory.workload
+        if not self._credentials.counts(signed.certificates[0]):
+            raise CapabilityDenied("the certificate of who has signed for the session counts no longer")
         if not self._credentials.knows(workload) or workload.role not in _SIGNERS:
             raise CapabilityDenied("who has signed for the session may open none")
         try:

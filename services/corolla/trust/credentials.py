@@ -87,6 +87,10 @@ class Credentials:
         shown = Shown(b"".join(auth_context.get(_CERTIFICATE, ())))
         return lambda: self._beliefs.hold(shown)
 
+    def counts(self, certificate: bytes) -> bool:
+        """Whether a certificate of an authority that is believed, in DER, has neither ended nor been revoked."""
+        return self._beliefs.hold(Shown(certificate))
+
     def knows(self, other: Workload | None) -> bool:
         """Whether somebody is of this process's trust domain: an authority may sign for others, too."""
         return other is not None and other.trust_domain == self._workload.trust_domain
@@ -97,12 +101,12 @@ class Credentials:
         if workload is None:
             raise ValueError("the certificate's only URI must be like spiffe://<trust domain>/<role>/<name>")
         beliefs = Beliefs(authority, revocations, self._beliefs)
+        opens_sessions = workload.role in (Role.CLIENT, Role.LIBRARY)
+        signer, signatories = Signer(certificate, key) if opens_sessions else None, Signatories(authority)
         self._calling, self._taking = (
             _context(kind, self._folder) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
         )
-        opens_sessions = workload.role in (Role.CLIENT, Role.LIBRARY)
-        self.signer = Signer(certificate, key) if opens_sessions else None
-        self.signatories = Signatories(authority)
+        self.signer, self.signatories = signer, signatories
         self._certificate, self._key, self._authority, self._workload = certificate, key, authority, workload
         self._rpc = grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
         self._beliefs = beliefs

@@ -259,3 +259,15 @@ def test_who_opens_sessions_needs_a_key_that_signs(identities: Identities, monke
         with pytest.raises(SettingsError, match="ECDSA"):
             Credentials(identities.folder_of(role, "1"))
     assert Credentials(identities.folder_of(Role.BLOCK, "1")).signer is None
+
+
+def test_who_was_revoked_signs_no_more(identities: Identities) -> None:
+    revoked = identities.folder_of(Role.CLIENT, "revoked")
+    opening = signed_by(Capabilities(Credentials(revoked), FINGERPRINT))
+    other = signed_by(of(identities, Role.CLIENT, "other"))
+    hop_folder = identities.folder_of(Role.BLOCK, "1")
+    identities.revoke(revoked)
+    hop = Capabilities(Credentials(hop_folder), FINGERPRINT)
+    with pytest.raises(CapabilityDenied, match="counts no longer"):
+        hop.verify(opening)
+    assert hop.verify(other).name == "other"
