@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import PeerTable
-from corolla.chassis.errors import HopUnavailable, QueueFull
+from corolla.chassis.errors import HopUnavailable, QueueFull, RouteUnknown
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer, Frame
 from corolla.wire.stream import Connect, Stream, StreamCause, connect
@@ -37,6 +38,7 @@ class Relay:
     Args:
         connect: begins streams to other hops.
         clock: in seconds.
+        neighbours: who may be connected to; None: every address.
 
     Attributes:
         on_lost: is called with each microbatch of a ring that may not have arrived.
@@ -48,29 +50,61 @@ class Relay:
         peers: PeerTable,
         connect: Connect = connect,
         clock: Callable[[], float] = time.monotonic,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._fingerprint = fingerprint
         self._peers = peers
         self._clock = clock
         self._connect = connect
+        self._neighbours = neighbours
         self._links: dict[str, _Link] = {}
+        # What goes to an address that a router is asked about.
+        self._unsent: dict[str, list[tuple[pb.Step | pb.Next, Buffer]]] = {}
         self.on_lost: Callable[[pb.Step], None] = lambda step: None
 
     def send(self, address: str, step: pb.Step | pb.Next, payload: Buffer = b"") -> None:
         """Queues a step for another hop; if that cannot be reached, the originating clients get a fault."""
         link = self._links.get(address)
         if link is None:
+            if self._waits_for_router(address, step, payload):
+                return
             link = self._links[address] = self._begin(address)
         try:
             link.stream.send(step, payload)
         except QueueFull:
-            self._lose(step, step.rows, address)
+            self._lose(step, step.rows, _unreachable(address))
             return
         link.sent.append((self._clock(), step))
 
     def close(self) -> None:
         for link in self._links.values():
             link.stream.close()
+
+    def _waits_for_router(self, address: str, step: pb.Step | pb.Next, payload: Buffer) -> bool:
+        """Whether the step is kept, or refused, since the placement does not name the address as far as is known."""
+        unsent = self._unsent.get(address)
+        if unsent is None and (self._neighbours is None or self._neighbours.names(address)):
+            return False
+        if sum(map(len, self._unsent.values())) >= _NUM_REMEMBERED:
+            self._refuse(step, address)
+            return True
+        if unsent is None and self._neighbours is not None:
+            unsent = self._unsent[address] = []
+            self._neighbours.look_for(address, lambda: self._on_asked(address))
+        if unsent is not None:
+            unsent.append((step, payload))
+        return True
+
+    def _on_asked(self, address: str) -> None:
+        is_named = self._neighbours is None or self._neighbours.names(address)
+        for step, payload in self._unsent.pop(address):
+            if is_named:
+                self.send(address, step, payload)
+            else:
+                self._refuse(step, address)
+
+    def _refuse(self, step: pb.Step | pb.Next, address: str) -> None:
+        self._lose(step, step.rows, RouteUnknown("a step goes to an address that the placement does not name", address))
 
     def _begin(self, address: str) -> _Link:
         link = _Link(self._connect(address, lambda _: self._receive))
@@ -97,16 +131,20 @@ class Relay:
             if sent_s <= oldest_s:
                 return
             if isinstance(step, pb.Step) and not step.HasField("ring"):
-                self._lose(step, (), address)
+                self._lose(step, (), _unreachable(address))
                 continue
             # Of what goes round only a session's newest step can be under way.
             newest = [row for row in step.rows if (row.session_id, row.epoch) not in seen]
             seen.update((row.session_id, row.epoch) for row in newest)
             if newest:
-                self._lose(step, newest, address)
+                self._lose(step, newest, _unreachable(address))
 
-    def _lose(self, step: pb.Step | pb.Next, rows: Iterable[pb.StepRow], address: str) -> None:
+    def _lose(self, step: pb.Step | pb.Next, rows: Iterable[pb.StepRow], error: HopUnavailable) -> None:
         """Some rows of a step may not arrive; no rows: all of a client's."""
-        self._peers.send_faults(step, HopUnavailable("a hop of the chain is not reachable", address), rows)
+        self._peers.send_faults(step, error, rows)
         if isinstance(step, pb.Step) and step.ring.microbatch:
             self.on_lost(step)
+
+
+def _unreachable(address: str) -> HopUnavailable:
+    return HopUnavailable("a hop of the chain is not reachable", address)

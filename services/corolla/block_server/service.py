@@ -20,6 +20,7 @@ from corolla.block_server.housekeeping import Housekeeping
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
@@ -214,7 +215,7 @@ class BlockServer:
         self._sessions = SessionTable(pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
         outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
         self._sessions.on_forget = outputs.forget
-        self._relay = Relay(fingerprint, self._peers, network.connect)
+        self._relay = self._make_relay(fingerprint, self._registration)
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
             fail=self._fail, edges=edges,
@@ -309,6 +310,11 @@ class BlockServer:
         if self._registration is not None:
             await self._registration.close()
         self._metrics_endpoint.close()
+
+    def _make_relay(self, fingerprint: str, registration: Registration) -> Relay:
+        neighbours = Neighbours(registration.placement, self._tasks)
+        self._tasks.start_restartable(neighbours.run, "neighbours")
+        return Relay(fingerprint, self._peers, self._network.connect, neighbours=neighbours)
 
     def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> Runner:
         settings = self.settings

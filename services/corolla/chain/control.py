@@ -59,6 +59,10 @@ class ControlPlane:
         request = pb.ReportServerRequest(model=self.model, server_id=server_id, slow=slow)
         await self._call(self.stub.ReportServer, request, _PLAN_TIMEOUT_S)
 
+    async def get_placement(self) -> pb.Placement:
+        """All servers of the model, as the router knows them now."""
+        return await self._call(self.stub.GetPlacement, pb.GetPlacementRequest(model=self.model), _PLAN_TIMEOUT_S)
+
     async def take_quotas(self, request: pb.TakeQuotasRequest, timeout_s: float) -> pb.TakeQuotasResponse:
         return await self._call(self.stub.TakeQuotas, request, timeout_s)
 

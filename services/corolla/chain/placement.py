@@ -9,6 +9,7 @@ from typing import Final
 import grpc
 
 from corolla.chain.control import ControlPlane
+from corolla.chassis.errors import CorollaError
 from corolla.chassis.status import from_rpc_error
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -52,6 +53,17 @@ class PlacementWatch:
         unlisted = [each for each in self._complete.servers if each.server.address not in listed]
         return [*self._placement.servers, *unlisted]
 
+    def names(self, hop: common_pb2.Hop) -> bool:
+        """Whether the server of a hop is there, at its address, as far as is known."""
+        return _names(self.servers, hop)
+
+    async def will_name(self, hop: common_pb2.Hop) -> bool:
+        """The same, by what a router says now: a server that has just joined may be in no push yet."""
+        try:
+            return _names((await self._control.get_placement()).servers, hop)
+        except CorollaError:
+            return False
+
     @property
     def is_settling(self) -> bool:
         """Whether blocks have been uncovered for a few seconds at most, in which their servers may register again."""
@@ -91,3 +103,7 @@ class PlacementWatch:
             self._incomplete_since_s = asyncio.get_running_loop().time()
         published, self._published = self._published, asyncio.Event()
         published.set()
+
+
+def _names(servers: Sequence[pb.PlacedServer], hop: common_pb2.Hop) -> bool:
+    return any((each.server.server_id, each.server.address) == (hop.server_id, hop.address) for each in servers)

@@ -24,6 +24,7 @@ from corolla.chassis.errors import (
     OutOfPages,
     OutputsNotKept,
     PositionGap,
+    RouteUnknown,
 )
 from corolla.wire.span import Span
 
@@ -199,13 +200,17 @@ class Recovery:
         return bool(failure.reporter) and not await self._handovers.is_disconnected(failure.address)
 
     def _exclude_unreachable(self, job: _Job, failure: HopUnavailable) -> None:
-        """A hop does not reach another one that lives. Excludes the other one; if that did not help, the hop itself."""
+        """A hop does not reach another one that lives. Excludes the other one; if that did not help, the hop itself.
+
+        Neither is to blame where the hop does not know the other one yet: then only this request goes round them.
+        """
         is_in_vain = job.budget.on_unreachable(failure.reporter, job.position)
         address = failure.reporter if is_in_vain else failure.address
         for hop in job.binding.chain.hops:
             if hop.address == address:
                 job.lost.add(hop.server_id, _now_s())
-                self._routes.avoid(hop.server_id)
+                if not isinstance(failure, RouteUnknown):
+                    self._routes.avoid(hop.server_id)
 
     async def _attempt(self, job: _Job) -> CorollaError | None:
         """Returns what stood in the way; raises what no further attempt could change."""

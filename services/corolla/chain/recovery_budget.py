@@ -15,6 +15,7 @@ from corolla.chassis.errors import (
     OutOfMemory,
     PositionGap,
     RequestKillsServers,
+    RouteUnknown,
     StepFailed,
 )
 from corolla.wire.span import Span
@@ -24,7 +25,7 @@ RECOVERABLE: Final = (
 )  # fmt: skip
 """Failures that other servers, or the same ones once more, may make good."""
 
-CAUSES: Final = ("idle", *(each.reason.lower() for each in RECOVERABLE))
+CAUSES: Final = ("idle", *(each.reason.lower() for each in (*RECOVERABLE, RouteUnknown)))
 """Labels of what happened: hops had forgotten an idle session, or a step failed."""
 
 METHODS: Final = ("outputs", "outputs+tokens", "reopen", "tokens")

@@ -13,6 +13,7 @@ from typing import Final
 from corolla.chain.handovers import Handovers
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.pending import PendingReplies, RowFuture, discard, fail
+from corolla.chain.placement import PlacementWatch
 from corolla.chain.token_stream import TokenStream
 from corolla.chassis.errors import CorollaError, FingerprintMismatch, HopLeaving, HopUnavailable, NotComputed, QueueFull
 from corolla.chassis.status import from_reason
@@ -26,6 +27,8 @@ from corolla.wire.stream import Connect, Stream, StreamCause, StreamLimits, betw
 log = logging.getLogger(__name__)
 
 _SECONDS_PER_DRAW: Final = 0.005
+_MOST_LOOKED_UP: Final = 64
+"""Moves to servers that are not known, about which routers are asked at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class DataPlane:
             thread that computes is stuck.
         on_discarded: is called with the number of tokens that hops chose and nobody wants any more.
         capabilities: sign for what is opened, where hops ask for it.
+        placement: names the servers that sessions may move to; None: all may.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class DataPlane:
         connect: Connect = connect,
         on_discarded: Callable[[int], None] = lambda num_tokens: None,
         capabilities: Capabilities | None = None,
+        placement: PlacementWatch | None = None,
     ) -> None:
         self.client_id = secrets.token_bytes(16)
         self._fingerprint = fingerprint
@@ -82,6 +87,8 @@ class DataPlane:
         self._open_timeout_s = open_timeout_s
         self._pending = PendingReplies(on_discarded)
         self._capabilities = capabilities
+        self._placement = placement
+        self._num_looked_up = 0
         self.handovers = Handovers()
 
     @property
@@ -324,15 +331,34 @@ class DataPlane:
                     self.handovers.on_step_refused(address)
                 self._pending.on_fault(control, error)
             case pb.Moved():
-                self.handovers.on_moved(control, address)
-                if control.HasField("hop") and control.hop.address not in self._servers:
-                    # The session is opened there soon, or closed.
-                    self._tasks.start(self._connect_ahead(control.hop.address), "connection to a server")
+                is_known = self._placement is None or self._placement.names(control.hop)
+                if is_known or not control.HasField("hop"):
+                    self._on_moved(control, address)
+                elif self._num_looked_up < _MOST_LOOKED_UP:
+                    self._tasks.start(self._look_up(control, address), "look for a server")
             case pb.Welcome():
                 if server is not None and not server.welcome.done():
                     server.welcome.set_result(control)
             case _:
                 log.warning("a block server sent a frame of a kind that it should not")
+
+    def _on_moved(self, moved: pb.Moved, address: str) -> None:
+        self.handovers.on_moved(moved, address)
+        if moved.HasField("hop") and moved.hop.address not in self._servers:
+            # The session is opened there soon, or closed.
+            self._tasks.start(self._connect_ahead(moved.hop.address), "connection to a server")
+
+    async def _look_up(self, moved: pb.Moved, address: str) -> None:
+        """A session moved to a server that is new here. Where the placement does not name it, nobody has the session:
+        it is replayed."""
+        self._num_looked_up += 1
+        try:
+            if self._placement is not None and not await self._placement.will_name(moved.hop):
+                log.warning("a session moved to a server that the placement does not name", extra={"address": address})
+                moved.ClearField("hop")
+        finally:
+            self._num_looked_up -= 1
+        self._on_moved(moved, address)
 
 
 def _error_of(fault: pb.Fault, sender: str) -> CorollaError:

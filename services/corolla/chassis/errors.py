@@ -294,6 +294,15 @@ class HopUnavailable(CorollaError):
         self.address, self.reporter = address, ""  # reporter: who could not reach it; empty where our stream broke
 
 
+class RouteUnknown(HopUnavailable):
+    """A step, or a session, was to go to an address that the placement does not name; nothing was sent there.
+
+    Nobody is to blame: the server at `address` may have joined while the hop reached no router.
+    """
+
+    reason = "ROUTE_UNKNOWN"
+
+
 class HopLeaving(CorollaError):
     """A block server drains: no new sessions, and its own go to others. Nobody is to blame. `address` is its own."""
 

@@ -129,6 +129,7 @@ class ClientService:
             self._network.connect,
             self._metrics.discarded_tokens.inc,
             self._network.capabilities(fingerprint),
+            placement,
         )
         routes = self._routes = Routes(
             control,

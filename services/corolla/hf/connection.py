@@ -217,14 +217,15 @@ class _Planes:
         self.tasks = TaskGroup()
         network.start_renewal(self.tasks)
         limits = replace(between_servers(), ping_after_s=1.0, silence_s=_SILENCE_S)
+        placement = PlacementWatch(self.control)
         self.data = DataPlane(
             fingerprint,
             self.tasks.subgroup(),
             limits,
             connect=network.connect,
             capabilities=network.capabilities(fingerprint),
+            placement=placement,
         )
-        placement = PlacementWatch(self.control)
         self.tasks.start_essential(placement.run, "placement_watch")
         self.routes = Routes(self.control, placement, fingerprint, num_blocks)
         self.reservations = Reservations(self.routes, self.data, LIMITS)

@@ -112,6 +112,15 @@ class Roster:
             for hop in chain.hops
         )
 
+    def places(self, hop: common_pb2.Hop) -> bool:
+        """Whether the server of a hop is there, at its address and with its blocks."""
+        return any(
+            each.server.server_id == hop.server_id
+            and each.server.address == hop.address
+            and Span.of(each.span).covers(Span.of(hop.span))
+            for each in self.servers
+        )
+
     def uncovered(self) -> list[Span]:
         """Blocks without a ready server, of the fingerprint that covers most."""
         if not self.is_known:

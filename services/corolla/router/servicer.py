@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from corolla.chassis.audit import Caller
-from corolla.chassis.errors import InvalidRequest, ModelNotFound
+from corolla.chassis.errors import InvalidRequest, ModelNotFound, RouteUnknown
 from corolla.chassis.handlers import Call
 from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import chain_of
@@ -176,7 +176,11 @@ class RouterServicer:
     async def MoveSession(self, request: pb.MoveSessionRequest, call: Call[Caller]) -> pb.MoveSessionResponse:
         model, session_id = self._session(request)
         server_id = validation.check_name("server_id", request.server_id)
-        await self._sessions.move(model, session_id, request.tenant, server_id, validation.check_hop(request.hop))
+        hop = validation.check_hop(request.hop)
+        # Client services connect to what a record names.
+        if not (await self._registry.snapshot(model)).places(hop):
+            raise RouteUnknown("the session would go to a block server that the placement does not name")
+        await self._sessions.move(model, session_id, request.tenant, server_id, hop)
         return pb.MoveSessionResponse()
 
     async def DeleteSessionRecord(self, request: pb.DeleteSessionRecordRequest, call: Call[Caller]) -> pb.SessionRecord:

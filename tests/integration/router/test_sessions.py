@@ -10,11 +10,12 @@ from redis.commands.core import AsyncScript
 
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
-from tests.integration.router.conftest import Router, StartRouter, refusal
+from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal
 
 
 class Session:
     def __init__(self, router: Router, model: str, tenant: str = "t") -> None:
+        self.router = router
         self.stub = router.stub
         self.model = model
         self.tenant = tenant
@@ -40,6 +41,11 @@ class Session:
     async def end(self, turn_id: str, *, discard: bool = False, ttl_ms: int = 60_000, **facts: Any) -> None:
         await self._call("EndTurn", pb.EndTurnRequest(
             record=self.record(**facts), turn_id=turn_id, ttl_ms=ttl_ms, discard=discard))  # fmt: skip
+
+    async def move(self, hop: common_pb2.Hop) -> None:
+        """From the server of `CHAIN`."""
+        await self._call("MoveSession", self._named(
+            pb.MoveSessionRequest, tenant=self.tenant, server_id=CHAIN.hops[0].server_id, hop=hop))  # fmt: skip
 
     async def delete(self) -> Any:
         return await self._call("DeleteSessionRecord", self._named(pb.DeleteSessionRecordRequest, tenant=self.tenant))
@@ -227,13 +233,29 @@ async def test_a_move_whose_first_answer_is_lost_is_no_error(
 ) -> None:
     """The connection to the store asks a second time by itself."""
     await session.create(**TURN)
+    hop = await a_hop(session)
     monkeypatch.setattr(AsyncScript, "__call__", twice(AsyncScript.__call__))
-    hop = common_pb2.Hop(server_id="other", address="b:1", span=CHAIN.hops[0].span)
-    request = pb.MoveSessionRequest(
-        model=session.model, session_id=session.session_id, tenant=session.tenant, server_id="s", hop=hop
-    )
-    await router.stub.MoveSession(request, timeout=30)
+    await session.move(hop)
     assert list((await session.get()).chain.hops) == [hop]
+
+
+async def test_a_session_moves_only_to_a_server_that_is_placed(session: Session) -> None:
+    """Client services connect to what a record names."""
+    await session.create(**TURN)
+    hop = await a_hop(session)
+    elsewhere = common_pb2.Hop(server_id=hop.server_id, address="192.0.2.1:50052", span=hop.span)
+    of_nobody = common_pb2.Hop(server_id="nobody", address=hop.address, span=hop.span)
+    for forged in (elsewhere, of_nobody):
+        assert (await refusal(session.move(forged))).reason == "ROUTE_UNKNOWN"
+    assert (await session.get()).chain == CHAIN
+
+
+async def a_hop(session: Session) -> common_pb2.Hop:
+    """Of a server that could take the session over from the one that has it."""
+    server = BlockServer(session.router, session.model, capacity_blocks=30)
+    span = CHAIN.hops[0].span
+    await server.register(f"{span.start}:{span.end}")
+    return common_pb2.Hop(server_id=server.server_id, address=server.description.address, span=span)
 
 
 async def test_delete_gives_the_record_and_not_during_a_turn(session: Session) -> None:

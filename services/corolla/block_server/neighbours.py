@@ -1,0 +1,89 @@
+"""The addresses that the placement names: a block server connects to no other one, whatever a frame says."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from corolla.chassis.errors import CorollaError
+from corolla.chassis.tasks import TaskGroup
+from corolla.v1 import router_pb2
+
+log = logging.getLogger(__name__)
+
+_KEPT_S: Final = 60.0
+"""An address counts for so long after a router no longer names it: a store that has lost its memory names few for a
+while, and a server that comes back with another span is not named in between."""
+_LEAST_INTERVAL_S: Final = 1.0
+_INTERVAL_PER_SERVER_S: Final = 0.1
+"""However many servers there are, all together ask routers ten times a second."""
+_LEAST_PAUSE_S: Final = 0.1
+"""Between two looks for addresses that are not known: whoever names many of them costs a router no more."""
+
+
+class Neighbours:
+    """What the placement named last. It stays while no router answers.
+
+    Args:
+        placement: asks a router for all servers. May raise CorollaError.
+        tasks: of this server.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        placement: Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]],
+        tasks: TaskGroup,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._placement = placement
+        self._tasks = tasks
+        self._clock = clock
+        # Until when each address counts; for ever while the newest placement names it.
+        self._until_s: dict[str, float] = {}
+        self._waiting: list[tuple[str, Callable[[], None]]] = []
+        self._last_look_s = -_LEAST_PAUSE_S
+
+    def names(self, address: str) -> bool:
+        """Whether the placement named it, as far as is known here."""
+        return address in self._until_s
+
+    def look_for(self, address: str, then: Callable[[], None]) -> None:
+        """Calls `then` once a router has been asked for the placement: a server that has just joined may be new here.
+
+        All who wait at a time wait for one answer, or for the word that there is none.
+        """
+        self._waiting.append((address, then))
+        if len(self._waiting) == 1:
+            self._tasks.start(self._look(), "look for a neighbour")
+
+    async def run(self) -> None:
+        """Keeps what is known fresh, for the time when no router answers."""
+        while True:
+            await self._refresh()
+            await asyncio.sleep(max(_LEAST_INTERVAL_S, _INTERVAL_PER_SERVER_S * len(self._until_s)))
+
+    async def _look(self) -> None:
+        await asyncio.sleep(max(0.0, self._last_look_s + _LEAST_PAUSE_S - self._clock()))
+        self._last_look_s = self._clock()
+        # Who comes from now on may be of a placement that is younger than the answer.
+        waiting, self._waiting = self._waiting, []
+        await self._refresh()
+        for address, then in waiting:
+            if not self.names(address):
+                log.warning(
+                    "an address that the placement does not name is not connected to", extra={"address": address}
+                )
+            then()
+
+    async def _refresh(self) -> None:
+        try:
+            servers = await self._placement()
+        except CorollaError:
+            return
+        now_s = self._clock()
+        left = {address: min(until_s, now_s + _KEPT_S) for address, until_s in self._until_s.items()}
+        self._until_s = {address: until_s for address, until_s in left.items() if now_s < until_s}
+        self._until_s |= dict.fromkeys((each.server.address for each in servers), math.inf)

@@ -1,0 +1,61 @@
+"""Which addresses a block server may connect to."""
+
+import asyncio
+from collections.abc import Sequence
+
+from corolla.block_server.neighbours import Neighbours
+from corolla.chassis.errors import RouterUnavailable
+from corolla.chassis.tasks import TaskGroup
+from corolla.v1 import router_pb2
+
+
+class Router:
+    """Its placement, which is none while it is away; and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] | None = []
+        self.num_asked = 0
+
+    async def placement(self) -> Sequence[router_pb2.PlacedServer]:
+        self.num_asked += 1
+        await asyncio.sleep(0.01)
+        if self.addresses is None:
+            raise RouterUnavailable("the peer is not reachable")
+        described = [router_pb2.ServerDescription(address=address) for address in self.addresses]
+        return [router_pb2.PlacedServer(server=each) for each in described]
+
+
+async def known(neighbours: Neighbours, *addresses: str) -> list[str]:
+    """Those of them that a router names once it is asked."""
+    asked = [asyncio.Event() for _ in addresses]
+    for address, event in zip(addresses, asked, strict=True):
+        neighbours.look_for(address, event.set)
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(event.wait() for event in asked))
+    return [address for address in addresses if neighbours.names(address)]
+
+
+async def test_who_joins_is_found_and_who_is_placed_stays_while_no_router_answers() -> None:
+    router, tasks, now_s = Router(), TaskGroup(), 0.0
+    neighbours = Neighbours(router.placement, tasks, lambda: now_s)
+    assert await known(neighbours, "a:1") == []
+    router.addresses, now_s = ["a:1", "b:1"], 1.0
+    assert await known(neighbours, "a:1", "b:1", "c:1") == ["a:1", "b:1"]
+    router.addresses, now_s = None, 1000.0
+    assert await known(neighbours, "a:1", "c:1") == ["a:1"]
+    # A store that has lost its memory names nobody for a while; later it is believed.
+    router.addresses, now_s = [], 1001.0
+    assert await known(neighbours, "a:1", "c:1") == ["a:1"]
+    router.addresses, now_s = ["b:1"], 1030.0
+    assert await known(neighbours, "a:1", "b:1", "c:1") == ["a:1", "b:1"]
+    now_s = 1062.0
+    assert await known(neighbours, "a:1", "b:1", "c:1") == ["b:1"]
+    await tasks.close()
+
+
+async def test_all_who_wait_wait_for_one_answer() -> None:
+    router, tasks = Router(), TaskGroup()
+    neighbours = Neighbours(router.placement, tasks)
+    assert await known(neighbours, *(f"a:{number}" for number in range(1000))) == []
+    assert router.num_asked == 1
+    await tasks.close()
