@@ -1,4 +1,4 @@
-"""Sessions whose samplers take a while to make: a long text to read, or thousands of choices to draw again.
+"""Sessions whose samplers take a while to make: a long text to read, or many choices to leave out.
 
 Both happen in threads, before the session is opened, and hold up nobody else.
 """
@@ -19,13 +19,14 @@ from corolla.v1 import blocks_pb2 as pb
 log = logging.getLogger(__name__)
 
 _MOST: Final = 64
-_DRAWN_AT_A_TIME: Final = 64
+_MOST_LEFT_OUT: Final = 16
+"""Not more than a last hop chooses between two states of the random stream."""
 _LONG_TEXT_TOKENS: Final = 2048
 
 
 def takes_a_while(message: pb.Sampler) -> bool:
     """Whether a sampler should not be made on the event loop."""
-    return len(message.token_ids) > _LONG_TEXT_TOKENS or message.num_skipped > _DRAWN_AT_A_TIME
+    return len(message.token_ids) > _LONG_TEXT_TOKENS or message.num_skipped > _MOST_LEFT_OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,14 @@ class Preparations:
         if len(self._of_sessions) >= _MOST:
             raise QueueFull("a block server prepares too many sessions")
 
+        def make_ready() -> SessionSampler:
+            sampler = make(control)
+            sampler.skip()
+            return sampler
+
         async def prepare() -> None:
             try:
-                sampler = await asyncio.to_thread(make, control)
-                while sampler.num_skipped:
-                    await asyncio.to_thread(sampler.skip, _DRAWN_AT_A_TIME)
+                sampler = await asyncio.to_thread(make_ready)
             except CorollaError as error:
                 refuse(error)
             except Exception as failure:

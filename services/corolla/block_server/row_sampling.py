@@ -118,12 +118,12 @@ class SessionSampler:
 
     @property
     def num_skipped(self) -> int:
-        """Choices that are still to be drawn before its own first one."""
+        """Choices that are still to be left out before its own first one."""
         return self.sampler.num_skipped
 
-    def skip(self, most: int) -> None:
-        """Draws at most so many of them."""
-        self.sampler.skip(self.vocab_size, most)
+    def skip(self) -> None:
+        """Leaves them out now."""
+        self.sampler.skip(self.vocab_size)
 
     def draw_ahead(self, device: torch.device) -> None:
         """Draws the random numbers of its next choice, if it needs any. In any thread, while nobody else uses it."""

@@ -26,7 +26,6 @@ from corolla.wire.stream import Connect, Stream, StreamCause, StreamLimits, betw
 
 log = logging.getLogger(__name__)
 
-_SECONDS_PER_DRAW: Final = 0.005
 _MOST_LOOKED_UP: Final = 64
 """Moves to servers that are not known, about which routers are asked at a time."""
 
@@ -157,8 +156,7 @@ class DataPlane:
             if self._capabilities is not None:
                 self._capabilities.sign(request)
             self._send(address, request, payload)
-            # A sampler may have to draw again what was drawn for thousands of tokens.
-            async with asyncio.timeout(self._open_timeout_s + request.sampler.num_skipped * _SECONDS_PER_DRAW):
+            async with asyncio.timeout(self._open_timeout_s):
                 return await answer, welcome.max_tokens_per_frame
         except TimeoutError:
             raise HopUnavailable("a hop of the chain does not answer", address) from None

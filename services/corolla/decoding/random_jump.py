@@ -1,0 +1,111 @@
+"""Moves a random stream of torch on by any number of outputs, in about the same time whether few or billions.
+
+The generator is MT19937: its words follow a linear recurrence over GF(2), whose characteristic polynomial `p` has
+degree 19937 (Matsumoto and Nishimura 1998). So a word `n` places on is the exclusive or of the words `i` places on, for
+all `x^i` of `x^n mod p` (Haramoto and others 2008). Polynomials are integers, with a bit for each power of `x`.
+"""
+
+import struct
+from functools import cache
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint32]
+
+_NUM_WORDS: Final = 624
+_MIDDLE: Final = 397
+_MATRIX: Final = 0x9908B0DF
+_UPPER: Final = np.uint32(0x80000000)
+_LOWER: Final = np.uint32(0x7FFFFFFF)
+_DEGREE: Final = 19937
+_NUM_TERMS_AT_A_TIME: Final = 256
+
+# What `torch.Generator.get_state` begins with: the seed, how many words of the block are left, whether there was a
+# seed, and the next word; then the words, in 64 bits each.
+_HEAD: Final = struct.Struct("<QiiQ")
+_END: Final = _HEAD.size + 8 * _NUM_WORDS
+
+
+def moved_on(state: bytes, num_outputs: int) -> bytes:
+    """The state of a generator of torch behind its next outputs, 32 bits each."""
+    seed, _, is_seeded, num_used = _HEAD.unpack_from(state)
+    words = np.frombuffer(state[_HEAD.size : _END], np.uint64).astype(np.uint32)
+    # A block is made when its first word is needed; one that was just seeded gives none itself.
+    num_used = (num_used or _NUM_WORDS) + num_outputs
+    num_blocks = (num_used - 1) // _NUM_WORDS
+    num_used -= num_blocks * _NUM_WORDS
+    if num_blocks:
+        # The first word of a seed is no word of the recurrence. All of the block behind it are.
+        words = _jumped(_continued(words, _NUM_WORDS)[_NUM_WORDS:], (num_blocks - 1) * _NUM_WORDS)
+    head = _HEAD.pack(seed, _NUM_WORDS + 1 - num_used, is_seeded, num_used)
+    return head + words.astype(np.uint64).tobytes() + state[_END:]
+
+
+def _jumped(words: Words, distance: int) -> Words:
+    """The block that lies so many words behind this one."""
+    terms = np.array([power for power, bit in enumerate(reversed(f"{_power_of_x(distance):b}")) if bit == "1"])
+    windows = np.lib.stride_tricks.sliding_window_view(_continued(words, _DEGREE), _NUM_WORDS)
+    jumped = np.zeros(_NUM_WORDS, np.uint32)
+    for start in range(0, len(terms), _NUM_TERMS_AT_A_TIME):
+        jumped ^= np.bitwise_xor.reduce(windows[terms[start : start + _NUM_TERMS_AT_A_TIME]], axis=0)
+    return jumped
+
+
+def _continued(words: Words, num_more: int) -> Words:
+    """The words, and those that follow them."""
+    every = np.empty(_NUM_WORDS + num_more, np.uint32)
+    every[:_NUM_WORDS] = words
+    num_at_a_time = _NUM_WORDS - _MIDDLE
+    for start in range(0, num_more, num_at_a_time):
+        end = min(start + num_at_a_time, num_more)
+        mixed = (every[start:end] & _UPPER) | (every[start + 1 : end + 1] & _LOWER)
+        last_bits = (mixed & np.uint32(1)) * np.uint32(_MATRIX)
+        every[_NUM_WORDS + start : _NUM_WORDS + end] = (
+            every[_MIDDLE + start : _MIDDLE + end] ^ (mixed >> np.uint32(1)) ^ last_bits
+        )
+    return every
+
+
+def _power_of_x(exponent: int) -> int:
+    """`x^exponent mod p`."""
+    power = 1
+    for bit in f"{exponent:b}":
+        power = _reduced(_squared(power) << int(bit))
+    return power
+
+
+def _squared(polynomial: int) -> int:
+    """Over GF(2) a square has the same coefficients, with zeros between them."""
+    num_bytes = polynomial.bit_length() // 8 + 1
+    bits = np.unpackbits(np.frombuffer(polynomial.to_bytes(num_bytes, "little"), np.uint8), bitorder="little")
+    spread = np.zeros(2 * len(bits), np.uint8)
+    spread[::2] = bits
+    return int.from_bytes(np.packbits(spread, bitorder="little").tobytes(), "little")
+
+
+def _reduced(polynomial: int) -> int:
+    while high := polynomial >> _DEGREE:
+        polynomial ^= high << _DEGREE
+        for power in _lower_terms():
+            polynomial ^= high << power
+    return polynomial
+
+
+@cache
+def _lower_terms() -> tuple[int, ...]:
+    """The powers of `p`, save the highest."""
+
+    def times(polynomial: int, one: int, other: int) -> int:
+        return polynomial << one ^ polynomial << other
+
+    # For words of 32 bits of which 31 go on; the matrix has these bits in its last row.
+    powers = [1]
+    for _ in range(31):
+        powers.append(times(powers[-1], _NUM_WORDS - 1, _MIDDLE - 1))
+    p = times(powers[31], _NUM_WORDS, _MIDDLE) ^ (_MATRIX >> 31)
+    for index in range(31):
+        if _MATRIX >> index & 1:
+            p ^= times(powers[30 - index], _NUM_WORDS, _MIDDLE)
+    return tuple(power for power in range(_DEGREE) if p >> power & 1)
