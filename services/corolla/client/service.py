@@ -28,6 +28,7 @@ from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.settings import ClientSettings
 from corolla.client.text.chat import ChatTemplate
+from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.decoding.parameters import SpeculationMode
@@ -83,6 +84,7 @@ class ClientService:
         self._plane: DataPlane | None = None
         self._routes: Routes | None = None
         self._transcripts: Transcripts | None = None
+        self._chat: ChatTemplate | None = None
 
     @property
     def port(self) -> int:
@@ -142,7 +144,7 @@ class ClientService:
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
         sessions = ChainSessions(routes, plane, _limits(settings), self._metrics.count_recovery)
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
-        chat = ChatTemplate(tokenizer)
+        chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
         min_shares = 2 if self._tenants.are_several else 1
         admission, tokenizations = (
@@ -201,6 +203,8 @@ class ClientService:
         for part in (self._quotas, self._transcripts, self._routes, self._plane, self._control):
             if part is not None:
                 await part.close()
+        if self._chat is not None:
+            await asyncio.to_thread(self._chat.close)
         self._metrics_endpoint.close()
 
 

@@ -3,11 +3,13 @@
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final, Protocol
 
-from corolla.chassis.errors import InvalidRequest
+from corolla.chassis.errors import CorollaError, InvalidRequest
+from corolla.client.text.template import Template
+from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
 
 ROLES: Final = ("system", "user", "assistant")
@@ -56,15 +58,29 @@ def check_roles(messages: Sequence[Message]) -> None:
         raise InvalidRequest(f"messages[{len(messages) - 1}].role", "the last message must be the user's")
 
 
+class Renderer(Protocol):
+    """What renders a template, as `Template` does here and `TemplateProcess` in a process of its own."""
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str | None:
+        """The text; None where the template refuses the messages. Raises CorollaError, or what the template raises."""
+
+
 class ChatTemplate:
     """Renders conversations by the template that the checkpoint's tokenizer carries, if it carries one.
 
     Only the template writes special tokens, such as those that begin and end a message. Where a message spells one, it
     becomes plain text: a user's message cannot end itself and go on as the system's.
+
+    Args:
+        renderer: makes what renders, from a template and the special tokens that it may name.
     """
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, renderer: Callable[[str, Mapping[str, Any]], Renderer] = Template
+    ) -> None:
         self._tokenizer = tokenizer
+        self._make_renderer = renderer
+        self._renderer: Renderer | None = None
 
     @property
     def exists(self) -> bool:
@@ -76,19 +92,34 @@ class ChatTemplate:
 
         Raises:
             InvalidRequest: the checkpoint has no template, or its template refuses these messages.
+            CorollaError: as `TemplateProcess.render`.
         """
         if not self.exists:
             raise InvalidRequest("messages", "this model has no chat template; send it plain text or token ids")
         try:
-            text = self._tokenizer.hf_tokenizer.apply_chat_template(
+            text = self._its_renderer().render(
                 [{"role": message.role, "content": message.content} for message in messages],
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
+        except CorollaError:
+            raise
         # A template is a program of the checkpoint's, and may raise anything.
         except Exception as error:
-            raise InvalidRequest("messages", "the model's chat template does not accept this conversation") from error
-        return str(text)
+            raise _refused() from error
+        if text is None:
+            raise _refused()
+        return text
+
+    def _its_renderer(self) -> Renderer:
+        if self._renderer is None:
+            hf_tokenizer = self._tokenizer.hf_tokenizer
+            self._renderer = self._make_renderer(hf_tokenizer.get_chat_template(), hf_tokenizer.special_tokens_map)
+        return self._renderer
+
+    def close(self) -> None:
+        """Ends the process that renders, if there is one, and waits for that."""
+        if isinstance(self._renderer, TemplateProcess):
+            self._renderer.close()
 
     def prompt_ids(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> list[int]:
         """The ids of a conversation up to where the assistant's answer begins. The template writes its own BOS.
@@ -178,6 +209,10 @@ class ChatTemplate:
 
     def _spelled(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _refused() -> InvalidRequest:
+    return InvalidRequest("messages", "the model's chat template does not accept this conversation")
 
 
 def _num_equal(left: Sequence[object], right: Sequence[object]) -> int:
