@@ -1,0 +1,130 @@
+"""Bytes that are almost right, where they are taken apart: frames, records in the store, templates of checkpoints."""
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from corolla.chassis.channels import open_channel
+from corolla.chassis.errors import InvalidRequest, MalformedMessage
+from corolla.chassis.status import from_rpc_error
+from corolla.client.text.template_process import TemplateProcess
+from corolla.local.redis_server import EmbeddedRedis
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+from corolla.v1.router_pb2_grpc import RouterServiceStub
+from corolla.wire.frames import CONTROL_CLASSES, FrameParser, encode, join
+from tests.adversary.messages import damaged, messages
+from tests.adversary.running import REASONS, running
+from tests.checkpoints import CHAT_TEMPLATE
+from tests.integration.router.conftest import running_router
+
+MAX_FRAME_BYTES = 1 << 16
+FRAMES = st.tuples(
+    st.sampled_from(list(CONTROL_CLASSES.values())).flatmap(lambda cls: messages(cls, {})), st.binary(max_size=64)
+)
+STREAMS = st.lists(FRAMES, min_size=1, max_size=3).map(lambda frames: join(encode(*each) for each in frames))
+
+
+@settings(max_examples=300)
+@given(data=damaged(STREAMS), cut=st.integers(1, 40))
+def test_frames_are_whole_or_malformed(data: bytes, cut: int) -> None:
+    """However they are cut, no more is kept of them than a frame may have."""
+    parser = FrameParser(MAX_FRAME_BYTES)
+    with contextlib.suppress(MalformedMessage):
+        for start in range(0, len(data), cut):
+            for frame in parser.feed(data[start : start + cut]):
+                assert type(frame.control) in CONTROL_CLASSES.values()
+                assert len(frame.payload) <= MAX_FRAME_BYTES
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    """Which is closed; each template has one of its own."""
+    process = TemplateProcess(CHAT_TEMPLATE, {})
+    yield process
+    process.close()
+
+
+@pytest.mark.full
+@settings(max_examples=150)
+@given(damaged(st.just(CHAT_TEMPLATE.encode())))
+def test_a_damaged_template_is_rendered_or_refused(data: bytes) -> None:
+    process = TemplateProcess(data.decode(errors="replace"), {"bos_token": "<s>"})
+    with contextlib.suppress(InvalidRequest):
+        text = process.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+        assert text is None or isinstance(text, str)
+    process.close()
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=8), st.text(max_size=40), max_size=3), max_size=3))
+def test_any_messages_are_rendered_or_refused(process: TemplateProcess, given: list[dict[str, str]]) -> None:
+    text = process.render(given, add_generation_prompt=False)
+    assert text is None or isinstance(text, str)
+    user = [{"role": "user", "content": "hi"}]
+    assert "hi" in str(process.render(user, add_generation_prompt=True))
+
+
+RECORDS = messages(pb.SessionRecord, {}).map(lambda message: message.SerializeToString())
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("num_examples", [20, pytest.param(300, marks=pytest.mark.full)])
+def test_a_damaged_record_is_an_error_that_is_known(redis: EmbeddedRedis, num_examples: int) -> None:
+    """Of what the store holds for a session any field may be anything; INTERNAL may say that it cannot be read."""
+    services, stack = running(), AsyncExitStack()
+    session_id = secrets.token_hex(16)
+    hop = common_pb2.Hop(server_id="s", address="a:1", span=common_pb2.BlockSpan(start=0, end=5))
+    chain = common_pb2.Chain(hops=[hop], fingerprint="f")
+    record = pb.SessionRecord(session_id=session_id, tenant="t", model="m", token_log=[1, 2, 3], chain=chain)
+
+    async def start() -> str:
+        router = await stack.enter_async_context(running_router(redis.url, redis_timeout_ms=5000))
+        return f"127.0.0.1:{router.process.port}"
+
+    address = services.call(start())
+
+    async def reasons(field: int, data: bytes) -> list[str]:
+        async with Redis.from_url(redis.url) as store, open_channel(address) as channel:
+            await store.flushdb()
+            stub, found = RouterServiceStub(channel), []
+            await stub.CreateSessionRecord(pb.CreateSessionRecordRequest(record=record, ttl_ms=60_000))
+            (key,) = [key async for key in store.scan_iter() if session_id.encode() in key]
+            names = sorted(await store.hkeys(key))
+            await store.hset(key, names[field % len(names)], data)
+            whose = {"model": "m", "session_id": session_id, "tenant": "t"}
+            for call in (
+                stub.GetSessionRecord(pb.GetSessionRecordRequest(**whose)),
+                stub.PlanChain(pb.PlanChainRequest(model="m", session_id=session_id)),
+                stub.BeginTurn(pb.BeginTurnRequest(turn_id="turn", lock_ms=1000, **whose)),
+                stub.DeleteSessionRecord(pb.DeleteSessionRecordRequest(**whose)),
+            ):
+                try:
+                    await call
+                except grpc.aio.AioRpcError as failure:
+                    error = from_rpc_error(failure)
+                    # So the guard of a method names what nobody foresaw.
+                    assert error.message != "internal error"
+                    found.append(error.reason)
+            return found
+
+    @settings(max_examples=num_examples)
+    @given(field=st.integers(0, 9), data=damaged(RECORDS) | st.binary(max_size=32))
+    def read(field: int, data: bytes) -> None:
+        assert set(services.call(reasons(field, data))) <= REASONS | {"INTERNAL"}
+
+    with services.watched():
+        read()
+    services.call(stack.aclose())
