@@ -16,6 +16,7 @@ from corolla.block_server.housekeeping import Housekeeping
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
@@ -83,7 +84,11 @@ class Server:
         self.outputs = BoundaryActivations(scenario.boundary_activation_bytes)
         self.sessions.on_forget = self.outputs.forget
         self.peers = PeerTable()
-        self.relay = Relay(FINGERPRINT, self.peers, streams, clock)
+        description = self._description(scenario)
+        self._registration = Registration(ROUTER, description, self._load, channels)
+        self._tasks = TaskGroup()
+        self._neighbours = Neighbours(self._registration.placement, self._tasks, clock)
+        self.relay = Relay(FINGERPRINT, self.peers, streams, clock, self._neighbours)
         self.engine = self.process.call(
             lambda: Engine(
                 self.runner,
@@ -99,8 +104,6 @@ class Server:
             )
         )
         self._metrics = metrics
-        description = self._description(scenario)
-        self._registration = Registration(ROUTER, description, self._load, channels)
         identity = Identity(
             server_id=self.server_id, span=span, model=MODEL, fingerprint=FINGERPRINT, dtype_name="float32",
             dtype=blocks_pb2.TENSOR_TYPE_FLOAT32, hidden_size=1, max_tokens_per_frame=scenario.max_step_tokens,
@@ -109,7 +112,6 @@ class Server:
             context_length=4096,
         )  # fmt: skip
         most = scenario.max_step_tokens
-        self._tasks = TaskGroup()
         receiver = HandoverReceiver(span, self.sessions, self.engine, metrics, self._tasks, max_part_tokens=most)
         servicer = BlockServicer(
             identity, self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self.runner.store, receiver,
@@ -131,7 +133,7 @@ class Server:
             page_bytes=lambda: self.runner.store.page_bytes,
         )  # fmt: skip
         self._heartbeats = asyncio.create_task(self._registration.run())
-        await asyncio.gather(self.engine.run(), housekeeping.run())
+        await asyncio.gather(self.engine.run(), housekeeping.run(), self._neighbours.run())
 
     async def leave(self, grace_s: float) -> None:
         """What its first signal asks for: everything but the end."""
