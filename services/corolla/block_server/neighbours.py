@@ -1,7 +1,6 @@
 """The addresses that the placement names: a block server connects to no other one, whatever a frame says."""
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,8 +9,6 @@ from typing import Final
 from corolla.chassis.errors import CorollaError
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import router_pb2
-
-log = logging.getLogger(__name__)
 
 _KEPT_S: Final = 60.0
 """An address counts for so long after a router no longer names it: a store that has lost its memory names few for a
@@ -43,21 +40,26 @@ class Neighbours:
         self._clock = clock
         # Until when each address counts; for ever while the newest placement names it.
         self._until_s: dict[str, float] = {}
-        self._waiting: list[tuple[str, Callable[[], None]]] = []
+        self._waiting: list[tuple[str, Callable[[bool], None]]] = []
         self._last_look_s = -_LEAST_PAUSE_S
 
     def names(self, address: str) -> bool:
         """Whether the placement named it, as far as is known here."""
         return address in self._until_s
 
-    def look_for(self, address: str, then: Callable[[], None]) -> None:
+    def look_for(self, address: str, then: Callable[[bool], None]) -> None:
         """Calls `then` once a router has been asked for the placement: a server that has just joined may be new here.
 
-        All who wait at a time wait for one answer, or for the word that there is none.
+        All who wait at a time wait for one answer, or for the word that there is none. `then` gets whether a router has
+        answered.
         """
         self._waiting.append((address, then))
         if len(self._waiting) == 1:
             self._tasks.start(self._look(), "look for a neighbour")
+
+    def take(self, address: str) -> None:
+        """Somebody else knows that the placement named it, while no router answers here."""
+        self._until_s[address] = self._clock() + _KEPT_S
 
     async def run(self) -> None:
         """Keeps what is known fresh, for the time when no router answers."""
@@ -70,20 +72,18 @@ class Neighbours:
         self._last_look_s = self._clock()
         # Who comes from now on may be of a placement that is younger than the answer.
         waiting, self._waiting = self._waiting, []
-        await self._refresh()
-        for address, then in waiting:
-            if not self.names(address):
-                log.warning(
-                    "an address that the placement does not name is not connected to", extra={"address": address}
-                )
-            then()
+        was_answered = await self._refresh()
+        for _, then in waiting:
+            then(was_answered)
 
-    async def _refresh(self) -> None:
+    async def _refresh(self) -> bool:
+        """Whether a router has answered."""
         try:
             servers = await self._placement()
         except CorollaError:
-            return
+            return False
         now_s = self._clock()
         left = {address: min(until_s, now_s + _KEPT_S) for address, until_s in self._until_s.items()}
         self._until_s = {address: until_s for address, until_s in left.items() if now_s < until_s}
         self._until_s |= dict.fromkeys((each.server.address for each in servers), math.inf)
+        return True

@@ -7,6 +7,7 @@ from typing import Final
 from google.protobuf.message import Message
 
 from corolla.chassis.errors import CorollaError, HopUnavailable, PositionGap, QueueFull
+from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 from corolla.wire.stream import Stream
@@ -72,6 +73,13 @@ class PeerTable:
     def get(self, client_id: bytes) -> Peer | None:
         streams = self._streams.get(client_id)
         return streams[-1] if streams else None
+
+    def are_client_services(self, step: pb.Step | pb.Next) -> bool:
+        """Whether all clients of a step are here, and are client services, as far as anybody is asked."""
+        peers = [self.get(client_id) for client_id in rows_by_client(step, step.rows)]
+        return bool(peers) and all(
+            peer is not None and (peer.workload is None or peer.workload.role is Role.CLIENT) for peer in peers
+        )
 
     def send_faults(
         self, step: pb.Step | pb.Next, error: CorollaError, rows: Iterable[pb.StepRow], sender: Peer | None = None

@@ -90,17 +90,21 @@ class Relay:
             return True
         if unsent is None and self._neighbours is not None:
             unsent = self._unsent[address] = []
-            self._neighbours.look_for(address, lambda: self._on_asked(address))
+            self._neighbours.look_for(address, lambda was_answered: self._on_asked(address, was_answered))
         if unsent is not None:
             unsent.append((step, payload))
         return True
 
-    def _on_asked(self, address: str) -> None:
-        is_named = self._neighbours is None or self._neighbours.names(address)
+    def _on_asked(self, address: str, was_answered: bool) -> None:
+        neighbours = self._neighbours
         for step, payload in self._unsent.pop(address):
-            if is_named:
+            # A client service plans by the newest placement that it was given, also while routers are away.
+            if neighbours is not None and not was_answered and self._peers.are_client_services(step):
+                neighbours.take(address)
+            if neighbours is None or neighbours.names(address):
                 self.send(address, step, payload)
             else:
+                log.warning("a step goes to an address that the placement does not name", extra={"address": address})
                 self._refuse(step, address)
 
     def _refuse(self, step: pb.Step | pb.Next, address: str) -> None:

@@ -29,7 +29,7 @@ async def known(neighbours: Neighbours, *addresses: str) -> list[str]:
     """Those of them that a router names once it is asked."""
     asked = [asyncio.Event() for _ in addresses]
     for address, event in zip(addresses, asked, strict=True):
-        neighbours.look_for(address, event.set)
+        neighbours.look_for(address, lambda _, event=event: event.set())  # type: ignore[misc]
     async with asyncio.timeout(10):
         await asyncio.gather(*(event.wait() for event in asked))
     return [address for address in addresses if neighbours.names(address)]
@@ -50,6 +50,23 @@ async def test_who_joins_is_found_and_who_is_placed_stays_while_no_router_answer
     assert await known(neighbours, "a:1", "b:1", "c:1") == ["a:1", "b:1"]
     now_s = 1062.0
     assert await known(neighbours, "a:1", "b:1", "c:1") == ["b:1"]
+    await tasks.close()
+
+
+async def test_what_others_know_is_taken_for_a_while() -> None:
+    router, tasks, now_s = Router(), TaskGroup(), 0.0
+    router.addresses = None
+    neighbours = Neighbours(router.placement, tasks, lambda: now_s)
+    answers: list[bool] = []
+    neighbours.look_for("a:1", answers.append)
+    await known(neighbours, "b:1")
+    assert answers == [False]
+    neighbours.take("a:1")
+    assert await known(neighbours, "a:1", "b:1") == ["a:1"]
+    router.addresses, now_s = [], 61.0
+    neighbours.look_for("a:1", answers.append)
+    assert await known(neighbours, "a:1", "b:1") == []
+    assert answers == [False, True]
     await tasks.close()
 
 
