@@ -27,7 +27,7 @@ from tests.identities import Identities
 
 _PROMPT_TOKENS = 8
 _MESSAGE_BYTES = 2500
-_SHAPE = {
+TINY_SHAPE = {
     "hidden_size": 576,
     "intermediate_size": 16,
     "num_attention_heads": 2,
@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
 
     with ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory())) / "nothing"
-        make_tiny_checkpoint("llama", folder, num_blocks=options.most_hops, config_changes=_SHAPE)
+        make_tiny_checkpoint("llama", folder, num_blocks=options.most_hops, config_changes=TINY_SHAPE)
         chains = {f"{count}": exits.enter_context(Chain(folder, count)) for count in hops}
         sides = {name: partial(microseconds, chain) for name, chain in chains.items()}
         identities = Identities(Path(exits.enter_context(tempfile.TemporaryDirectory())))
