@@ -1,7 +1,6 @@
 """The sessions that this hop holds: epochs, owners, leases and reserved pages. Pure: time is passed in."""
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Generic
@@ -65,10 +64,11 @@ class SessionTable(Generic[AnyCache]):
 
     def tenant_tokens(self, rows: Iterable["pb.StepRow"]) -> Mapping[str, int]:
         """How many tokens of these rows are whose; of a session that is not held, nobody's: the empty name."""
-        tokens: Counter[str] = Counter()
+        tokens: dict[str, int] = {}
         for row in rows:
             session = self._sessions.get(row.session_id)
-            tokens["" if session is None else session.request.tenant] += row.num_tokens
+            tenant = "" if session is None else session.request.tenant
+            tokens[tenant] = tokens.get(tenant, 0) + row.num_tokens
         return tokens
 
     def num_pages_in_use(self, session_id: bytes) -> int:
