@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
                 for name, values in found.items():
                     yield figure(f"{num_rows} rows: {name}", "us", values)
                 rest = [step - found[_OPERATORS][at] - found[_FRAMES][at] for at, step in enumerate(found[_STEP])]
-                yield figure(f"{num_rows} rows: checks, scheduling, sessions, outputs kept", "us", rest)
+                yield figure(f"{num_rows} rows: checks, scheduling, sessions, boundary activations", "us", rest)
 
 
 def _awaited(loop: asyncio.Runner, hop: "_Hop", num_steps: int) -> float:
