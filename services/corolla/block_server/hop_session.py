@@ -289,7 +289,7 @@ class HopSession(Generic[AnyCache]):
             StaleEpoch: the step is of another epoch, or of a turn that is over.
         """
         request, state = self.request, self._state
-        if request.client_id != client_id or (request.blocks is not blocks and request.blocks != blocks):
+        if request.client_id != client_id or request.blocks != blocks:
             raise HopSessionLost("the session is not held here")
         if state is SessionState.RUNNING and request.epoch == epoch:
             return

@@ -40,20 +40,20 @@ class Neighbours:
         self._clock = clock
         # Until when each address counts; for ever while the newest placement names it.
         self._until_s: dict[str, float] = {}
-        self._waiting: list[tuple[str, Callable[[bool], None]]] = []
+        self._waiting: list[Callable[[bool], None]] = []
         self._last_look_s = -_LEAST_PAUSE_S
 
     def names(self, address: str) -> bool:
         """Whether the placement named it, as far as is known here."""
         return address in self._until_s
 
-    def look_for(self, address: str, then: Callable[[bool], None]) -> None:
+    def look_again(self, then: Callable[[bool], None]) -> None:
         """Calls `then` once a router has been asked for the placement: a server that has just joined may be new here.
 
         All who wait at a time wait for one answer, or for the word that there is none. `then` gets whether a router has
         answered.
         """
-        self._waiting.append((address, then))
+        self._waiting.append(then)
         if len(self._waiting) == 1:
             self._tasks.start(self._look(), "look for a neighbour")
 
@@ -73,7 +73,7 @@ class Neighbours:
         # Who comes from now on may be of a placement that is younger than the answer.
         waiting, self._waiting = self._waiting, []
         was_answered = await self._refresh()
-        for _, then in waiting:
+        for then in waiting:
             then(was_answered)
 
     async def _refresh(self) -> bool:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 _NUM_REMEMBERED: Final = 1024
 _REMEMBERED_S: Final = 60.0
+MAX_UNSENT_BYTES: Final = 128 << 20
+"""That wait for a router's word on their addresses, which whoever sends a step may make up."""
 
 
 @dataclass(slots=True)
@@ -85,12 +87,13 @@ class Relay:
         unsent = self._unsent.get(address)
         if unsent is None and (self._neighbours is None or self._neighbours.names(address)):
             return False
-        if sum(map(len, self._unsent.values())) >= _NUM_REMEMBERED:
+        sizes = [len(each) for steps in self._unsent.values() for _, each in steps]
+        if len(sizes) >= _NUM_REMEMBERED or sum(sizes) + len(payload) > MAX_UNSENT_BYTES:
             self._refuse(step, address)
             return True
         if unsent is None and self._neighbours is not None:
             unsent = self._unsent[address] = []
-            self._neighbours.look_for(address, lambda was_answered: self._on_asked(address, was_answered))
+            self._neighbours.look_again(lambda was_answered: self._on_asked(address, was_answered))
         if unsent is not None:
             unsent.append((step, payload))
         return True

@@ -18,23 +18,23 @@ Result = TypeVar("Result")
 class OpenSequences:
     """What all sequences have in common, however their steps are taken: where they are open, recovery, and their end.
 
-    Attributes:
+    Args:
         binding: which of them are open on which chain, in which epoch.
     """
 
     def __init__(self, binding: ChainBinding, plane: DataPlane, recovery: Recovery) -> None:
-        self.binding = binding
+        self._binding = binding
         self._plane = plane
         self._recovery = recovery
 
     @property
     def chain(self) -> common_pb2.Chain:
-        return self.binding.chain
+        return self._binding.chain
 
     @property
     def identities(self) -> tuple[SessionIdentity, ...]:
         """As which they are open on every hop, or are about to be."""
-        return self.binding.identities
+        return self._binding.identities
 
     async def with_recovery(
         self, take_step: Callable[[], Awaitable[Result]], recover: Callable[[CorollaError], Awaitable[None]]
@@ -47,7 +47,7 @@ class OpenSequences:
         """
         while True:
             try:
-                if self._plane.handovers.affect(self.chain, self.binding.open_identities):
+                if self._plane.handovers.affect(self.chain, self._binding.open_identities):
                     raise HopLeaving("a hop of the chain handed the session over")
                 return await take_step()
             except CorollaError as failure:
@@ -66,11 +66,11 @@ class OpenSequences:
             sequences: the past of each.
             ambiguous: the numbers of those of which hops hold nothing that anybody could be sure of.
         """
-        await self._recovery.recover(self.binding, sequences, failure, budget, ambiguous)
+        await self._recovery.recover(self._binding, sequences, failure, budget, ambiguous)
 
     def holders(self, number: int = 0) -> list[common_pb2.Hop]:
         """The hops that hold one of them, also where one has just handed it over."""
-        return self._plane.handovers.hops_holding(self.chain, self.binding.open_identities[number])
+        return self._plane.handovers.hops_holding(self.chain, self._binding.open_identities[number])
 
     def close(self) -> None:
         """Frees all on every hop."""

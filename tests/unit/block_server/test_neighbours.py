@@ -28,8 +28,8 @@ class Router:
 async def known(neighbours: Neighbours, *addresses: str) -> list[str]:
     """Those of them that a router names once it is asked."""
     asked = [asyncio.Event() for _ in addresses]
-    for address, event in zip(addresses, asked, strict=True):
-        neighbours.look_for(address, lambda _, event=event: event.set())  # type: ignore[misc]
+    for event in asked:
+        neighbours.look_again(lambda _, event=event: event.set())  # type: ignore[misc]
     async with asyncio.timeout(10):
         await asyncio.gather(*(event.wait() for event in asked))
     return [address for address in addresses if neighbours.names(address)]
@@ -58,13 +58,13 @@ async def test_what_others_know_is_taken_for_a_while() -> None:
     router.addresses = None
     neighbours = Neighbours(router.placement, tasks, lambda: now_s)
     answers: list[bool] = []
-    neighbours.look_for("a:1", answers.append)
+    neighbours.look_again(answers.append)
     await known(neighbours, "b:1")
     assert answers == [False]
     neighbours.take("a:1")
     assert await known(neighbours, "a:1", "b:1") == ["a:1"]
     router.addresses, now_s = [], 61.0
-    neighbours.look_for("a:1", answers.append)
+    neighbours.look_again(answers.append)
     assert await known(neighbours, "a:1", "b:1") == []
     assert answers == [False, True]
     await tasks.close()

@@ -106,7 +106,7 @@ class PageTable:
         if position == 0 and self._first:
             self.clear()
         page_tokens = self._pool.page_tokens
-        start, end = position // page_tokens, (position + num_tokens - 1) // page_tokens + 1
+        start, end = position // page_tokens, self._pool.pages_for(position + num_tokens)
         held_end = self._first + len(self._pages)
         if end > held_end:
             self._num_wanted = max(self._num_wanted, end)
