@@ -107,6 +107,10 @@ class Servicer:
         words = (request.text or " ".join(each.content for each in request.chat.messages)).split()
         return pb.TokenizeResponse(token_ids=range(len(words)), tokens=words)
 
+    async def Detokenize(self, request: pb.DetokenizeRequest, call: Any) -> pb.DetokenizeResponse:
+        self._note(request)
+        return pb.DetokenizeResponse(text=" ".join(map(str, request.token_ids)))
+
     async def ListModels(self, request: pb.ListModelsRequest, call: Any) -> pb.ListModelsResponse:
         if dict(call.context.invocation_metadata()).get("authorization", "") not in ("", f"Bearer {API_KEY}"):
             raise errors.Unauthenticated("the key is not known here")

@@ -106,7 +106,8 @@ def test_an_image_installs_the_locked_packages_of_its_extras(image: str) -> None
     everything, _ = read_lock()
     pins, unhashed = read_lock(LOCK.parent / f"{image}.txt")
     assert unhashed == set()
-    assert {name: str(pin) for name, pin in pins.items()} == {name: str(everything[name]) for name in pins}
+    # Markers may differ: what the image needs on some platforms only, another extra may need on all.
+    assert {name: pin.specifier for name, pin in pins.items()} == {name: everything[name].specifier for name in pins}
     here = {name for name, pin in pins.items() if pin.marker is None or pin.marker.evaluate()}
     assert here == set(closure([f"corolla[{extra}]" for extra in IMAGE_LOCKS[image]])) - OUTSIDE, "run: make lock"
 

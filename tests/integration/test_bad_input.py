@@ -125,6 +125,7 @@ def refused_key(name: str, api_key: str | None) -> list[Row]:
         "GetSession": pb.GetSessionRequest(session_id="0" * 32),
         "DeleteSession": pb.DeleteSessionRequest(session_id="0" * 32),
         "Tokenize": pb.TokenizeRequest(text="hi"),
+        "Detokenize": pb.DetokenizeRequest(token_ids=[1]),
         "ListModels": pb.ListModelsRequest(),
         "GetModel": pb.GetModelRequest(),
     }
@@ -136,6 +137,12 @@ INVALID_UTF8 = b"\x12\x02\xff\xfe"  # field 2 of GenerateRequest and Tokenize, a
 CONTEXT_FILLING = pb.TokenIds(ids=[40] * CONTEXT_LENGTH)
 
 ROWS: list[Row] = [
+    invalid(
+        "detokenized id outside the vocabulary",
+        ("Detokenize",),
+        pb.DetokenizeRequest(token_ids=[5, VOCAB_SIZE]),
+        "token_ids[1]",
+    ),
     # The prompt.
     invalid("empty text", GENERATE, prompt(text=""), "text"),
     invalid("no ids", GENERATE, pb.GenerateRequest(tokens=pb.TokenIds()), "tokens.ids"),

@@ -74,6 +74,11 @@ class GenerationServiceStub:
                 request_serializer=corolla_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=corolla_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/corolla.v1.GenerationService/Detokenize',
+                request_serializer=corolla_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=corolla_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/corolla.v1.GenerationService/ListModels',
                 request_serializer=corolla_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
@@ -139,6 +144,12 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -193,6 +204,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=corolla_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
                     response_serializer=corolla_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=corolla_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=corolla_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -421,6 +437,33 @@ class GenerationService:
             '/corolla.v1.GenerationService/Tokenize',
             corolla_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
             corolla_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corolla.v1.GenerationService/Detokenize',
+            corolla_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            corolla_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,7 @@ class GenerationServiceStub:
     GetSession: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetSessionRequest, _generation_pb2.Session]
     DeleteSession: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DeleteSessionRequest, _generation_pb2.DeleteSessionResponse]
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.Model]
 
@@ -63,6 +64,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     GetSession: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetSessionRequest, _generation_pb2.Session]  # type: ignore[assignment]
     DeleteSession: _aio.UnaryUnaryMultiCallable[_generation_pb2.DeleteSessionRequest, _generation_pb2.DeleteSessionResponse]  # type: ignore[assignment]
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
+    Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]  # type: ignore[assignment]
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.Model]  # type: ignore[assignment]
 
@@ -124,6 +126,13 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.TokenizeResponse, _abc.Awaitable[_generation_pb2.TokenizeResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _generation_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.DetokenizeResponse, _abc.Awaitable[_generation_pb2.DetokenizeResponse]]: ...
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -251,6 +251,18 @@ class GenerationServicer:
         texts = {token_id: self._tokenizer.token_text(token_id) for token_id in set(token_ids)}
         return pb.TokenizeResponse(token_ids=token_ids, tokens=map(texts.__getitem__, token_ids))
 
+    async def Detokenize(self, request: pb.DetokenizeRequest, call: Call[KeyHolder]) -> pb.DetokenizeResponse:
+        tenant = self._tenant(call, Scope.TOKENIZE)
+        validation.check_model(request.model, self._model.name)
+        token_ids = validation.token_ids("token_ids", request.token_ids, self._model.vocab_size)
+        await self._quotas.check_request(tenant)
+        async with self._tokenizations.enter(tenant, request.ByteSize()) as ticket:
+            await ticket.admitted()
+            text = await asyncio.to_thread(
+                self._tokenizer.decode, token_ids, skip_special_tokens=request.without_special_tokens
+            )
+        return pb.DetokenizeResponse(text=text)
+
     async def ListModels(self, request: pb.ListModelsRequest, call: Call[KeyHolder]) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[self._described_model()])
 

@@ -83,20 +83,21 @@ def prompt(request: pb.GenerateRequest, vocab_size: int, context_length: int) ->
             raise ContextLengthExceeded("prompt", f"exceeds the model's context of {context_length} tokens")
         if not request.tokens.ids:
             raise InvalidRequest("tokens.ids", "must not be empty")
-        return _token_ids("tokens.ids", request.tokens, vocab_size)
+        return token_ids("tokens.ids", request.tokens.ids, vocab_size)
     raise InvalidRequest("prompt", "one of text and tokens must be set")
 
 
-def _token_ids(field: str, given: pb.TokenIds, vocab_size: int) -> tuple[int, ...]:
-    token_ids = tuple(given.ids)
-    if token_ids and (largest := max(token_ids)) >= vocab_size:
-        index = token_ids.index(largest)
+def token_ids(field: str, given: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids as they are. Raises InvalidRequest where one is none of the vocabulary."""
+    checked = tuple(given)
+    if checked and (largest := max(checked)) >= vocab_size:
+        index = checked.index(largest)
         raise InvalidRequest(f"{field}[{index}]", f"must be less than the vocabulary's size, {vocab_size}")
-    return token_ids
+    return checked
 
 
 def _resumption(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int) -> Resumption | None:
-    received_ids = _token_ids("received.ids", request.received, vocab_size)
+    received_ids = token_ids("received.ids", request.received.ids, vocab_size)
     if not request.request_id:
         if request.resume_from_index or received_ids:
             raise InvalidRequest("request_id", "must be the one with which the answer began")
