@@ -17,6 +17,7 @@ from corolla.trust.authorisation import AUDITED, FRAMES, check_method
 from corolla.trust.capabilities import Capabilities
 from corolla.trust.channels import renewed_channels
 from corolla.trust.credentials import Credentials, workload_of_call
+from corolla.trust.renewals import Renewals
 from corolla.trust.standing_calls import StandingCalls
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
@@ -39,15 +40,17 @@ class Network:
     listen: Callable[[str, int], StreamListener] = StreamListener
     credentials: Credentials | None = None
     _standing: StandingCalls = field(default_factory=StandingCalls)
+    _renewals: Renewals = field(default_factory=Renewals)
 
     @classmethod
     def of(cls, tls_dir: Path | None) -> Self:
         """Raises SettingsError when the folder does not hold what it should."""
         if tls_dir is None:
             return cls()
-        credentials = Credentials(tls_dir)
+        credentials, renewals = Credentials(tls_dir), Renewals()
         secure_connect = partial(connect, trust=_servers(credentials))
-        return cls(renewed_channels(credentials), secure_connect, credentials=credentials)
+        channels = renewed_channels(credentials, renewals)
+        return cls(channels, secure_connect, credentials=credentials, _renewals=renewals)
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
         """A gRPC channel with the certificates of now."""
@@ -80,9 +83,10 @@ class Network:
         return Capabilities(self.credentials, fingerprint) if self.credentials is not None else None
 
     def start_renewal(self, tasks: TaskGroup) -> None:
-        """From now on, changed certificates are taken."""
+        """From now on, changed certificates are taken, and what stands goes on with them."""
         if self.credentials is not None:
             tasks.start_restartable(self.credentials.files.run, "watched_files")
+            tasks.start_restartable(self._renewals.run, "renewals")
             tasks.start_restartable(self._standing.run, "standing_calls")
 
     @property

@@ -26,6 +26,7 @@ from corolla.trust.credentials import (
     PublicCertificate,
     workload_of_call,
 )
+from corolla.trust.renewals import Renewals
 from corolla.trust.workload import Role, Workload
 from tests.identities import Identities
 
@@ -38,14 +39,22 @@ def credentials_of(identities: Identities, workload: Workload) -> Credentials:
 
 @asynccontextmanager
 async def serving(credentials: Credentials | PublicCertificate) -> AsyncIterator[int]:
-    """A server whose only method answers who calls."""
+    """A server whose methods answer who calls, and which certificate whoever watches has shown."""
 
     async def who(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         return str(workload_of_call(context.auth_context())).encode()
 
+    async def watch(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        while True:
+            yield b"".join(context.auth_context()["x509_pem_cert"])
+            await asyncio.sleep(0.05)
+
     server = grpc.aio.server()
-    method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(who)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Who": method}),))
+    methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        "Who": grpc.unary_unary_rpc_method_handler(who),
+        "Watch": grpc.unary_stream_rpc_method_handler(watch),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", methods),))
     port = server.add_secure_port("127.0.0.1:0", credentials.for_rpc_servers())
     await server.start()
     try:
@@ -88,7 +97,7 @@ async def test_calls_say_who_makes_them(tmp_path: Path) -> None:
     identities = Identities(tmp_path)
     router, client = credentials_of(identities, ROUTER), credentials_of(identities, CLIENT)
     async with serving(router) as port:
-        channel = renewed_channels(client)(f"127.0.0.1:{port}")
+        channel = renewed_channels(client, Renewals())(f"127.0.0.1:{port}")
         assert await who(channel) == str(CLIENT)
         await channel.close(None)
 
@@ -112,7 +121,7 @@ async def test_channels_and_servers_go_on_with_new_certificates(tmp_path: Path) 
     identities = Identities(tmp_path, old)
     router, client = credentials_of(identities, ROUTER), credentials_of(identities, CLIENT)
     async with serving(router) as port:
-        channel = renewed_channels(client)(f"127.0.0.1:{port}")
+        channel = renewed_channels(client, Renewals())(f"127.0.0.1:{port}")
         assert await who(channel) == str(CLIENT)
         for believed, signer in ((old.certificate_pem + new.certificate_pem, new), (new.certificate_pem, new)):
             for workload, credentials in ((ROUTER, router), (CLIENT, client)):
@@ -123,10 +132,55 @@ async def test_channels_and_servers_go_on_with_new_certificates(tmp_path: Path) 
             assert await who(channel) == str(CLIENT)
         await channel.close(None)
         outdated = credentials_of(Identities(tmp_path / "other", old), CLIENT)
-        channel = renewed_channels(outdated)(f"127.0.0.1:{port}")
+        channel = renewed_channels(outdated, Renewals())(f"127.0.0.1:{port}")
         with pytest.raises(grpc.aio.AioRpcError):
             await who(channel)
         await channel.close(None)
+
+
+def renewed_certificate(identities: Identities, credentials: Credentials, *, signer: Authority | None = None) -> bytes:
+    """Which the client's process shows from now on."""
+    folder = identities.folder_of(CLIENT.role, CLIENT.name)
+    believed = (folder / AUTHORITY_FILE).read_bytes()
+    (signer or identities.authority).issue(folder, CLIENT, ["127.0.0.1"])
+    (folder / AUTHORITY_FILE).write_bytes(believed)
+    credentials.files.refresh()
+    return (folder / CERTIFICATE_FILE).read_bytes().strip()
+
+
+async def test_a_watch_goes_over_to_new_certificates_and_never_ends(tmp_path: Path) -> None:
+    identities, renewals = Identities(tmp_path), Renewals()
+    router, client = credentials_of(identities, ROUTER), credentials_of(identities, CLIENT)
+    renewing = asyncio.create_task(renewals.run())
+    async with serving(router) as port, asyncio.timeout(20):
+        channel = renewed_channels(client, renewals)(f"127.0.0.1:{port}")
+        shown = (identities.folder_of(CLIENT.role, CLIENT.name) / CERTIFICATE_FILE).read_bytes().strip()
+        num_renewed = 0
+        watch: Any = channel.unary_stream("/test.Service/Watch")
+        async for seen in watch(b""):
+            if seen.strip() != shown:
+                continue
+            if num_renewed == 2:
+                break
+            num_renewed += 1
+            shown = renewed_certificate(identities, client)
+        await channel.close(None)
+    renewing.cancel()
+
+
+async def test_a_channel_keeps_its_certificate_while_the_other_end_does_not_take_the_new_one(tmp_path: Path) -> None:
+    identities, renewals = Identities(tmp_path), Renewals()
+    router, client = credentials_of(identities, ROUTER), credentials_of(identities, CLIENT)
+    renewing = asyncio.create_task(renewals.run())
+    async with serving(router) as port:
+        channel = renewed_channels(client, renewals)(f"127.0.0.1:{port}")
+        assert await who(channel) == str(CLIENT)
+        renewed_certificate(identities, client, signer=Authority())
+        for _ in range(4):
+            await asyncio.sleep(0.5)
+            assert await who(channel) == str(CLIENT)
+        await channel.close(None)
+    renewing.cancel()
 
 
 def test_files_that_make_no_sense_leave_what_there_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -149,7 +203,7 @@ async def test_a_certificate_that_has_ended_is_worth_nothing(tmp_path: Path) -> 
     folder = identities.folder_of(Role.CLIENT, "2")
     identities.authority.issue(folder, CLIENT, [], until=datetime.datetime.now(datetime.UTC))
     async with serving(router) as port:
-        channel = renewed_channels(Credentials(folder))(f"127.0.0.1:{port}")
+        channel = renewed_channels(Credentials(folder), Renewals())(f"127.0.0.1:{port}")
         with pytest.raises(grpc.aio.AioRpcError):
             await who(channel)
         await channel.close(None)
