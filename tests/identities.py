@@ -39,17 +39,33 @@ class Identities:
         for folder in self._issued:
             write_private(folder / AUTHORITY_FILE, b"".join(each.certificate_pem for each in authorities))
 
+    def certificate_of(self, role: Role, name: str) -> bytes:
+        """Of a workload, in PEM."""
+        return (self.folder_of(role, name) / CERTIFICATE_FILE).read_bytes()
+
     def revoke(self, *folders: Path) -> None:
         """Every workload learns that the certificates of these count no longer."""
-        revoked = self.authority.revocations((each / CERTIFICATE_FILE).read_bytes() for each in folders)
+        self.revoke_certificates(*((each / CERTIFICATE_FILE).read_bytes() for each in folders))
+
+    def revoke_certificates(self, *certificates: bytes) -> None:
+        """Every workload learns that these, in PEM, count no longer."""
+        revoked = self.authority.revocations(certificates)
         for folder in self._issued:
             write_private(folder / REVOCATIONS_FILE, revoked)
 
-    def replace(self, authority: Authority) -> None:
+    def replace(self, authority: Authority, until: datetime.datetime | None = None) -> None:
         """Every workload gets another certificate, of this authority; whom they believe stays as it is."""
         self.authority = authority
-        for folder, (workload, addresses) in self._issued.items():
-            draft = folder.with_name(f"{folder.name}-new")
-            authority.issue(draft, workload, addresses)
-            for name in (KEY_FILE, CERTIFICATE_FILE):
-                write_private(folder / name, (draft / name).read_bytes())
+        for folder in self._issued:
+            self._replace(folder, authority, until)
+
+    def replace_one(self, role: Role, name: str, authority: Authority | None = None) -> None:
+        """One workload gets another certificate, of this authority or of the present one."""
+        self._replace(self.folder_of(role, name), authority or self.authority, None)
+
+    def _replace(self, folder: Path, authority: Authority, until: datetime.datetime | None) -> None:
+        workload, addresses = self._issued[folder]
+        draft = folder.with_name(f"{folder.name}-new")
+        authority.issue(draft, workload, addresses, until)
+        for name in (KEY_FILE, CERTIFICATE_FILE):
+            write_private(folder / name, (draft / name).read_bytes())

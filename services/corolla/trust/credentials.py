@@ -59,6 +59,11 @@ class Credentials:
         """Who this process is."""
         return self._workload
 
+    @property
+    def certificate(self) -> bytes:
+        """What it shows, in PEM."""
+        return self._certificate
+
     def for_connections(self) -> ssl.SSLContext:
         """For a connection that begins now. Whether the other end is the right one is for its workload to say."""
         return self._calling

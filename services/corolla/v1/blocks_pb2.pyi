@@ -92,6 +92,12 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """
     FRAME_KIND_CREDIT: _FrameKind.ValueType  # 20
     """Credit, caller to last hop, not answered"""
+    FRAME_KIND_RENEW: _FrameKind.ValueType  # 21
+    """Of a connection in whose place another one comes:
+    Renew
+    """
+    FRAME_KIND_CONTINUE: _FrameKind.ValueType  # 22
+    """Continue"""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper): ...
 
@@ -142,6 +148,12 @@ Next, last hop to first hop
 """
 FRAME_KIND_CREDIT: FrameKind.ValueType  # 20
 """Credit, caller to last hop, not answered"""
+FRAME_KIND_RENEW: FrameKind.ValueType  # 21
+"""Of a connection in whose place another one comes:
+Renew
+"""
+FRAME_KIND_CONTINUE: FrameKind.ValueType  # 22
+"""Continue"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 class _TensorType:
@@ -243,6 +255,52 @@ class End(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___End: _TypeAlias = End  # noqa: Y015
+
+@_typing.final
+class Renew(_message.Message):
+    """Certificates have changed: the stream is to go on over another connection, which the caller opens. The server says how
+    that will be known: 16 random bytes. Without them, the caller asks for this. Only where both ends show certificates.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Renew: _TypeAlias = Renew  # noqa: Y015
+
+@_typing.final
+class Continue(_message.Message):
+    """The first frame of a connection that continues a stream of the same caller, with what the server gave for that. And,
+    without it, the last one of either end on the old connection, the server's first: what follows is on the new one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Continue: _TypeAlias = Continue  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):

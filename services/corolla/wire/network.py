@@ -1,5 +1,6 @@
 """How a process reaches the others and they reach it: in the clear, or with certificates of both ends."""
 
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,8 @@ from corolla.trust.renewals import Renewals
 from corolla.trust.standing_calls import StandingCalls
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.stream import Connect, StreamListener, StreamTrust, connect
+from corolla.wire.renewal import RenewedStreams
+from corolla.wire.stream import Accept, Connect, StreamListener, StreamTrust, connect
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class Network:
         connect: begins streams to block servers.
         listen: takes a port for streams.
         credentials: of this process; None: everything goes in the clear, and nobody is asked who they are.
+        accepting: gives what a listener calls with connections, from what takes streams.
     """
 
     channels: Channels = open_channel
     connect: Connect = connect
     listen: Callable[[str, int], StreamListener] = StreamListener
     credentials: Credentials | None = None
+    accepting: Callable[[Accept], Accept] = lambda accept: accept
     _standing: StandingCalls = field(default_factory=StandingCalls)
     _renewals: Renewals = field(default_factory=Renewals)
 
@@ -48,9 +52,15 @@ class Network:
         if tls_dir is None:
             return cls()
         credentials, renewals = Credentials(tls_dir), Renewals()
-        secure_connect = partial(connect, trust=_servers(credentials))
-        channels = renewed_channels(credentials, renewals)
-        return cls(channels, secure_connect, credentials=credentials, _renewals=renewals)
+        connect_once = partial(connect, trust=_servers(credentials))
+        streams = RenewedStreams(connect_once, lambda: credentials.certificate, renewals)
+        return cls(
+            renewed_channels(credentials, renewals),
+            streams.connect,
+            credentials=credentials,
+            accepting=streams.accepting,
+            _renewals=renewals,
+        )
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
         """A gRPC channel with the certificates of now."""
@@ -99,9 +109,7 @@ class Network:
         """Who may begin streams to a block server."""
         if self.credentials is None:
             return None
-        return StreamTrust(
-            self.credentials.for_listeners, _admits(self.credentials, FRAMES[pb.Hello]), self.credentials.witness
-        )
+        return _trust(self.credentials, self.credentials.for_listeners, FRAMES[pb.Hello])
 
     async def _check_role(self, call: Call[Any]) -> None:
         """Finds out who calls. Raises RoleDenied: they may not."""
@@ -114,8 +122,11 @@ class Network:
 
 
 def _servers(credentials: Credentials) -> StreamTrust:
-    return StreamTrust(credentials.for_connections, _admits(credentials, frozenset({Role.BLOCK})), credentials.witness)
+    return _trust(credentials, credentials.for_connections, frozenset({Role.BLOCK}))
 
 
-def _admits(credentials: Credentials, roles: frozenset[Role]) -> Callable[[Workload | None], bool]:
-    return lambda peer: peer is not None and credentials.knows(peer) and peer.role in roles
+def _trust(credentials: Credentials, context: Callable[[], ssl.SSLContext], roles: frozenset[Role]) -> StreamTrust:
+    def admits(peer: Workload | None) -> bool:
+        return peer is not None and credentials.knows(peer) and peer.role in roles
+
+    return StreamTrust(context, lambda: credentials.certificate, admits, credentials.witness)

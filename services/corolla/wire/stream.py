@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Protocol, cast
@@ -148,12 +148,14 @@ class StreamTrust:
 
     Attributes:
         context: gives that of the next connection, or of a listener.
+        certificate: gives that which this end shows on a connection that begins now.
         admits: whether it may be this one; to another, the stream ends with ROLE_DENIED after the greetings.
         witness: gives what tells whether the certificate still counts that the other end showed. A stream ends where it
             does not, before anything is read of it or within seconds of a change.
     """
 
     context: Callable[[], ssl.SSLContext]
+    certificate: Callable[[], bytes]
     admits: Callable[[Workload | None], bool]
     witness: Callable[[asyncio.BaseTransport], Callable[[], bool]]
 
@@ -200,6 +202,7 @@ class FrameStream(asyncio.Protocol):
 
     Attributes:
         peer_address: `host:port` of the other end, for logs.
+        certificate: that this end shows, or one before, where it changes just then; empty: none.
     """
 
     def __init__(self, accept: Accept, limits: StreamLimits, trust: StreamTrust | None = None) -> None:
@@ -207,6 +210,7 @@ class FrameStream(asyncio.Protocol):
         self.ended: asyncio.Future[StreamEnd] = self._loop.create_future()
         self.peer: Workload | None = None
         self.peer_address = ""
+        self.certificate = trust.certificate() if trust is not None else b""
         self._trust = trust
         self._accept = accept
         self._limits = limits
@@ -270,6 +274,14 @@ class FrameStream(asyncio.Protocol):
             self._move(StreamState.CLOSING)
         self._transport.abort()
 
+    def take(self, frames: Iterable[Frame]) -> None:
+        """Takes frames of this connection that its receiver has put off."""
+        try:
+            for frame in frames:
+                self._take(frame)
+        except Exception as failure:
+            self._on_refused(failure)
+
     def begin(self, address: str) -> None:
         """Connects, as the end that calls."""
         self._connecting = self._loop.create_task(self._connect(address))
@@ -299,14 +311,8 @@ class FrameStream(asyncio.Protocol):
                 data = self._greet(data)
             for frame in self._parser.feed(data):
                 self._take(frame)
-        except CorollaError as error:
-            if isinstance(error, RoleDenied):
-                who = self.peer.audited() if self.peer is not None else {}
-                audit.write("stream", {"outcome": error.reason, "peer": self.peer_address, **who})
-            self.fail(error)
         except Exception as failure:
-            log.error("a frame could not be handled", extra={"address": self.peer_address, "where": where(failure)})
-            self.fail(InternalError("an internal error ended the stream"))
+            self._on_refused(failure)
 
     def connection_lost(self, failure: Exception | None) -> None:
         self._conclude()
@@ -382,6 +388,16 @@ class FrameStream(asyncio.Protocol):
                 self._on_end(frame.control)
             case _:
                 self._receive(frame)
+
+    def _on_refused(self, failure: Exception) -> None:
+        """A frame was none, or is not taken: the other end learns why."""
+        if not isinstance(failure, CorollaError):
+            log.error("a frame could not be handled", extra={"address": self.peer_address, "where": where(failure)})
+            failure = InternalError("an internal error ended the stream")
+        elif isinstance(failure, RoleDenied):
+            who = self.peer.audited() if self.peer is not None else {}
+            audit.write("stream", {"outcome": failure.reason, "peer": self.peer_address, **who})
+        self.fail(failure)
 
     def _on_end(self, control: pb.End) -> None:
         if control.reason:

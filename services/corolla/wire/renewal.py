@@ -1,0 +1,328 @@
+"""Streams that live longer than the certificates they were opened with.
+
+Once either end has other certificates, the stream goes on over another connection: the new one first, then the old one
+goes. No frame is lost, and none overtakes another.
+
+    caller                                        server
+        Renew {}                 -- old -->       unless the server's own certificates have changed
+                                 <-- old --       Renew {ticket}
+        Continue {ticket}        -- new -->
+                                 <-- old --       Continue {}, the server's last frame there: it writes to the new one
+        Continue {}              -- old -->       the caller's last frame there; the server closes the old one
+
+What comes on the new connection waits until the old one has brought all. Where the new one does not come about, the old
+one stays, and the caller tries again.
+"""
+
+import asyncio
+import logging
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, Protocol, cast
+
+from google.protobuf.message import Message
+
+from corolla.chassis.errors import CorollaError, MalformedMessage, QueueFull, RoleDenied
+from corolla.trust.renewals import Renewals
+from corolla.trust.workload import Workload
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Buffer, Frame
+from corolla.wire.stream import Accept, FrameStream, Receiver, Stream, StreamCause, StreamEnd, StreamLimits
+
+log = logging.getLogger(__name__)
+
+_TICKET_BYTES: Final = 16
+_RETRY_INTERVAL_S: Final = 1.0
+MAX_EARLY_BYTES: Final = 64 << 20
+"""That wait on a new connection until the old one has brought all."""
+
+_OF_RENEWALS: Final = (pb.Renew, pb.Continue)
+
+
+class ConnectOnce(Protocol):
+    """What begins one connection, with the certificates of now."""
+
+    def __call__(self, address: str, accept: Accept, limits: StreamLimits | None = None) -> FrameStream: ...
+
+
+class RenewedStreams:
+    """All renewed streams of one process.
+
+    Args:
+        connect: begins a connection.
+        certificate: gives that which such a connection shows, and one that is taken.
+        renewals: of the process.
+    """
+
+    def __init__(self, connect: ConnectOnce, certificate: Callable[[], bytes], renewals: Renewals) -> None:
+        self._connect = connect
+        self._certificate = certificate
+        self._renewals = renewals
+        self._offered: dict[bytes, _TakenStream] = {}
+
+    def connect(self, address: str, accept: Accept, limits: StreamLimits | None = None) -> Stream:
+        """A stream to `host:port`; see `Connect`."""
+        stream = _BegunStream(address, accept, limits, self._connect, self._certificate)
+        self._keep(stream)
+        return stream
+
+    def accepting(self, accept: Accept) -> Accept:
+        """For a listener: takes connections, and calls `accept` with streams."""
+
+        def accept_connection(opened: Stream) -> Receiver:
+            connection = cast(FrameStream, opened)
+            stream = _TakenStream(connection, self._certificate, self._offered)
+            self._keep(stream)
+            stream.receiver = accept(stream)
+            is_first = True
+
+            def receive(frame: Frame) -> None:
+                nonlocal stream, is_first
+                was_first, is_first = is_first, False
+                if was_first and isinstance(frame.control, pb.Continue):
+                    stream = self._continued(frame.control, connection, stream)
+                else:
+                    stream.receive(connection, frame)
+
+            return receive
+
+        return accept_connection
+
+    def _continued(self, control: pb.Continue, connection: FrameStream, unused: "_TakenStream") -> "_TakenStream":
+        stream = self._offered.get(control.ticket)
+        if stream is None:
+            raise MalformedMessage("ticket", "is of no stream that is to go on here")
+        if stream.peer != connection.peer:
+            raise RoleDenied("the stream that is to go on here is another's")
+        stream.go_over(connection)
+        unused.dissolve()
+        return stream
+
+    def _keep(self, stream: "_RenewedStream") -> None:
+        self._renewals.add(stream)
+        stream.ended.add_done_callback(lambda _: self._renewals.discard(stream))
+
+
+class _RenewedStream(ABC):
+    """One end of a stream. `_next` is the connection that continues it, while there are two.
+
+    It ends with the connection that it reads, and where either end writes to the other one already, with that, too.
+    """
+
+    def __init__(self, certificate: Callable[[], bytes]) -> None:
+        self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
+        self.receiver: Receiver | None = None
+        self._certificate = certificate
+        self._current: FrameStream
+        self._writer: FrameStream
+        self._next: FrameStream | None = None
+        self._early: list[Frame] = []
+        self._num_early_bytes = 0
+
+    @property
+    def peer(self) -> Workload | None:
+        return self._current.peer
+
+    def send(self, control: Message, payload: Buffer = b"") -> None:
+        self._writer.send(control, payload)
+
+    def close(self) -> None:
+        for connection in self._connections():
+            connection.close()
+
+    def fail(self, error: CorollaError) -> None:
+        self._writer.fail(error)
+        self.close()
+
+    def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
+        for connection in self._connections():
+            connection.abort(cause)
+
+    def receive(self, connection: FrameStream, frame: Frame) -> None:
+        """Takes a frame of one of its connections."""
+        if connection is self._current:
+            if isinstance(frame.control, _OF_RENEWALS):
+                self._on_renewal(frame.control)
+            elif self.receiver is not None:
+                self.receiver(frame)
+        elif connection is self._next:
+            self._num_early_bytes += len(frame.payload)
+            if self._num_early_bytes > MAX_EARLY_BYTES:
+                raise QueueFull("a connection that is to continue a stream brings too much before that can be read")
+            self._early.append(frame)
+
+    @abstractmethod
+    def renew(self) -> None:
+        """See `Renewable`."""
+
+    @abstractmethod
+    def _on_renewal(self, control: pb.Renew | pb.Continue) -> None:
+        """The other end has sent this on the present connection."""
+
+    @abstractmethod
+    def _on_next_lost(self, end: StreamEnd) -> None:
+        """The connection has ended that was to continue this stream."""
+
+    def _is_old(self) -> bool:
+        """Whether this end has another certificate than the present connection shows."""
+        return self._current.certificate != self._certificate()
+
+    def _begin(self, connection: FrameStream) -> None:
+        """The stream's first connection."""
+        self._current = self._writer = connection
+        self._attend(connection)
+
+    def _expect(self, connection: FrameStream) -> None:
+        self._next = connection
+        self._attend(connection)
+
+    def _turn(self) -> FrameStream:
+        """The present connection has brought all: the next one takes its place. Returns the one before."""
+        if self._next is None:
+            raise MalformedMessage("frame", "a stream goes on over a connection that there is not")
+        before, self._current, self._next = self._current, self._next, None
+        self._writer = self._current
+        early, self._early, self._num_early_bytes = self._early, [], 0
+        self._current.take(early)
+        return before
+
+    def _connections(self) -> list[FrameStream]:
+        return [self._current] if self._next is None else [self._current, self._next]
+
+    def _attend(self, connection: FrameStream) -> None:
+        connection.ended.add_done_callback(lambda ended: self._on_ended(connection, ended.result()))
+
+    def _on_ended(self, connection: FrameStream, end: StreamEnd) -> None:
+        if connection is self._current:
+            self._conclude(end)
+        elif connection is self._next:
+            self._next = None
+            self._early, self._num_early_bytes = [], 0
+            self._on_next_lost(end)
+
+    def _conclude(self, end: StreamEnd) -> None:
+        if not self.ended.done():
+            self.ended.set_result(end)
+        self.close()
+
+
+class _BegunStream(_RenewedStream):
+    """The end that calls, and opens each connection."""
+
+    def __init__(
+        self,
+        address: str,
+        accept: Accept,
+        limits: StreamLimits | None,
+        connect: ConnectOnce,
+        certificate: Callable[[], bytes],
+    ) -> None:
+        super().__init__(certificate)
+        self._address = address
+        self._limits = limits
+        self._connect = connect
+        # The server has asked for another connection, and there is none yet.
+        self._is_asked = False
+        self._next_attempt_s = 0.0
+
+        def accept_first(connection: Stream) -> Receiver:
+            self.receiver = accept(self)
+            return self._receiver_of(connection)
+
+        self._begin(connect(address, accept_first, limits))
+
+    def renew(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._next is None and (self._is_asked or self._is_old()) and now_s >= self._next_attempt_s:
+            self._next_attempt_s = now_s + _RETRY_INTERVAL_S
+            with suppress(QueueFull):  # it is tried again
+                self._current.send(pb.Renew())
+
+    def _on_renewal(self, control: pb.Renew | pb.Continue) -> None:
+        if isinstance(control, pb.Continue):
+            if self._next is None:  # the server has written to one that broke
+                self.abort()
+                return
+            self._current.send(pb.Continue())
+            self._turn()
+            self._is_asked = False
+        elif self._next is None:
+            self._is_asked = True
+            ticket = control.ticket
+
+            def accept_next(connection: Stream) -> Receiver:
+                connection.send(pb.Continue(ticket=ticket))
+                return self._receiver_of(connection)
+
+            self._expect(self._connect(self._address, accept_next, self._limits))
+
+    def _on_next_lost(self, end: StreamEnd) -> None:
+        if end.cause is not StreamCause.CLOSED:
+            reason = end.error.reason if end.error is not None else ""
+            facts = {"address": self._address, "cause": end.cause.value, "reason": reason}
+            log.warning("a stream could not be renewed; it is tried again", extra=facts)
+        self._next_attempt_s = asyncio.get_running_loop().time() + _RETRY_INTERVAL_S
+
+    def _receiver_of(self, connection: Stream) -> Receiver:
+        return lambda frame: self.receive(cast(FrameStream, connection), frame)
+
+
+class _TakenStream(_RenewedStream):
+    """The end that was called, and says by what it will know the connection that continues the stream.
+
+    Args:
+        offered: streams by their tickets.
+    """
+
+    def __init__(
+        self, connection: FrameStream, certificate: Callable[[], bytes], offered: dict[bytes, "_TakenStream"]
+    ) -> None:
+        super().__init__(certificate)
+        self._offered = offered
+        self._ticket = b""
+        self._offered_for = b""
+        self._begin(connection)
+
+    def renew(self) -> None:
+        if self._next is None and self._is_old() and self._offered_for != self._certificate():
+            with suppress(QueueFull):  # it is tried again
+                self._offer()
+
+    def go_over(self, connection: FrameStream) -> None:
+        """A connection has shown the ticket. Raises QueueFull: the other end does not read what it is sent."""
+        self._current.send(pb.Continue())
+        self._withdraw()
+        self._expect(connection)
+        self._writer = connection
+
+    def dissolve(self) -> None:
+        """Its only connection was meant for another stream: nothing came of this one."""
+        self.ended.set_result(StreamEnd(StreamCause.CLOSED))
+
+    def _on_renewal(self, control: pb.Renew | pb.Continue) -> None:
+        if isinstance(control, pb.Continue):
+            self._turn().close()
+        elif self._next is None:
+            self._offer()
+
+    def _offer(self) -> None:
+        """Again the same, until it is made use of: the caller may be on its way with it."""
+        if not self._ticket:
+            self._ticket = secrets.token_bytes(_TICKET_BYTES)
+            self._offered[self._ticket] = self
+        self._current.send(pb.Renew(ticket=self._ticket))
+        self._offered_for = self._certificate()
+
+    def _withdraw(self) -> None:
+        self._offered.pop(self._ticket, None)
+        self._ticket, self._offered_for = b"", b""
+
+    def _on_next_lost(self, end: StreamEnd) -> None:
+        """What was written to it is lost."""
+        self._conclude(end)
+
+    def _conclude(self, end: StreamEnd) -> None:
+        self._withdraw()
+        super()._conclude(end)

@@ -1,0 +1,260 @@
+"""Streams go on over new connections when certificates change: no frame is lost, and none overtakes another."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from corolla.chassis.errors import CorollaError, MalformedMessage, RoleDenied
+from corolla.chassis.tasks import TaskGroup
+from corolla.trust.authority import Authority
+from corolla.trust.workload import Role
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.frames import Frame
+from corolla.wire.network import Network
+from corolla.wire.stream import Receiver, Stream, StreamCause, StreamEnd, StreamLimits, StreamListener, connect
+from tests.identities import Identities
+from tests.integration.waiting import until
+
+SERVER, CLIENT, OTHER = (Role.BLOCK, "1"), (Role.CLIENT, "2"), (Role.CLIENT, "3")
+LIMITS = StreamLimits(silence_s=10.0, ping_after_s=5.0)
+RENEWED_S = 2.0
+"""A change that a process has taken is on all connections by then."""
+
+
+class End:
+    """A process that takes streams or begins them, and renews them.
+
+    Attributes:
+        numbers: of the steps that came.
+    """
+
+    def __init__(self, identities: Identities, workload: tuple[Role, str]) -> None:
+        self.network = Network.of(identities.folder_of(*workload))
+        self.numbers: list[int] = []
+
+    def accept(self, stream: Stream) -> Receiver:
+        def receive(frame: Frame) -> None:
+            assert isinstance(frame.control, pb.Step)
+            self.numbers.append(frame.control.step_id)
+            if frame.control.samples:
+                stream.send(pb.Step(step_id=frame.control.step_id), frame.payload)
+
+        return receive
+
+    def take_changes(self) -> None:
+        assert self.network.credentials is not None
+        self.network.credentials.files.refresh()
+
+
+class Pair:
+    """A server, a client, and a stream between them.
+
+    Attributes:
+        num_connections: that the server has taken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.identities = Identities(folder)
+        self.server, self.client = End(self.identities, SERVER), End(self.identities, CLIENT)
+        self.num_connections = 0
+        self.address = ""
+        self.stream: Stream
+        self.num_sent = 0
+
+    def send(self, payload: bytes = b"") -> None:
+        """One more step, which comes back."""
+        self.num_sent += 1
+        self.stream.send(pb.Step(step_id=self.num_sent, samples=True), payload)
+
+    async def until_answered(self) -> None:
+        """Until all has come, once and in order, both ways."""
+
+        async def is_answered() -> bool:
+            return len(self.client.numbers) >= self.num_sent
+
+        await until(is_answered)
+        sent = list(range(1, self.num_sent + 1))
+        assert self.server.numbers == sent
+        assert self.client.numbers == sent
+
+    def replace(self, *workloads: tuple[Role, str], signer: Authority | None = None) -> None:
+        """Both processes take new certificates of these."""
+        for role, name in workloads:
+            self.identities.replace_one(role, name, signer)
+        self.take_changes()
+
+    def take_changes(self) -> None:
+        self.server.take_changes()
+        self.client.take_changes()
+
+
+@asynccontextmanager
+async def paired(folder: Path) -> AsyncIterator[Pair]:
+    pair, tasks = Pair(folder), TaskGroup()
+    listener = StreamListener("127.0.0.1", 0)
+    accept = pair.server.network.accepting(pair.server.accept)
+
+    def accept_counted(stream: Stream) -> Receiver:
+        pair.num_connections += 1
+        return accept(stream)
+
+    await listener.start(accept_counted, LIMITS, trust=pair.server.network.callers)
+    pair.address = f"127.0.0.1:{listener.port}"
+    for end in (pair.server, pair.client):
+        end.network.start_renewal(tasks)
+    pair.stream = pair.client.network.connect(pair.address, pair.client.accept, LIMITS)
+    try:
+        yield pair
+    finally:
+        await tasks.close()
+        pair.stream.close()
+        await listener.close()
+
+
+async def test_a_stream_goes_on_while_leaves_and_authority_are_replaced(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+
+        async def talk() -> None:
+            while True:
+                pair.send(bytes(100_000))
+                await asyncio.sleep(0.001)
+
+        talking = asyncio.create_task(talk())
+        for _ in range(2):
+            old, new = pair.identities.authority, Authority()
+            pair.identities.believe(old, new)
+            pair.take_changes()
+            await asyncio.sleep(RENEWED_S)
+            pair.identities.replace(new)
+            pair.take_changes()
+            await asyncio.sleep(RENEWED_S)
+            pair.identities.believe(new)
+            pair.take_changes()
+        await asyncio.sleep(RENEWED_S)
+        talking.cancel()
+        await pair.until_answered()
+        assert not pair.stream.ended.done()
+        assert pair.num_connections >= 3
+
+
+@pytest.mark.parametrize("changed", [SERVER, CLIENT])
+async def test_a_stream_outlives_the_certificate_of_either_end(tmp_path: Path, changed: tuple[Role, str]) -> None:
+    async with paired(tmp_path) as pair:
+        pair.send()
+        await pair.until_answered()
+        old = pair.identities.certificate_of(*changed)
+        pair.replace(changed)
+        await asyncio.sleep(RENEWED_S)
+        assert pair.num_connections == 2
+        pair.identities.revoke_certificates(old)
+        pair.take_changes()
+        await asyncio.sleep(RENEWED_S)
+        pair.send()
+        await pair.until_answered()
+        assert not pair.stream.ended.done()
+
+
+async def test_what_is_on_its_way_arrives_before_what_comes_over_the_new_connection(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        pair.send()
+        await pair.until_answered()
+        for _ in range(6):
+            pair.send(bytes(16 << 20))
+        pair.replace(SERVER, CLIENT)
+        for _ in range(100):
+            pair.send(b"little")
+            await asyncio.sleep(0.02)
+        await pair.until_answered()
+        assert pair.num_connections >= 2
+
+
+async def test_where_no_other_connection_comes_about_the_stream_stays(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        pair.send()
+        await pair.until_answered()
+        pair.replace(CLIENT, signer=Authority())
+        await asyncio.sleep(RENEWED_S)
+        pair.send()
+        await pair.until_answered()
+        assert pair.num_connections == 1
+        pair.replace(CLIENT)
+        await asyncio.sleep(RENEWED_S)
+        pair.send()
+        await pair.until_answered()
+        assert pair.num_connections == 2
+
+
+# --- callers that do as they like -------------------------------------------------------------------------------------
+
+
+class Caller:
+    """One connection, on which the test says everything itself."""
+
+    def __init__(self, pair: Pair, workload: tuple[Role, str]) -> None:
+        self.frames: asyncio.Queue[Frame] = asyncio.Queue()
+        trust = End(pair.identities, workload).network.servers
+        self.connection = connect(pair.address, lambda _: self.frames.put_nowait, LIMITS, trust=trust)
+
+    async def ticket(self) -> bytes:
+        self.connection.send(pb.Renew())
+        control = (await self.frames.get()).control
+        assert isinstance(control, pb.Renew)
+        return control.ticket
+
+    async def end(self) -> StreamEnd:
+        async with asyncio.timeout(10):
+            return await self.connection.ended
+
+
+async def refusal(pair: Pair, workload: tuple[Role, str], ticket: bytes) -> CorollaError | None:
+    """Of one who shows a ticket."""
+    caller = Caller(pair, workload)
+    caller.connection.send(pb.Continue(ticket=ticket))
+    return (await caller.end()).error
+
+
+async def test_a_ticket_is_for_its_own_caller_and_for_once(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        first, second = Caller(pair, CLIENT), Caller(pair, CLIENT)
+        ticket = await first.ticket()
+        assert await first.ticket() == ticket
+        assert isinstance(await refusal(pair, OTHER, ticket), RoleDenied)
+        assert isinstance(await refusal(pair, CLIENT, bytes(16)), MalformedMessage)
+        second.connection.send(pb.Continue(ticket=ticket))
+        assert (await first.frames.get()).control == pb.Continue()
+        assert isinstance(await refusal(pair, CLIENT, ticket), MalformedMessage)
+        # The server writes to the new connection, and reads the old one until its end.
+        first.connection.send(pb.Step(step_id=1, samples=True))
+        assert (await second.frames.get()).control == pb.Step(step_id=1)
+        second.connection.send(pb.Step(step_id=3))
+        first.connection.send(pb.Step(step_id=2))
+        first.connection.send(pb.Continue())
+        assert (await first.end()).cause is StreamCause.CLOSED
+
+        async def has_come() -> bool:
+            return pair.server.numbers == [1, 2, 3]
+
+        await until(has_come, 10)
+        second.connection.close()
+
+
+async def test_who_says_continue_without_another_connection_is_refused(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        caller = Caller(pair, CLIENT)
+        caller.connection.send(pb.Step(step_id=1))
+        caller.connection.send(pb.Continue())
+        assert isinstance((await caller.end()).error, MalformedMessage)
+
+
+async def test_a_stream_ends_with_either_of_two_connections_once_the_server_writes_to_the_new_one(
+    tmp_path: Path,
+) -> None:
+    async with paired(tmp_path) as pair:
+        first, second = Caller(pair, CLIENT), Caller(pair, CLIENT)
+        second.connection.send(pb.Continue(ticket=await first.ticket()))
+        await first.frames.get()
+        second.connection.abort()
+        assert (await first.end()).cause is StreamCause.CLOSED
