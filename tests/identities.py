@@ -1,11 +1,16 @@
 """Certificates for the processes of a test."""
 
 import datetime
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
+
+from cryptography import x509
 
 from corolla.chassis.private_files import write_private
 from corolla.trust.authority import Authority
 from corolla.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, REVOCATIONS_FILE
+from corolla.trust.signatures import workload_of_certificate
 from corolla.trust.workload import Role, Workload
 
 TRUST_DOMAIN = "test"
@@ -15,10 +20,30 @@ HERE = ("127.0.0.1", "localhost")
 class Identities:
     """An authority, and a folder of its own for each workload that it has signed for."""
 
-    def __init__(self, folder: Path, authority: Authority | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        authority: Authority | None = None,
+        trust_domain: str = TRUST_DOMAIN,
+        issued: Mapping[Path, Workload] | None = None,
+    ) -> None:
         self.authority = authority or Authority()
         self._folder = folder
-        self._issued: dict[Path, tuple[Workload, tuple[str, ...]]] = {}
+        self._trust_domain = trust_domain
+        self._issued: dict[Path, tuple[Workload, tuple[str, ...]]] = {
+            each: (workload, HERE) for each, workload in (issued or {}).items()
+        }
+
+    @classmethod
+    def found_in(cls, folder: Path) -> Self:
+        """Of processes whose certificates another authority has signed; this one is not believed yet."""
+        issued: dict[Path, Workload] = {}
+        for found in folder.glob(f"*/{CERTIFICATE_FILE}"):
+            workload = workload_of_certificate(x509.load_pem_x509_certificate(found.read_bytes()))
+            assert workload is not None
+            issued[found.parent] = workload
+        (trust_domain,) = {each.trust_domain for each in issued.values()}
+        return cls(folder, trust_domain=trust_domain, issued=issued)
 
     def folder_of(
         self,
@@ -30,14 +55,18 @@ class Identities:
         """Of a workload; made the first time, with a certificate that ends at `until` if not with the authority."""
         folder = self._folder / f"{role.value}-{name}"
         if not folder.exists():
-            self._issued[folder] = (Workload(TRUST_DOMAIN, role, name), addresses)
+            self._issued[folder] = (Workload(self._trust_domain, role, name), addresses)
             self.authority.issue(folder, *self._issued[folder], until)
         return folder
 
     def believe(self, *authorities: Authority) -> None:
         """From now on every workload believes whom these have signed for."""
+        self.believe_pem(*(each.certificate_pem for each in authorities))
+
+    def believe_pem(self, *authorities: bytes) -> None:
+        """The same, of authorities of which only the certificates are known."""
         for folder in self._issued:
-            write_private(folder / AUTHORITY_FILE, b"".join(each.certificate_pem for each in authorities))
+            write_private(folder / AUTHORITY_FILE, b"".join(authorities))
 
     def certificate_of(self, role: Role, name: str) -> bytes:
         """Of a workload, in PEM."""
