@@ -13,12 +13,12 @@ from corolla.chassis.lifecycle import EXIT_STARTUP
 from tests.tiers import quick
 
 
-def start(service: str, **variables: str | Path) -> "subprocess.Popen[str]":
+def start(service: str, *options: str, **variables: str | Path) -> "subprocess.Popen[str]":
     environment = {key: value for key, value in os.environ.items() if not key.startswith("COROLLA_")}
     usual = {"port": "0", "metrics_port": "0", "metrics_host": "127.0.0.1"}
     environment |= {f"COROLLA_{key.upper()}": str(value) for key, value in {**usual, **variables}.items()}
-    command = [sys.executable, "-m", "corolla", service]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "corolla", service, *options]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def refused(service: str, **variables: str | Path) -> str:
@@ -34,6 +34,18 @@ def refused(service: str, **variables: str | Path) -> str:
 def test_a_service_that_nothing_guards_ends_with_a_sentence(service: str) -> None:
     sentence = refused(service)
     assert sentence.startswith("corolla: others reach COROLLA_HOST=0.0.0.0, and nothing keeps them out; set ")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_stack_that_would_be_exposed_ends_with_the_sentence_before_it_starts(tmp_path: Path, host: str) -> None:
+    logs = tmp_path / "logs"
+    process = start("up", "--host", host, "--log-folder", str(logs))
+    said, complained = process.communicate(timeout=60)
+    assert process.returncode == EXIT_STARTUP
+    assert said == ""
+    (sentence,) = complained.splitlines()
+    assert sentence.startswith(f"corolla: others reach COROLLA_HOST={host}, and nothing keeps them out; set ")
+    assert not logs.exists()
 
 
 def test_an_exposed_service_says_so_in_its_log(redis_url: str) -> None:

@@ -1,17 +1,28 @@
 """`corolla up`."""
 
+import sys
 import time
 
+from corolla.chassis.errors import StartupError
 from corolla.cli.interruption import EXIT_INTERRUPTED, Interrupted, interruptible
 from corolla.cli.stack_console import StackConsole
 from corolla.local.options import StackOptions
+from corolla.local.processes import LOOPBACK
 from corolla.local.stack import Stack
 
+EXIT_REFUSED = 2
 _REFRESH_S = 0.5
 
 
 def run_up(options: StackOptions, *, verbose: bool, as_json: bool) -> int:
-    """Runs a stack until Ctrl-C or SIGTERM. Returns 0, or 130 when it had not come up by then."""
+    """Runs a stack until Ctrl-C or SIGTERM.
+
+    Returns:
+        0; 130 when it had not come up by then; 2 when whoever reaches it would be let in, and nobody said so.
+    """
+    if (sentence := _refusal(options.host)) is not None:
+        sys.stderr.write(f"corolla: {sentence}\n")
+        return EXIT_REFUSED
     view = StackConsole(verbose=verbose, as_json=as_json)
     stack = Stack(options)
     is_up = False
@@ -37,6 +48,22 @@ def run_up(options: StackOptions, *, verbose: bool, as_json: bool) -> int:
             view.end_live()
             stack.stop()
     return 0 if is_up else EXIT_INTERRUPTED
+
+
+def _refusal(host: str) -> str | None:
+    """What the client service would end with, once it was started."""
+    if host == LOOPBACK:
+        return None
+    # Slow to import, and rarely needed.
+    from corolla.chassis.exposure import check
+    from corolla.chassis.settings import load
+    from corolla.client.settings import ClientSettings
+
+    try:
+        check(load(ClientSettings, host=host, port=0))
+    except StartupError as failure:
+        return failure.message
+    return None
 
 
 def _say_what_to_try(view: StackConsole, stack: Stack, *, as_json: bool) -> None:
