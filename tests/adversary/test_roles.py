@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,23 @@ from google.protobuf.message import Message
 from corolla.chassis.errors import CorollaError, HopSessionLost, RoleDenied
 from corolla.chassis.status import from_reason, from_rpc_error
 from corolla.local.ports import Ports
-from corolla.trust.authorisation import AUDITED, FRAMES, METHODS
+from corolla.trust.authorisation import AUDITED, METHODS
 from corolla.trust.workload import Role
-from corolla.v1 import admin_pb2, common_pb2, router_pb2
 from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2, router_pb2
 from corolla.v1.router_pb2_grpc import RouterServiceStub
 from corolla.wire.network import Network
 from corolla.wire.stream import Stream
+from tests.adversary import identity_matrix
+from tests.adversary.identity_matrix import ASKERS, SOON_S, Asker, Places
 from tests.checkpoints import make_tiny_checkpoint
+from tests.identities import TRUST_DOMAIN
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SOON_S = 0.3
 FINGERPRINTS: list[str] = []
-FILES = (router_pb2, pb, admin_pb2)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -88,49 +89,22 @@ async def test_what_is_audited_is_a_method() -> None:
     assert METHODS.keys() >= AUDITED
 
 
-@pytest.mark.parametrize("role", Role)
-async def test_frames_are_taken_as_the_table_says(swarm: Swarm, role: Role) -> None:
-    for kind, roles in FRAMES.items():
-        caller = Caller(swarm, role)
-        if kind is not pb.Hello:
-            caller.stream.send(kind())
-        error = await caller.fate(SOON_S if role in roles else 10)
-        assert isinstance(error, RoleDenied) is (role not in roles), kind
-        caller.stream.close()
+@pytest.fixture(scope="module")
+def askers(swarm: Swarm, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what each asker shows."""
+    folder = tmp_path_factory.mktemp("askers")
+    assert swarm.identities is not None
+    identity_matrix.issue(folder, swarm.identities.authority, TRUST_DOMAIN)
+    return folder
 
 
-@pytest.mark.parametrize("role", Role)
-async def test_methods_answer_as_the_table_says(swarm: Swarm, role: Role) -> None:
+@pytest.mark.parametrize("asker", ASKERS, ids=lambda asker: asker.name)
+async def test_methods_and_frames_are_taken_as_the_table_says(swarm: Swarm, askers: Path, asker: Asker) -> None:
     server = swarm.servers[0]
-    places = {
-        "RouterService": swarm.router_address,
-        "BlockService": f"127.0.0.1:{server.control_port}",
-        "AdminService": f"127.0.0.1:{server.settings.admin_port}",
-    }
-    for service in (each for file in FILES for each in file.DESCRIPTOR.services_by_name.values()):
-        async with network_of(swarm, role).open_channel(places[service.name]) as channel:
-            for method in service.methods:
-                name = f"{service.name}/{method.name}"
-                if name == "AdminService/Drain" and role in METHODS[name]:
-                    continue  # it would end the swarm
-                path = f"/{service.full_name}/{method.name}"
-                call: Any = channel.unary_stream(path) if method.server_streaming else channel.unary_unary(path)
-                error = await failure_of(call, watches=method.server_streaming)
-                assert isinstance(error, RoleDenied) is (role not in METHODS[name]), name
-
-
-async def failure_of(call: Callable[..., Any], *, watches: bool) -> CorollaError | None:
-    """Of a call with an empty request."""
-    try:
-        if watches:
-            call_of = call(b"", timeout=10)
-            await call_of.read()
-            call_of.cancel()
-        else:
-            await call(b"", timeout=10)
-    except grpc.RpcError as failure:
-        return from_rpc_error(failure)
-    return None
+    ports = {"BlockService": server.control_port, "AdminService": server.settings.admin_port}
+    services = {"RouterService": swarm.router_address, **{name: f"127.0.0.1:{port}" for name, port in ports.items()}}
+    places = Places(services, server.address, FINGERPRINTS[0])
+    assert await identity_matrix.outcomes(places, asker, askers) == asker.expected
 
 
 async def test_nobody_takes_the_place_of_a_block_server_that_lives(swarm: Swarm) -> None:

@@ -9,18 +9,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
+
 from corolla.trust.authority import Authority
+from corolla.trust.credentials import Credentials
 from corolla.trust.workload import Role, Workload
+from tests.adversary import identity_matrix
 from tests.architecture.sources import ROOT
 
 CHART: Final = ROOT / "charts" / "corolla"
 VALUES: Final = Path(__file__).parent / "values.yaml"
 NAMESPACE: Final = "corolla-test"
+TRUST_DOMAIN: Final = "corolla"
 RELEASE: Final = "corolla"
 CLIENT_PORT: Final = 50051
 METRICS_PORT: Final = 9464
 ROUTER_NAME: Final = f"{RELEASE}-router.{NAMESPACE}"
+SELECTOR: Final = {"app.kubernetes.io/name": "corolla", "app.kubernetes.io/instance": RELEASE}
+"""Labels of every pod of the release."""
+ASKERS: Final = "askers"
+"""The Secret with what those show who ask for what they may not, and the folder of it."""
 READY_WITHIN_S: Final = 180
+
+_CREATE: Final = ("create", "--filename", "-")
 
 
 class CommandFailed(Exception):
@@ -44,19 +55,24 @@ def helm(*arguments: str) -> str:
 
 
 def give_identities(folder: Path) -> None:
-    """Signs a certificate for each kind of pod, into the Secrets that the values name, and one for an operator here."""
+    """Signs a certificate for each kind of pod, into the Secrets that the values name, one for an operator here, and
+    those of `ASKERS`."""
     authority = Authority()
-    create = ("create", "--filename", "-")
-    run(
-        "kubectl", *create, stdin=json.dumps({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
-    )
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+    run("kubectl", *_CREATE, stdin=json.dumps(namespace))
     for role in (Role.ROUTER, Role.BLOCK, Role.CLIENT, Role.OPERATOR):
         own = folder / role.value
-        authority.issue(own, Workload("corolla", role, RELEASE), [ROUTER_NAME] if role is Role.ROUTER else [])
+        authority.issue(own, Workload(TRUST_DOMAIN, role, RELEASE), [ROUTER_NAME] if role is Role.ROUTER else [])
         if role is not Role.OPERATOR:
-            data = {each.name: each.read_text() for each in own.iterdir()}
-            secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": role.value}, "stringData": data}
-            kubectl(*create, stdin=json.dumps(secret))
+            give_secret(role.value, {each.name: each.read_text() for each in own.iterdir()})
+    identity_matrix.issue(folder / ASKERS, authority, TRUST_DOMAIN)
+    shown = (folder / ASKERS).glob("*/*")
+    give_secret(ASKERS, {f"{each.parent.name}.{each.name}": each.read_text() for each in shown})
+
+
+def give_secret(name: str, data: dict[str, str]) -> None:
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": data}
+    kubectl(*_CREATE, stdin=json.dumps(secret))
 
 
 def install() -> float:
@@ -68,7 +84,7 @@ def install() -> float:
 
 def pods(component: str, **labels: str) -> list[dict[str, Any]]:
     """Those that are not on their way out, oldest first."""
-    wanted = {"app.kubernetes.io/instance": RELEASE, "app.kubernetes.io/component": component}
+    wanted = {**SELECTOR, "app.kubernetes.io/component": component}
     wanted |= {f"corolla.dev/{name}": value for name, value in labels.items()}
     selector = ",".join(f"{name}={value}" for name, value in wanted.items())
     items = json.loads(kubectl("get", "pods", "--selector", selector, "--output", "json"))["items"]
@@ -170,40 +186,14 @@ def forwarded(target: str, port: int = CLIENT_PORT) -> Iterator[str]:
         process.wait()
 
 
+def router_channel(router: str, identity: Path) -> grpc.Channel:
+    """To a forwarded port, where the router's name is another than its address."""
+    options = [("grpc.ssl_target_name_override", ROUTER_NAME)]
+    return grpc.secure_channel(router, Credentials(identity).for_channels(), options)
+
+
 def leftovers() -> list[str]:
     """The objects that the release still has in the cluster."""
     kinds = "all,configmaps,secrets,serviceaccounts,roles,rolebindings,networkpolicies,poddisruptionbudgets,pvc"
     selector = f"app.kubernetes.io/instance={RELEASE}"
     return kubectl("get", kinds, "--selector", selector, "--output", "name").split()
-
-
-@contextmanager
-def pod_inside() -> Iterator[str]:
-    """An idle pod with the client service's image and the network access of `helm test`'s pod."""
-    client = pods("client")[0]["spec"]
-    container = client["containers"][0]
-    labels = {
-        "app.kubernetes.io/name": "corolla",
-        "app.kubernetes.io/instance": RELEASE,
-        "app.kubernetes.io/component": "test",
-    }
-    spec = {
-        "automountServiceAccountToken": False,
-        "securityContext": client["securityContext"],
-        "containers": [
-            {
-                "name": "asker",
-                "image": container["image"],
-                "command": ["sleep", "3600"],
-                "securityContext": container["securityContext"],
-            }
-        ],
-        "terminationGracePeriodSeconds": 0,
-    }
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "asker", "labels": labels}, "spec": spec}
-    kubectl("create", "--filename", "-", stdin=json.dumps(pod))
-    try:
-        kubectl("wait", "pod/asker", "--for=condition=Ready", "--timeout=120s")
-        yield "asker"
-    finally:
-        kubectl("delete", "pod", "asker", "--wait=false")

@@ -6,7 +6,6 @@ from typing import Any, Final
 import grpc
 import pytest
 
-from corolla.trust.credentials import Credentials
 from corolla.v1 import router_pb2 as pb
 from corolla.v1 import router_pb2_grpc
 from tests.cluster import release
@@ -41,15 +40,9 @@ def wait_for_costs(front: list[int], back: list[int]) -> None:
     )
 
 
-def router_channel(router: str, identity: Path) -> grpc.Channel:
-    """To a forwarded port, where the router's name is another than its address."""
-    options = [("grpc.ssl_target_name_override", release.ROUTER_NAME)]
-    return grpc.secure_channel(router, Credentials(identity).for_channels(), options)
-
-
 def state_of(router: str, identities: Path, pod_uid: str) -> int:
     """Of the block server in a pod; 0 when it is not registered."""
-    with router_channel(router, identities / "operator") as channel:
+    with release.router_channel(router, identities / "operator") as channel:
         placement = router_pb2_grpc.RouterServiceStub(channel).GetPlacement(pb.GetPlacementRequest(), timeout=10)
     return next((int(each.state) for each in placement.servers if each.server.pod_uid == pod_uid), 0)
 
@@ -70,7 +63,7 @@ def test_the_router_listens_only_to_who_shows_a_certificate_of_a_fitting_role(wh
     with release.forwarded(f"service/{release.RELEASE}-router", ROUTER_PORT) as router:
         found = []
         for identity in ("operator", "router"):
-            with router_channel(router, identities / identity) as channel:
+            with release.router_channel(router, identities / identity) as channel:
                 found.append(placement_by(channel))
         with grpc.insecure_channel(router) as channel:
             found.append(placement_by(channel))

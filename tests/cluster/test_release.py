@@ -10,6 +10,7 @@ import pytest
 from corolla import Client
 from tests.cluster import release
 from tests.cluster.asking import GREEDY, answer_of, load
+from tests.cluster.bystanders import TESTER, standing
 from tests.golden import GoldenAnswer
 
 INSIDE: Final = Path(__file__).with_name("inside.py")
@@ -41,10 +42,9 @@ def test_an_answer_is_that_of_the_unsplit_model(address: str, golden: GoldenAnsw
 
 def test_pods_ask_by_the_services_name(whole: None, address: str) -> None:
     client_pods = [f"{each['status']['podIP']}:{release.CLIENT_PORT}" for each in release.pods("client")]
-    with release.pod_inside() as pod:
-        script = INSIDE.read_text(encoding="utf-8")
+    with standing(TESTER):
         service = f"{release.RELEASE}-client:{release.CLIENT_PORT}"
-        said = release.kubectl("exec", "--stdin", pod, "--", "python", "-", service, *client_pods, stdin=script)
+        said = TESTER.run("python", "-", service, *client_pods, stdin=INSIDE.read_text(encoding="utf-8"))
     inside = json.loads(said)
     with Client(address, timeout=300) as client:
         outside = client.generate("The capital of France is", max_tokens=16, temperature=0, ignore_eos=True)

@@ -1,0 +1,89 @@
+"""Every role, and everybody without one, asks for everything, from a pod: router and block server keep to the table."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from corolla.v1 import router_pb2, router_pb2_grpc
+from tests.adversary import identity_matrix
+from tests.adversary.identity_matrix import ASKERS, DENIED, Places
+from tests.cluster import release
+from tests.cluster.bystanders import IDENTITIES, MARK, Bystander, standing
+from tests.cluster.policies import ADMIN, CONTROL, DATA, ROUTER
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+ASKER: Final = Bystander("asker", identities=release.ASKERS)
+
+
+@pytest.fixture(scope="module")
+def asker(installed: float) -> Iterator[Bystander]:
+    """A pod that every port of the release is open to: identities alone are in its way."""
+    release.wait_until_whole()
+    spec = {
+        "podSelector": {"matchLabels": release.SELECTOR},
+        "ingress": [{"from": [{"podSelector": {"matchLabels": {MARK: ASKER.name}}}]}],
+        "policyTypes": ["Ingress"],
+    }
+    policy = {
+        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": ASKER.name}, "spec": spec,
+    }  # fmt: skip
+    release.kubectl("create", "--filename", "-", stdin=json.dumps(policy))
+    try:
+        with standing(ASKER):
+            yield ASKER
+    finally:
+        release.kubectl("delete", "networkpolicy", ASKER.name)
+
+
+def placed_server(identities: Path) -> router_pb2.ServerDescription:
+    with (
+        release.forwarded(f"service/{release.RELEASE}-router", ROUTER) as router,
+        release.router_channel(router, identities / "operator") as channel,
+    ):
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        placement = stub.GetPlacement(router_pb2.GetPlacementRequest(), timeout=10)
+    server: router_pb2.ServerDescription = placement.servers[0].server
+    return server
+
+
+def test_methods_and_frames_are_taken_as_the_table_says(
+    asker: Bystander, identities: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = placed_server(identities)
+    host = server.address.rpartition(":")[0]
+    services = {
+        "RouterService": f"{release.ROUTER_NAME}:{ROUTER}",
+        "BlockService": f"{host}:{CONTROL}",
+        "AdminService": f"{host}:{ADMIN}",
+    }
+    places = Places(services, f"{host}:{DATA}", server.fingerprint)
+    script = Path(identity_matrix.__file__).read_text(encoding="utf-8")
+    found = json.loads(asker.run("python", "-", places.as_json, IDENTITIES, stdin=script))
+    assert found == {each.name: each.expected for each in ASKERS}
+    counts = Counter(outcome for row in found.values() for outcome in row.values())
+    with capsys.disabled():
+        cells = ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
+        sys.stdout.write(f"\nidentities: all {counts.total()} cells as the table says: {cells}\n")
+
+
+def test_every_call_that_a_role_may_not_make_is_in_the_audit_log(asker: Bystander) -> None:
+    """Runs after the one above, which made them."""
+    audited = {(each.get("workload"), each.get("method")) for each in denials()}
+    for each in ASKERS:
+        if each.role is not None:
+            workload = f"spiffe://{release.TRUST_DOMAIN}/{each.role.value}/{identity_matrix.ROGUE}"
+            denied = {name for name, outcome in each.expected.items() if outcome == DENIED and "/" in name}
+            assert {(workload, name) for name in denied} <= audited
+
+
+def denials() -> Iterator[dict[str, Any]]:
+    for name in release.names([*release.pods("router"), *release.pods("block-server")]):
+        for line in release.kubectl("logs", name).splitlines():
+            if DENIED in line and line.startswith("{"):
+                yield json.loads(line)
