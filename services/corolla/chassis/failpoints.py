@@ -33,7 +33,7 @@ heartbeat and a farewell."""
 EssentialTask = Literal[
     "moves", "heartbeats", "engine", "housekeeping",  # block server
     "placement_statistics", "rebalancing", "placement_feed",  # router
-    "placement_watch",  # client service
+    "http", "placement_watch",  # client service
 ]  # fmt: skip
 RestartableTask = Literal[
     "issuer_keys", "kubernetes", "neighbours", "pod_tags", "quotas", "renewals", "standing_calls", "turn_lock",

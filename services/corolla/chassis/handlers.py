@@ -1,68 +1,30 @@
-"""Servicers as gRPC handlers: the one door through which requests come in and errors go out.
+"""Servicers as gRPC handlers: the door through which gRPC comes in.
 
 Requests are parsed here rather than by gRPC, so that undecodable bytes and over-long messages get a status of our own.
 They are read here, too: every method is registered as one that reads a stream, which is the same on the wire, because
 gRPC reads a single request before it calls a handler, and a caller who is refused shall cost no memory for its request.
-Whatever a servicer raises leaves as a status of the error tree; an exception's own text never does.
 """
 
 import asyncio
-import logging
-import time
-import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Mapping
+from collections.abc import AsyncGenerator, Callable, Container
 from contextlib import aclosing
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 import grpc
 from google.protobuf import descriptor, message, message_factory
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from corolla.chassis import audit, errors
-from corolla.chassis.audit import ANYBODY, Caller
-from corolla.chassis.metrics import Fault, RpcMetrics
+from corolla.chassis import errors
+from corolla.chassis.calls import Authenticate, Call, Guard, where
+from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.status import trailing_metadata
 
-log = logging.getLogger(__name__)
+__all__ = ["MAX_CONTROL_REQUEST_BYTES", "Authenticate", "Call", "service_handler", "where"]
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context = aio.ServicerContext[Any, Any]
 
 MAX_CONTROL_REQUEST_BYTES: Final = 4 << 20
-
-_DENIALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
-
-Who = TypeVar("Who", bound=Caller)
-
-
-class Call(Generic[Who]):
-    """One call, as a servicer gets it.
-
-    Attributes:
-        method: `Service/Method`.
-        caller: ANYBODY until somebody has found out who it is.
-        failure: what the call ends with if its task is cancelled; None: its caller has cancelled it.
-    """
-
-    def __init__(self, method: str, context: Context, caller: Who) -> None:
-        self.method = method
-        self.context = context
-        self.caller = caller
-        self.failure: errors.CorollaError | None = None
-        self._describe: Callable[[], Mapping[str, Any]] = dict
-
-    def describe(self, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Adds facts to the call's audit line, asked at its end: numbers and names, nothing of what was asked."""
-        self._describe = facts
-
-    def write(self, outcome: str, seconds: float) -> None:
-        """Writes the call into the audit log."""
-        facts = {"method": self.method, "outcome": outcome, "seconds": round(seconds, 3), "peer": self.context.peer()}
-        audit.write("call", {**facts, **self.caller.audited(), **self._describe()})
-
-
-Authenticate = Callable[[Call[Any]], Awaitable[None]]
-"""Called before the request is read: sets who calls. Raises an error of the tree."""
 
 
 def service_handler(
@@ -92,15 +54,15 @@ def service_handler(
         if behaviour is None:
             continue
         name = f"{service.name}/{method.name}"
-        guard = _Guard(name, metrics, authenticate, is_audited=name in audited)
+        guard = Guard(name, metrics, authenticate, is_audited=name in audited)
         parse = _parser(message_factory.GetMessageClass(method.input_type), max_request_bytes)
         if method.server_streaming:
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-                guard.unary_stream(behaviour, parse, reader_timeout_s), response_serializer=_serialise
+                _unary_stream(guard, behaviour, parse, reader_timeout_s), response_serializer=_serialise
             )
         else:
             handlers[method.name] = grpc.stream_unary_rpc_method_handler(
-                guard.unary_unary(behaviour, parse), response_serializer=_serialise
+                _unary_unary(guard, behaviour, parse), response_serializer=_serialise
             )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
@@ -174,93 +136,41 @@ class _Responses:
         self._closing = asyncio.create_task(self.generator.aclose())
 
 
-class _Guard:
-    """Wraps one method: asks who calls, counts and times it and turns exceptions into statuses."""
+def _unary_unary(guard: Guard, behaviour: Any, parse: Callable[[bytes], message.Message]) -> Any:
+    async def handle(requests: object, context: Context) -> Any:
+        call = guard.begin(context)
+        try:
+            await guard.let_in(call)
+            response = await behaviour(parse(await _request(context)), call)
+        except BaseException as failure:
+            await _abort(context, guard.failed(call, failure))
+            raise
+        guard.done(call)
+        return response
 
-    def __init__(
-        self, method: str, metrics: RpcMetrics, authenticate: Authenticate | None, *, is_audited: bool
-    ) -> None:
-        self._authenticate = authenticate
-        self._method = method
-        self._metrics = metrics
-        self._is_audited = is_audited
-
-    def unary_unary(self, behaviour: Any, parse: Callable[[bytes], message.Message]) -> Any:
-        async def handle(requests: object, context: Context) -> Any:
-            started = time.perf_counter()
-            call: Call[Caller] = Call(self._method, context, ANYBODY)
-            try:
-                await self._let_in(call)
-                response = await behaviour(parse(await _request(context)), call)
-            except BaseException as failure:
-                await self._abort(failure, call, started)
-                raise
-            self._done(call, started)
-            return response
-
-        return handle
-
-    def unary_stream(
-        self, behaviour: Any, parse: Callable[[bytes], message.Message], reader_timeout_s: float | None
-    ) -> Any:
-        async def handle(requests: object, context: Context) -> None:
-            started = time.perf_counter()
-            call: Call[Caller] = Call(self._method, context, ANYBODY)
-            try:
-                await self._let_in(call)
-                responses = _Responses(behaviour(parse(await _request(context)), call), reader_timeout_s, self._stalled)
-                # The servicer's own clean-up runs now, not when the garbage collector comes by.
-                async with aclosing(responses):
-                    async for response in responses.generator:
-                        await responses.send(response, context)
-            except BaseException as failure:
-                await self._abort(failure, call, started)
-                raise
-            self._done(call, started)
-
-        return handle
-
-    async def _let_in(self, call: Call[Caller]) -> None:
-        if self._authenticate is not None:
-            await self._authenticate(call)
-
-    def _done(self, call: Call[Caller], started: float) -> None:
-        seconds = time.perf_counter() - started
-        self._metrics.done(self._method, "OK", seconds)
-        if self._is_audited:
-            call.write("OK", seconds)
-
-    def _stalled(self) -> None:
-        log.warning("a caller does not take its answer", extra={"method": self._method})
-        self._metrics.error(errors.CallerStalled.reason)
-
-    async def _abort(self, failure: BaseException, call: Call[Caller], started: float) -> None:
-        seconds = time.perf_counter() - started
-        if isinstance(failure, asyncio.CancelledError) and call.failure is not None:
-            failure = call.failure
-        if isinstance(failure, asyncio.CancelledError):
-            self._metrics.done(self._method, "CANCELLED", seconds, "caller")
-            if self._is_audited:
-                call.write("CANCELLED", seconds)
-            return
-        if isinstance(failure, errors.CorollaError):
-            error = failure
-        elif isinstance(failure, Exception):
-            log.error("unexpected failure", extra={"method": self._method, "where": where(failure)})
-            error = errors.InternalError("internal error")
-        else:
-            return
-        fault: Fault = "caller" if error.is_callers_fault else "service"
-        self._metrics.done(self._method, error.code.name, seconds, fault)
-        if not isinstance(error, errors.CallerStalled):  # which was counted when it came about
-            self._metrics.error(error.reason)
-        if self._is_audited or error.code in _DENIALS:
-            call.write(error.reason, seconds)
-        await call.context.abort(error.code, error.message, trailing_metadata=trailing_metadata(error))
+    return handle
 
 
-def where(failure: BaseException) -> str:
-    """Type and call path of an exception without its text, which might quote a prompt."""
-    frames = traceback.extract_tb(failure.__traceback__)
-    path = " < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(frames))
-    return f"{type(failure).__name__} at {path}"
+def _unary_stream(
+    guard: Guard, behaviour: Any, parse: Callable[[bytes], message.Message], reader_timeout_s: float | None
+) -> Any:
+    async def handle(requests: object, context: Context) -> None:
+        call = guard.begin(context)
+        try:
+            await guard.let_in(call)
+            responses = _Responses(behaviour(parse(await _request(context)), call), reader_timeout_s, guard.stalled)
+            # The servicer's own clean-up runs now, not when the garbage collector comes by.
+            async with aclosing(responses):
+                async for response in responses.generator:
+                    await responses.send(response, context)
+        except BaseException as failure:
+            await _abort(context, guard.failed(call, failure))
+            raise
+        guard.done(call)
+
+    return handle
+
+
+async def _abort(context: Context, error: errors.CorollaError | None) -> None:
+    if error is not None:
+        await context.abort(error.code, error.message, trailing_metadata=trailing_metadata(error))

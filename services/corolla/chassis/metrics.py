@@ -71,7 +71,8 @@ class RpcMetrics:
         for reason in _reasons_of_calls(CorollaError):
             self._errors.labels(reason)
 
-    def done(self, method: str, code: str, seconds: float, fault: Fault = "none") -> None:
+    def done(self, method: str, outcome: CorollaError | str, seconds: float, fault: Fault = "none") -> None:
+        code = outcome.code.name if isinstance(outcome, CorollaError) else outcome
         self._calls.labels(method, code, fault).inc()
         self._seconds.labels(method).observe(seconds)
 

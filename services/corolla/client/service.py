@@ -4,6 +4,9 @@ import asyncio
 import logging
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+
+from starlette.types import ASGIApp
 
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
@@ -24,6 +27,12 @@ from corolla.client.api.tokens import TokenRules
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
 from corolla.client.generation.cache_salts import CacheSalts
+from corolla.client.http.door import Door
+from corolla.client.http.exchange import HeldBytes, Limits
+from corolla.client.http.metrics import HttpMetrics
+from corolla.client.http.routes import router
+from corolla.client.http.server import HttpServer
+from corolla.client.http.surface import Surface
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.settings import ClientSettings
@@ -79,6 +88,9 @@ class ClientService:
         )
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
         self._metrics_endpoint.is_serving = lambda: self._rpc.is_serving
+        self._rpc_metrics = RpcMetrics(self._registry)
+        self._http_metrics = HttpMetrics(self._registry, self._rpc_metrics)
+        self._http = self._http_server()
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(self._registry))
         self._control: ControlPlane | None = None
         self._plane: DataPlane | None = None
@@ -89,6 +101,11 @@ class ClientService:
     @property
     def port(self) -> int:
         return self._rpc.port
+
+    @property
+    def http_port(self) -> int | None:
+        """None: there is no HTTP."""
+        return self._http.port if self._http is not None else None
 
     @property
     def metrics_port(self) -> int:
@@ -182,7 +199,7 @@ class ClientService:
         handler = service_handler(
             service,
             servicer,
-            RpcMetrics(self._registry),
+            self._rpc_metrics,
             max_request_bytes=settings.max_request_bytes,
             reader_timeout_s=settings.reader_timeout_s,
             authenticate=self._tenants.authenticate,
@@ -193,12 +210,23 @@ class ClientService:
             await self._tokens.keys.ready()
         await self._rpc.start()
         await self._rpc.ready()
-        log.info("ready", extra={"port": self.port, "metrics_port": self.metrics_port, "model": checkpoint.name})
+        if self._http is not None:
+            self._tasks.start_essential(partial(self._http.run, self._http_app(servicer, checkpoint.name)), "http")
+        log.info(
+            "ready",
+            extra={
+                "port": self.port,
+                "http_port": self.http_port,
+                "metrics_port": self.metrics_port,
+                "model": checkpoint.name,
+            },
+        )
 
     async def stop(self) -> None:
         """Lets running answers end, and frees everything."""
         self._hub.stop()
-        await self._rpc.stop(self.settings.grace_s)
+        grace_s = self.settings.grace_s
+        await asyncio.gather(self._rpc.stop(grace_s), *([self._http.stop(grace_s)] if self._http is not None else []))
         await self._tasks.close()
         for part in (self._quotas, self._transcripts, self._routes, self._plane, self._control):
             if part is not None:
@@ -206,6 +234,26 @@ class ClientService:
         if self._chat is not None:
             await asyncio.to_thread(self._chat.close)
         self._metrics_endpoint.close()
+
+    def _http_server(self) -> HttpServer | None:
+        settings = self.settings
+        if settings.http_port is None:
+            return None
+        return HttpServer(
+            settings.host,
+            settings.http_port,
+            self._certificate.for_listeners() if self._certificate is not None else None,
+            self._http_metrics,
+            max_connections=settings.http_max_connections,
+            head_timeout_s=settings.http_read_timeout_s,
+        )
+
+    def _http_app(self, servicer: GenerationServicer, model: str) -> ASGIApp:
+        settings = self.settings
+        held = HeldBytes(settings.max_held_request_bytes)
+        limits = Limits(settings.max_request_bytes, held, settings.http_read_timeout_s, settings.reader_timeout_s)
+        door = Door(self._tenants.authenticate, self._http_metrics, limits)
+        return router(door, Surface(servicer, model), lambda: self._rpc.is_serving)
 
 
 def _tokens(settings: ClientSettings) -> Tokens | None:

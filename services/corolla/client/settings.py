@@ -14,6 +14,19 @@ class ClientSettings(ServiceSettings):
     """One client service."""
 
     port: int = Field(50051, ge=0, le=65535, description="Port of the public API; 0 takes a free one.")
+    http_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of the public API over HTTP, in OpenAI's dialect, at the same address; 0 takes a free one. "
+        "Without it there is none; `corolla up` and the chart set 8080.",
+    )
+    http_max_connections: int = Field(
+        4096, ge=1, description="HTTP connections at a time; further ones are refused at once."
+    )
+    http_read_timeout_s: float = Field(
+        30.0, gt=0, description="Seconds in which the head of an HTTP request must have come, and then its body."
+    )
     router: str = Field("127.0.0.1:50050", description="host:port of the router.")
     model: str = Field("demo", description="Checkpoint folder, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")

@@ -137,6 +137,12 @@ class PublicCertificate:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.files = WatchedFiles("COROLLA_PUBLIC_TLS_DIR", folder, (CERTIFICATE_FILE, KEY_FILE), self._take)
+        self._listening = _public_context(folder)
+        self._listening.sni_callback = self._choose
+
+    def for_listeners(self) -> ssl.SSLContext:
+        """For listeners that live longer than the files."""
+        return self._listening
 
     def for_rpc_servers(self) -> grpc.ServerCredentials:
         """For gRPC servers that live longer than the files."""
@@ -144,8 +150,11 @@ class PublicCertificate:
 
     def _take(self, contents: Contents) -> None:
         certificate, key = contents
-        _load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._folder)
+        self._taking = _public_context(self._folder)
         self._rpc = grpc.ssl_server_certificate_configuration([(key, certificate)])
+
+    def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = self._taking
 
 
 def _rpc_servers(
@@ -187,6 +196,13 @@ def _context(protocol: int, folder: Path) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(folder / AUTHORITY_FILE)
+    _load_chain(context, folder)
+    return context
+
+
+def _public_context(folder: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     _load_chain(context, folder)
     return context
 

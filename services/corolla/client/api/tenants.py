@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from corolla.chassis.calls import Call, Context
 from corolla.chassis.errors import ScopeDenied, Unauthenticated
-from corolla.chassis.handlers import Call, Context
 from corolla.client.api.issuer import IssuerKeys
 from corolla.client.api.keys import KeyRecord, KeyTable, Scope
 from corolla.client.api.tokens import IssuerKey, TokenGrant, TokenRules

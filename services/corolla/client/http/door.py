@@ -1,0 +1,100 @@
+"""The door through which HTTP comes in: what stands between a route and what it does."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from corolla.chassis.calls import Authenticate, Call, Guard
+from corolla.chassis.errors import CallerStalled, CorollaError, ServiceStopping
+from corolla.client.api.tenants import KeyHolder
+from corolla.client.http.errors import ErrorFacts, ErrorReply
+from corolla.client.http.exchange import Exchange, Limits
+from corolla.client.http.metrics import HttpMetrics
+
+Behaviour = Callable[[Exchange, Call[KeyHolder]], Awaitable[None]]
+"""Reads the request and replies. Raises errors of the tree."""
+
+
+class Door:
+    """Makes endpoints of behaviours.
+
+    Args:
+        authenticate: as of gRPC.
+    """
+
+    def __init__(self, authenticate: Authenticate, metrics: HttpMetrics, limits: Limits) -> None:
+        self._authenticate = authenticate
+        self._metrics = metrics
+        self._limits = limits
+
+    def endpoint(self, route: str, behaviours: Mapping[str, Behaviour], *, is_open: bool = False) -> "Endpoint":
+        """What serves a route.
+
+        Args:
+            behaviours: by the method of HTTP.
+            is_open: whether nobody is asked who they are; such calls are not in the audit log.
+        """
+        guards = {
+            method: Guard(
+                f"{method} {route}", self._metrics, None if is_open else self._authenticate, is_audited=not is_open
+            )
+            for method in behaviours
+        }
+        return Endpoint(behaviours, guards, self._metrics, self._limits)
+
+    async def not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves what no route is for."""
+        exchange = Exchange(scope, receive, send, self._limits, self._metrics)
+        await _refuse(exchange, 404, "not_found", "there is nothing at this path")
+
+
+class Endpoint:
+    """An ASGI application for one route."""
+
+    def __init__(
+        self, behaviours: Mapping[str, Behaviour], guards: Mapping[str, Guard], metrics: HttpMetrics, limits: Limits
+    ) -> None:
+        self._behaviours = behaviours
+        self._guards = guards
+        self._metrics = metrics
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self._limits, self._metrics)
+        behaviour = self._behaviours.get(scope["method"])
+        if behaviour is None:
+            allowed = ", ".join(sorted(self._behaviours))
+            await _refuse(exchange, 405, "method_not_allowed", f"must be asked by {allowed}", allow=allowed)
+            return
+        guard = self._guards[scope["method"]]
+        call = guard.begin(exchange)
+        try:
+            await guard.let_in(call)
+            await behaviour(exchange, call)
+        except BaseException as failure:
+            if not exchange.is_left and isinstance(failure, asyncio.CancelledError):
+                call.failure = ServiceStopping("the service stops")
+            await self._tell(exchange, guard, guard.failed(call, failure))
+            if not isinstance(failure, Exception | asyncio.CancelledError):
+                raise
+            return
+        finally:
+            exchange.end_watch()
+        guard.done(call)
+
+    async def _tell(self, exchange: Exchange, guard: Guard, error: CorollaError | None) -> None:
+        if isinstance(error, CallerStalled):
+            guard.stalled()
+            exchange.abort()
+        elif error is not None:
+            try:
+                await exchange.reply_error(error)
+            except CallerStalled:
+                exchange.abort()
+
+
+async def _refuse(exchange: Exchange, status: int, code: str, message: str, **headers: Any) -> None:
+    facts = ErrorFacts(message=message, type="invalid_request_error", param=None, code=code)
+    await exchange.reply(ErrorReply(error=facts).model_dump_json().encode(), status=status, **headers)

@@ -1,0 +1,280 @@
+"""One HTTP request and its reply: the body is read within limits, the reply leaves whole or as a stream of events."""
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from corolla.chassis.errors import (
+    CallerStalled,
+    CorollaError,
+    DeadlineExceeded,
+    InvalidRequest,
+    MalformedMessage,
+    MessageTooLarge,
+    QueueFull,
+)
+from corolla.client.http.errors import body_of, headers_of, row_of
+from corolla.client.http.metrics import HttpMetrics
+
+JSON: Final = "application/json"
+_EVENTS: Final = "text/event-stream; charset=utf-8"
+_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_MAX_VIOLATIONS: Final = 8
+_LINGER_S: Final = 1.0
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class HeldBytes:
+    """Bytes of all bodies that are being read, which have a bound together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Raises QueueFull."""
+        if num_bytes > self._left:
+            raise QueueFull("the service reads as many requests as it may; try again")
+        self._left -= num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._left += num_bytes
+
+
+class Limits:
+    """What bounds an exchange.
+
+    Args:
+        max_bytes: of one body.
+        read_timeout_s: in which a body must have come.
+        reader_timeout_s: how long a caller may take nothing of what it is sent.
+    """
+
+    def __init__(self, max_bytes: int, held: HeldBytes, read_timeout_s: float, reader_timeout_s: float) -> None:
+        self.max_bytes = max_bytes
+        self.held = held
+        self.read_timeout_s = read_timeout_s
+        self.reader_timeout_s = reader_timeout_s
+
+
+class Exchange:
+    """A request and its reply, as ASGI has them.
+
+    Attributes:
+        request_id: that of the caller, or a new one.
+        is_left: whether the caller has gone.
+        has_begun: whether a stream of events has begun, so that there is no other status any more.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, metrics: HttpMetrics) -> None:
+        self.scope = scope
+        self.headers = Headers(scope=scope)
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._metrics = metrics
+        given = self.headers.get("x-request-id", "")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+        self.is_left = False
+        self.has_begun = False
+        self._is_read = False
+        self._watching: asyncio.Task[None] | None = None
+
+    # --- what a `Call` asks of its connection --------------------------------------------------------------------
+
+    def peer(self) -> str:
+        host, port = self.scope.get("client") or ("", 0)
+        return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+    def time_remaining(self) -> None:
+        return None
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        return self.headers.items()
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        return {}
+
+    # --- the request ---------------------------------------------------------------------------------------------
+
+    @property
+    def path_parameters(self) -> Mapping[str, str]:
+        """What the route's pattern found."""
+        found: Mapping[str, str] = self.scope.get("path_params", {})
+        return found
+
+    async def read(self, kind: type[Body]) -> Body:
+        """The body as a value. Raises InvalidRequest, MessageTooLarge, QueueFull, DeadlineExceeded."""
+        data = await self._body()
+        media = self.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+        if media != JSON:
+            raise MalformedMessage("content-type", f"must be {JSON}")
+        try:
+            return kind.model_validate_json(data)
+        except ValidationError as failure:
+            raise _refusal(failure) from None
+
+    async def without_body(self) -> None:
+        """Reads what comes though nobody asked for it, to know when the caller leaves."""
+        await self._body()
+
+    async def _body(self) -> bytes:
+        """All of it. From here on, the caller's leaving cancels the present task."""
+        limits, parts, num_bytes = self._limits, [], 0
+        if self.headers.get("content-encoding", "identity").lower() != "identity":
+            raise MalformedMessage("content-encoding", "compressed bodies are not read")
+        length = self.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > limits.max_bytes:
+            raise self._too_large(int(length))
+        try:
+            async with asyncio.timeout(limits.read_timeout_s):
+                while not self._is_read:
+                    message = await self._receive()
+                    if message["type"] != "http.request":
+                        self.is_left = True
+                        raise asyncio.CancelledError
+                    part = message.get("body", b"")
+                    limits.held.take(len(part))
+                    num_bytes += len(part)
+                    parts.append(part)
+                    if num_bytes > limits.max_bytes:
+                        raise self._too_large(num_bytes)
+                    self._is_read = not message.get("more_body", False)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the request did not come within {limits.read_timeout_s:g} seconds") from None
+        finally:
+            limits.held.give_back(num_bytes)
+        self._watching = asyncio.create_task(self._watch(asyncio.current_task()))
+        return b"".join(parts)
+
+    def _too_large(self, num_bytes: int) -> MessageTooLarge:
+        return MessageTooLarge(
+            f"the request has {num_bytes} bytes or more; at most {self._limits.max_bytes} are accepted",
+            metadata={"max_request_bytes": str(self._limits.max_bytes)},
+        )
+
+    async def _watch(self, handling: asyncio.Task[Any] | None) -> None:
+        """Cancels who handles the request when its caller leaves."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_left = True
+        if handling is not None:
+            handling.cancel()
+
+    # --- the reply -----------------------------------------------------------------------------------------------
+
+    async def reply(self, content: bytes, *, kind: str = JSON, status: int = 200, **headers: str) -> None:
+        """The whole reply."""
+        self.end_watch()
+        if not self._is_read:
+            headers["connection"] = "close"
+        lines = {"content-type": kind, "content-length": str(len(content)), **headers}
+        await self._send_out(self._start(status, lines))
+        await self._send_out({"type": "http.response.body", "body": content, "more_body": not self._is_read})
+        if not self._is_read:
+            await self._linger()
+            await self._send_out({"type": "http.response.body", "body": b""})
+
+    async def reply_error(self, error: CorollaError, **headers: str) -> None:
+        """The reply that says why there is no other one; where a stream has begun, its last event."""
+        if not self.has_begun:
+            headers |= headers_of(error)
+            await self.reply(body_of(error), status=row_of(error).status, **headers)
+            return
+        self.end_watch()
+        await self._send_out({"type": "http.response.body", "body": b"event: error\ndata: " + body_of(error) + b"\n\n"})
+
+    async def stream(self, events: AsyncGenerator[bytes, None]) -> None:
+        """The reply as events, as they come. It begins with the first one: what fails before has a status."""
+        with self._metrics.open_streams.track_inprogress():
+            await self._stream(events)
+        self.end_watch()
+        await self._send_out({"type": "http.response.body", "body": b""})
+
+    async def _stream(self, events: AsyncGenerator[bytes, None]) -> None:
+        async with aclosing(events):
+            async for data in events:
+                if not self.has_begun:
+                    await self._send_out(self._start(200, {"content-type": _EVENTS, "cache-control": "no-cache"}))
+                    self.has_begun = True
+                await self._send_out({"type": "http.response.body", "body": data, "more_body": True})
+
+    def end_watch(self) -> None:
+        """The caller may leave now: the reply is all there."""
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    def abort(self) -> None:
+        """Ends the connection, with all that its buffers hold."""
+        abort = self.scope.get("state", {}).get("abort")
+        if abort is not None:
+            abort()
+
+    def _start(self, status: int, headers: Mapping[str, str]) -> Message:
+        lines = {**headers, "x-request-id": self.request_id}
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
+        return {"type": "http.response.start", "status": status, "headers": encoded}
+
+    async def _send_out(self, message: Message) -> None:
+        """Raises CallerStalled."""
+        try:
+            async with asyncio.timeout(self._limits.reader_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            raise CallerStalled(
+                f"nothing of the answer was taken for {self._limits.reader_timeout_s:g} seconds"
+            ) from None
+
+    async def _linger(self) -> None:
+        """Drops what a refused caller still sends, for a moment: who is cut off while sending may not see the reply."""
+        if "expect" in self.headers:
+            return
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while (message := await self._receive())["type"] == "http.request" and message.get("more_body"):
+                    pass
+        except TimeoutError:
+            pass
+
+
+def _refusal(failure: ValidationError) -> InvalidRequest:
+    """What is wrong with a body, by field; never what stands there."""
+    problems = failure.errors(include_url=False, include_context=False, include_input=False)
+    found = dict.fromkeys((_place(each["loc"]), _sentence(each["type"], each["msg"])) for each in problems)
+    first, *more = list(found)[:_MAX_VIOLATIONS]
+    if problems[0]["type"] == "json_invalid":
+        return MalformedMessage("body", "is no JSON")
+    return InvalidRequest(*first, *more)
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`, without the names that pydantic gives to the kinds of a union."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", part) and not part[0].isupper():
+            text += f".{part}" if text else part
+    return text or "body"
+
+
+def _sentence(kind: str, text: str) -> str:
+    if kind == "extra_forbidden":
+        return "is a field that this service does not know"
+    if kind == "missing":
+        return "must be set"
+    return text.removeprefix("Value error, ")
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """An event of a stream."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,220 @@
+"""Fields that several requests of HTTP have, and what they are in the protocol. Ranges are the servicer's to check."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.v1 import generation_pb2 as pb
+
+DEFAULT_TEMPERATURE: Final = 1.0
+"""OpenAI's. gRPC's own default is greedy."""
+
+_INT32: Final = (1 << 31) - 1
+_INT64: Final = (1 << 63) - 1
+
+Count = Annotated[int, Field(ge=0, le=_INT32)]
+TokenId = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
+Tolerated = Field(None, description="Taken, and without effect here.")
+
+_SPECULATION: Final[Mapping[str | None, "pb.SpeculationMode.ValueType"]] = {
+    None: pb.SPECULATION_MODE_UNSPECIFIED,
+    "off": pb.SPECULATION_MODE_OFF,
+    "prompt_lookup": pb.SPECULATION_MODE_PROMPT_LOOKUP,
+    "draft_model": pb.SPECULATION_MODE_DRAFT_MODEL,
+}
+
+
+class Fields(BaseModel):
+    """A body, or a part of one: a field that it does not know is refused by its name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class StreamOptions(Fields):
+    """What a stream brings with the answer."""
+
+    include_usage: bool = Field(False, description="A last event with the usage, and no choice.")
+    include_obfuscation: bool | None = Tolerated
+
+
+class SamplingFields(Fields):
+    """How tokens are chosen, in all requests."""
+
+    model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
+    temperature: float | None = Field(None, description="0 is greedy; unset is 1, as OpenAI has it.")
+    top_p: float | None = None
+    user: str | None = Tolerated
+    metadata: dict[str, str] | None = Tolerated
+    service_tier: str | None = Tolerated
+    safety_identifier: str | None = Tolerated
+    prompt_cache_key: str | None = Tolerated
+    prompt_cache_retention: str | None = Tolerated
+    cache_salt: str = Field("", description="What is computed is shared only with requests of the same salt.")
+
+    def sampling(self) -> pb.SamplingParameters:
+        """As the protocol has it."""
+        sampling = pb.SamplingParameters(
+            temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature
+        )
+        _set(sampling, self, ("top_p",))
+        return sampling
+
+
+class AnswerFields(SamplingFields):
+    """How an answer is made, of completions and of chats."""
+
+    n: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = Field(None, description="Answers, 1 to 16.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = Field(None, description="The answer ends before the first of these texts.")
+    seed: Annotated[int, Field(ge=-_INT64, le=_INT64)] | None = None
+    max_tokens: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(
+        None, description="Added to the logits of these tokens, which are named by their ids."
+    )
+    top_k: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = Field(None, description="0 is off.")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool = False
+    time_limit_ms: Annotated[int, Field(ge=-_INT64, le=_INT64)] | None = Field(
+        None, description="The answer ends then with what there is."
+    )
+    speculation: Literal["off", "prompt_lookup", "draft_model"] | None = None
+    max_draft_tokens: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None
+    session_id: str = Field("", description="Continue this session: only what is new is sent.")
+    request_id: str = Field("", description="Names the request, so that it can go on after its stream broke.")
+    resume_from: Count = Field(0, description="With a request_id: so many tokens of the answer have come.")
+    received: list[TokenId] = Field([], description="Just these tokens, from a caller that still has them.")
+    return_token_ids: bool | None = Field(None, description="Ids of tokens; unset: where there is a request_id.")
+    store: bool | None = Tolerated
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_token_ids(self) -> bool:
+        return bool(self.request_id) if self.return_token_ids is None else self.return_token_ids
+
+    def sampling(self) -> pb.SamplingParameters:
+        sampling = super().sampling()
+        names = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+        _set(sampling, self, names)
+        for token_id, bias in (self.logit_bias or {}).items():
+            sampling.logit_bias[int(token_id)] = bias
+        return sampling
+
+    def stopping(self, max_tokens: int | None) -> pb.StoppingParameters:
+        """When the answer ends, as the protocol has it."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        stopping = pb.StoppingParameters(stop=stop, ignore_eos=self.ignore_eos)
+        _set(stopping, self, ("time_limit_ms",))
+        if max_tokens is not None:
+            stopping.max_tokens = max_tokens
+        return stopping
+
+    def shared(self, max_tokens: int | None) -> dict[str, Any]:
+        """The fields that requests of both kinds have, by the protocol's names."""
+        speculation = pb.SpeculationParameters(mode=_SPECULATION[self.speculation])
+        _set(speculation, self, ("max_draft_tokens",))
+        return {
+            "model": self.model,
+            "sampling": self.sampling(),
+            "stopping": self.stopping(max_tokens),
+            "speculation": speculation,
+            "session_id": self.session_id,
+            "request_id": self.request_id,
+            "resume_from_index": self.resume_from,
+            "received": pb.TokenIds(ids=self.received),
+            "cache_salt": self.cache_salt,
+            "num_completions": self.n,
+        }
+
+
+class JsonSchema(Fields):
+    """A schema with its name."""
+
+    name: str | None = None
+    description: str | None = Tolerated
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="Answers fit the schema in any case.")
+
+
+class TextFormat(Fields):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Fields):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Fields):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class RegexFormat(Fields):
+    type: Literal["regex"]
+    regex: str
+
+
+class ChoiceFormat(Fields):
+    type: Literal["choice"]
+    choice: list[str]
+
+
+class LarkFormat(Fields):
+    type: Literal["lark"]
+    lark: str = Field(description="A grammar as llguidance reads it.")
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat | LarkFormat,
+    Field(discriminator="type", description="What the answer must be."),
+]
+
+
+def response_format(given: ResponseFormat | None) -> pb.ResponseFormat | None:
+    """As the protocol has it. Raises InvalidRequest."""
+    match given:
+        case None | TextFormat():
+            return None
+        case JsonObjectFormat():
+            return pb.ResponseFormat(json_object=pb.JsonObject())
+        case JsonSchemaFormat(json_schema=schema):
+            return json_schema_format(schema.json_schema, "response_format.json_schema.schema")
+        case RegexFormat(regex=regex):
+            return pb.ResponseFormat(regex=regex)
+        case ChoiceFormat(choice=texts):
+            return pb.ResponseFormat(choice=pb.Choice(texts=texts))
+        case LarkFormat(lark=lark):
+            return pb.ResponseFormat(lark=lark)
+
+
+def json_schema_format(schema: Mapping[str, Any] | None, field: str) -> pb.ResponseFormat:
+    """Raises InvalidRequest: there is no schema."""
+    if schema is None:
+        raise InvalidRequest(field, "must be set")
+    return pb.ResponseFormat(json_schema=as_json(schema))
+
+
+def as_json(value: Any) -> str:
+    """In one line, its members in their order."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _set(target: Any, source: BaseModel, names: Sequence[str]) -> None:
+    """Sets the fields of a message that are given."""
+    for name in names:
+        if (value := getattr(source, name)) is not None:
+            setattr(target, name, value)

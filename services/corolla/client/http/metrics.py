@@ -1,0 +1,55 @@
+"""What is counted of HTTP."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from corolla.chassis.calls import Outcome
+from corolla.chassis.errors import CorollaError
+from corolla.chassis.metrics import REQUEST_BUCKETS, Fault, RpcMetrics
+from corolla.client.http.errors import CLIENT_CLOSED, row_of
+
+
+class HttpMetrics:
+    """Requests by route and status; their errors count with those of gRPC.
+
+    Args:
+        rpc: count errors by their label.
+    """
+
+    def __init__(self, registry: CollectorRegistry, rpc: RpcMetrics) -> None:
+        self._rpc = rpc
+        self._requests = Counter(
+            "corolla_http_requests",
+            "HTTP requests by route, status, and whose fault a failure is: none, caller or service. 499: the caller "
+            "left. A stream that fails after its beginning counts with the status that its error would have had.",
+            ["route", "status", "fault"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "corolla_http_request_seconds",
+            "Duration of HTTP requests in seconds, streams included.",
+            ["route"],
+            buckets=REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self.open_streams = Gauge(
+            "corolla_http_open_streams", "Answers that are being streamed over HTTP.", registry=registry
+        )
+        self.connections = Gauge("corolla_http_connections", "Open HTTP connections.", registry=registry)
+        self.refused_connections = Counter(
+            "corolla_http_refused_connections",
+            "HTTP connections refused since there were COROLLA_HTTP_MAX_CONNECTIONS.",
+            registry=registry,
+        )
+
+    def done(self, method: str, outcome: Outcome, seconds: float, fault: Fault = "none") -> None:
+        self._requests.labels(method, str(_status(outcome)), fault).inc()
+        self._seconds.labels(method).observe(seconds)
+
+    def error(self, reason: str) -> None:
+        self._rpc.error(reason)
+
+
+def _status(outcome: Outcome) -> int:
+    if isinstance(outcome, CorollaError):
+        return row_of(outcome).status
+    return 200 if outcome == "OK" else CLIENT_CLOSED

@@ -1,0 +1,31 @@
+"""The paths of HTTP."""
+
+from collections.abc import Callable
+
+from starlette.routing import Route, Router
+
+from corolla.chassis.errors import ServiceUnavailable
+from corolla.client.http.door import Behaviour, Door
+from corolla.client.http.exchange import Exchange
+from corolla.client.http.surface import PART_OF_MODEL, Surface
+
+
+def router(door: Door, surface: Surface, is_serving: Callable[[], bool]) -> Router:
+    """The application that serves all of them."""
+
+    async def health(exchange: Exchange, call: object) -> None:
+        """Whether the service takes requests."""
+        await exchange.without_body()
+        if not is_serving():
+            raise ServiceUnavailable("the service does not take requests now")
+        await exchange.reply(b'{"status":"SERVING"}')
+
+    asked: dict[str, dict[str, Behaviour]] = {
+        "/v1/models": {"GET": surface.list_models},
+        f"/v1/models/{{{PART_OF_MODEL}:path}}": {"GET": surface.get_model},
+        "/v1/chat/completions": {"POST": surface.chat},
+        "/v1/completions": {"POST": surface.complete},
+    }
+    routes = [Route(path, door.endpoint(path, behaviours)) for path, behaviours in asked.items()]
+    routes.append(Route("/health", door.endpoint("/health", {"GET": health}, is_open=True)))
+    return Router(routes, redirect_slashes=False, default=door.not_found)

@@ -1,0 +1,199 @@
+"""Listens for HTTP: uvicorn in the service's own event loop, within bounds, and without a say over the process."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator
+from typing import Any, Final
+
+import uvicorn
+from h11 import IDLE
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from corolla.chassis.errors import ServiceUnavailable, StartupError
+from corolla.client.http.errors import body_of
+from corolla.client.http.metrics import HttpMetrics
+
+_MAX_HEAD_BYTES: Final = 32 << 10
+_KEEP_ALIVE_S: Final = 75
+_HANDSHAKE_TIMEOUT_S: Final = 10.0
+_BACKLOG: Final = 2048
+_LAST_WORD_S: Final = 1.0
+_FULL_BODY: Final = body_of(ServiceUnavailable("the service has as many connections as it takes"))
+_FULL: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
+)
+
+
+class HttpServer:
+    """Serves an ASGI application. Holds its port from the beginning, and listens from `run` on.
+
+    Args:
+        host: address to listen on; empty: all.
+        port: 0 takes a free one.
+        context: what shows a certificate; None: in the clear.
+        head_timeout_s: in which the head of a request must have come.
+
+    Raises:
+        StartupError: the address is taken, or not ours.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        context: ssl.SSLContext | None,
+        metrics: HttpMetrics,
+        *,
+        max_connections: int,
+        head_timeout_s: float,
+    ) -> None:
+        self._context = context
+        self._metrics = metrics
+        self._max_connections = max_connections
+        self._head_timeout_s = head_timeout_s
+        self._server: _Server | None = None
+        self._socket = _bind(host, port)
+        self.port: int = self._socket.getsockname()[1]
+
+    async def run(self, app: ASGIApp) -> None:
+        """Serves until `stop`, which cancels nothing of this."""
+        config = uvicorn.Config(
+            app, http=H11Protocol, ws="none", lifespan="off", loop="none", log_config=None, log_level="critical",
+            access_log=False, proxy_headers=False, server_header=False, timeout_keep_alive=_KEEP_ALIVE_S,
+            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+        )  # fmt: skip
+        self._server = _Server(config, self)
+        await self._server.serve()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new connection, gives requests that run `grace_s` seconds, and ends them then."""
+        server, self._server = self._server, None
+        if server is None or not server.started:
+            self._socket.close()
+            return
+        await server.leave(grace_s)
+
+    def connection(self, *arguments: Any, **named: Any) -> H11Protocol:
+        """What speaks with one caller."""
+        return _Connection(self._max_connections, self._head_timeout_s, self._metrics, *arguments, **named)
+
+    async def listen(self, make: Any) -> asyncio.Server:
+        """Begins to take connections."""
+        return await asyncio.get_running_loop().create_server(
+            make,
+            sock=self._socket,
+            ssl=self._context,
+            backlog=_BACKLOG,
+            ssl_handshake_timeout=None if self._context is None else _HANDSHAKE_TIMEOUT_S,
+        )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, without its hand on the signals of the process."""
+
+    def __init__(self, config: uvicorn.Config, owner: HttpServer) -> None:
+        super().__init__(config)
+        self._owner = owner
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        def connection(_loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Protocol:
+            return self._owner.connection(self.config, self.server_state, {}, _loop)
+
+        self.servers = [await self._owner.listen(connection)]
+        self.started = True
+
+    async def leave(self, grace_s: float) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        tasks = set(self.server_state.tasks)
+        if tasks:
+            _, tasks = await asyncio.wait(tasks, timeout=grace_s)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORD_S)
+        # What was written last has left the buffers of this process a moment later.
+        await asyncio.sleep(0)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+class _Connection(H11Protocol):
+    """uvicorn's, within bounds: so many at a time, and none that keeps its request's head back."""
+
+    def __init__(
+        self, max_connections: int, head_timeout_s: float, metrics: HttpMetrics, *arguments: Any, **named: Any
+    ) -> None:
+        super().__init__(*arguments, **named)
+        self._max_connections = max_connections
+        self._head_timeout_s = head_timeout_s
+        self._metrics = metrics
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self._max_connections:
+            self._is_refused = True
+            self._metrics.refused_connections.inc()
+            transport.write(_FULL)
+            transport.close()
+            return
+        super().connection_made(transport)
+        self._metrics.connections.inc()
+        # Where an answer is not taken, its connection ends at once, with what the buffers hold.
+        self.app_state = {"abort": transport.abort}
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_refused:
+            return
+        self._end_watch()
+        self._metrics.connections.dec()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self.conn.their_state is IDLE:
+            self._watch_head()
+        else:
+            self._end_watch()
+
+    def _watch_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self.transport.abort)
+
+    def _end_watch(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError:
+        raise StartupError(
+            f"cannot listen on {host}:{port}: the address is taken or not ours; choose another port for HTTP"
+        ) from None
+    bound.setblocking(False)
+    return bound
