@@ -1,5 +1,6 @@
 """OpenAI's dialect over HTTP: the same answers as over gRPC, errors in its form, and nothing left of who has gone."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -96,3 +97,193 @@ async def test_a_caller_that_leaves_frees_its_pages(swarm: Swarm, http: httpx2.A
     with pytest.raises(httpx2.ReadTimeout):
         await http.post("/v1/completions", json=body, timeout=0.05)
     await swarm.until_empty()
+
+
+async def test_chosen_tokens_have_their_log_probabilities(http: httpx2.AsyncClient) -> None:
+    body = {"messages": CHAT, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    choice = (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == 3
+    assert all(each["token"] == each["top_logprobs"][0]["token"] for each in entries)
+    assert [len(each["top_logprobs"]) for each in entries] == [2, 2, 2]
+    streamed = events_of((await http.post("/v1/chat/completions", json={**body, "stream": True})).text)
+    found = [each["choices"][0]["logprobs"] for each in streamed]
+    assert [entry for each in found if each for entry in each["content"]] == entries
+    legacy = {"prompt": "the", "max_tokens": 3, "logprobs": 1, **GREEDY}
+    (old,) = (await http.post("/v1/completions", json=legacy)).json()["choices"]
+    assert len(old["logprobs"]["tokens"]) == len(old["logprobs"]["text_offset"]) == 3
+
+
+async def test_what_nobody_sets_is_sampled_and_a_seed_repeats_it(http: httpx2.AsyncClient) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
+
+    async def tokens(**more: Any) -> Any:
+        return (await http.post("/v1/completions", json={**body, **more})).json()["choices"][0]["token_ids"]
+
+    assert await tokens(seed=3) == await tokens(seed=3)
+    assert await tokens(seed=3) == await tokens(seed=3, temperature=1)
+    assert await tokens(seed=3) != await tokens(temperature=0)
+    three = (await http.post("/v1/completions", json={**body, "seed": 3, "n": 3})).json()["choices"]
+    assert [each["index"] for each in three] == [0, 1, 2]
+    assert three[0]["token_ids"] == await tokens(seed=3)
+
+
+async def test_a_named_answer_goes_on_where_its_stream_broke(http: httpx2.AsyncClient) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 12, "request_id": "mine-1", **GREEDY}
+    whole = (await http.post("/v1/completions", json=body)).json()["choices"][0]["token_ids"]
+    rest = {**body, "resume_from": 5, "received": whole[:5]}
+    assert (await http.post("/v1/completions", json=rest)).json()["choices"][0]["token_ids"] == whole[5:]
+
+
+async def test_a_session_goes_on(swarm: Swarm, http: httpx2.AsyncClient) -> None:
+    session = (await http.post("/v1/sessions", json={})).json()
+    body = {"messages": CHAT, "max_tokens": 6, "session_id": session["id"], **GREEDY}
+    first = (await http.post("/v1/chat/completions", json=body)).json()
+    again = (await http.post("/v1/chat/completions", json=body)).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["total_tokens"] - 1
+    assert (await http.get(f"/v1/sessions/{session['id']}")).json()["num_turns"] == 2
+    assert (await http.delete(f"/v1/sessions/{session['id']}")).json()["deleted"]
+    gone = await http.post("/v1/chat/completions", json=body)
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "session_not_found")
+    await swarm.until_empty()
+
+
+async def test_a_response_is_a_turn_that_the_next_one_continues(swarm: Swarm, http: httpx2.AsyncClient) -> None:
+    body = {"model": "tiny", "temperature": 0, "max_output_tokens": 8}
+    first = (await http.post("/v1/responses", json={**body, "input": "hello"})).json()
+    assert first["output"][0]["content"][0]["type"] == "output_text"
+    asked = {**body, "input": [{"role": "user", "content": "more"}], "previous_response_id": first["id"]}
+    second = (await http.post("/v1/responses", json=asked)).json()
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    assert second["previous_response_id"] == first["id"]
+    stale = await http.post("/v1/responses", json=asked)
+    assert (stale.status_code, stale.json()["error"]["param"]) == (400, "previous_response_id")
+    unknown = await http.post("/v1/responses", json={**asked, "previous_response_id": "resp_1"})
+    assert unknown.status_code == 404
+    unstored = (await http.post("/v1/responses", json={**body, "input": "hello", "store": False})).json()
+    assert unstored["output"][0]["content"] == first["output"][0]["content"]
+    assert (await http.post("/v1/responses", json={**asked, "store": False})).json()["error"]["param"] == "store"
+    for each in (first["id"], second["id"]):
+        await http.delete(f"/v1/sessions/{each.removeprefix('resp_')[:32]}")
+    await swarm.until_empty()
+
+
+async def test_a_response_is_streamed_by_its_events(swarm: Swarm, http: httpx2.AsyncClient) -> None:
+    body = {"input": "hello", "temperature": 0, "max_output_tokens": 8, "store": False}
+    whole = (await http.post("/v1/responses", json=body)).json()
+    text = (await http.post("/v1/responses", json={**body, "stream": True})).text
+    found = [json.loads(each.partition("\ndata: ")[2]) for each in text.split("\n\n") if each]
+    kinds = [each["type"] for each in found]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert kinds[-1] == f"response.{whole['status']}"
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    told = "".join(each["delta"] for each in found if each["type"] == "response.output_text.delta")
+    assert told == whole["output"][0]["content"][0]["text"] == found[-1]["response"]["output"][0]["content"][0]["text"]
+    failed = await http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 100_000, "stream": True})
+    assert (failed.status_code, failed.json()["error"]["code"]) == (400, "context_length_exceeded")
+    await swarm.until_empty()
+
+
+async def test_texts_become_tokens_and_texts_again(http: httpx2.AsyncClient) -> None:
+    found = (await http.post("/tokenize", json={"prompt": "the thin", "return_token_strs": True})).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    body = {"tokens": found["tokens"], "skip_special_tokens": True}
+    assert (await http.post("/detokenize", json=body)).json() == {"prompt": "the thin"}
+    chat = (await http.post("/tokenize", json={"messages": CHAT})).json()
+    assert chat["count"] > found["count"]
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("/v1/chat/completions", {"messages": CHAT, "temprature": 1}, "temprature"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ("/v1/completions", {"prompt": "a", "n": 99}, "n"),
+        ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 0}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
+        ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": [1 << 20]}, "prompt"),
+        ("/tokenize", {}, "prompt"),
+        ("/detokenize", {"tokens": [1 << 20]}, "tokens"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
+    ],
+)
+async def test_a_refusal_names_the_field(http: httpx2.AsyncClient, path: str, body: Any, param: str) -> None:
+    refused = await http.post(path, json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["param"].startswith(param), error
+
+
+async def test_every_failure_has_the_same_form(http: httpx2.AsyncClient) -> None:
+    for reply, status, code in (
+        (await http.get("/v1/nothing"), 404, "not_found"),
+        (await http.get("/v1/completions"), 405, "method_not_allowed"),
+        (await http.post("/v1/completions", content=b"{"), 400, "malformed_message"),
+        (await http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 400, None),
+        (await http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"}), 400, None),
+        (await http.post("/v1/completions", json={"prompt": "a", "model": "b"}), 404, "model_not_found"),
+        (await http.post("/v1/completions", json={"prompt": "a" * (64 << 10)}), 413, "message_too_large"),
+    ):
+        error = reply.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert (reply.status_code, error["code"]) == (status, code or error["code"])
+
+
+async def test_requests_are_known_by_their_ids(http: httpx2.AsyncClient) -> None:
+    assert (await http.get("/health", headers={"x-request-id": "abc"})).headers["x-request-id"] == "abc"
+    first, second = [(await http.get("/health")).headers["x-request-id"] for _ in range(2)]
+    assert first != second
+
+
+class Raw:
+    """A connection on which anything can be said."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def to(cls, swarm: Swarm) -> "Raw":
+        return cls(*await asyncio.open_connection("127.0.0.1", swarm.clients[0].http_port))
+
+    async def rest(self) -> bytes:
+        """All that comes until the other end closes; it must, soon."""
+        async with asyncio.timeout(10):
+            found = await self.reader.read()
+        self.writer.close()
+        return found
+
+
+async def test_heads_and_bodies_that_do_not_come_are_not_waited_for(swarm: Swarm) -> None:
+    silent, half_head, half_body = [await Raw.to(swarm) for _ in range(3)]
+    half_head.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n")
+    half_body.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+    assert await silent.rest() == b""
+    assert await half_head.rest() == b""
+    assert b" 504 " in (await half_body.rest()).partition(b"\r\n")[0]
+
+
+async def test_a_body_without_a_length_is_counted_as_it_comes(swarm: Swarm) -> None:
+    raw = await Raw.to(swarm)
+    raw.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+    for _ in range(100):
+        raw.writer.write(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
+    assert (await raw.rest()).startswith(b"HTTP/1.1 413 ")
+
+
+async def test_what_is_no_http_is_answered_and_over(swarm: Swarm) -> None:
+    raw = await Raw.to(swarm)
+    raw.writer.write(b"\x16\x03\x01\x00\x01nonsense\r\n\r\n")
+    assert (await raw.rest()).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_health_needs_nothing(http: httpx2.AsyncClient) -> None:
+    assert (await http.get("/health")).json() == {"status": "SERVING"}

@@ -812,6 +812,7 @@ class ChatRequest(_message.Message):
     CONTINUE_LAST_MESSAGE_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     NUM_COMPLETIONS_FIELD_NUMBER: _builtins.int
+    EXPECTED_TURNS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     session_id: _builtins.str
     logprobs: _builtins.int
@@ -825,6 +826,8 @@ class ChatRequest(_message.Message):
     """The last message is an assistant's, and the answer continues it."""
     num_completions: _builtins.int
     """As of GenerateRequest."""
+    expected_turns: _builtins.int
+    """With a session: the turn is made only if the session has had so many, so that nobody answers to what they did not see."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Without a session the whole conversation; with one, what is new since its last turn."""
@@ -872,17 +875,22 @@ class ChatRequest(_message.Message):
         continue_last_message: _builtins.bool = ...,
         template_arguments: _struct_pb2.Struct | None = ...,
         num_completions: _builtins.int | None = ...,
+        expected_turns: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "logprobs", b"logprobs", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "expected_turns", b"expected_turns", "logprobs", b"logprobs", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "cache_salt", b"cache_salt", "continue_last_message", b"continue_last_message", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "cache_salt", b"cache_salt", "continue_last_message", b"continue_last_message", "expected_turns", b"expected_turns", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expected_turns: _TypeAlias = _typing.Literal["expected_turns"]  # noqa: Y015
+    _WhichOneofArgType__expected_turns: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__num_completions: _TypeAlias = _typing.Literal["num_completions"]  # noqa: Y015
     _WhichOneofArgType__num_completions: _TypeAlias = _typing.Literal["_num_completions", b"_num_completions"]  # noqa: Y015
     _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
     _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_turns) -> _WhichOneofReturnType__expected_turns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload

@@ -187,6 +187,7 @@ class GenerationServicer:
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.token_log and not record.transcript:
                 raise InvalidRequest("session_id", "this session holds plain text; continue it with Generate")
+            validation.check_turns(request, record.num_turns)
             earlier = [Message(message.role, message.content) for message in record.transcript]
             validation.check_new_messages(earlier, messages)
             return self._chat.next_turn_ids(record.token_log, earlier, messages, max_tokens=max_tokens)

@@ -65,6 +65,12 @@ def check_new_messages(earlier: Sequence[Message], new: Sequence[Message]) -> No
         raise InvalidRequest(*renamed[0], *renamed[1:]) from None
 
 
+def check_turns(request: pb.ChatRequest, num_turns: int) -> None:
+    """Raises InvalidRequest: the session is not at the turn that its caller expects."""
+    if request.HasField("expected_turns") and request.expected_turns != num_turns:
+        raise InvalidRequest("expected_turns", f"the conversation has gone on: it has had {num_turns} turns")
+
+
 def _shifted(field: str, num_earlier: int) -> str:
     prefix, _, rest = field.partition("[")
     number, _, name = rest.partition("]")

@@ -7,7 +7,7 @@ from starlette.routing import Route, Router
 from corolla.chassis.errors import ServiceUnavailable
 from corolla.client.http.door import Behaviour, Door
 from corolla.client.http.exchange import Exchange
-from corolla.client.http.surface import PART_OF_MODEL, Surface
+from corolla.client.http.surface import PART_OF_MODEL, PART_OF_SESSION, Surface
 
 
 def router(door: Door, surface: Surface, is_serving: Callable[[], bool]) -> Router:
@@ -25,6 +25,11 @@ def router(door: Door, surface: Surface, is_serving: Callable[[], bool]) -> Rout
         f"/v1/models/{{{PART_OF_MODEL}:path}}": {"GET": surface.get_model},
         "/v1/chat/completions": {"POST": surface.chat},
         "/v1/completions": {"POST": surface.complete},
+        "/v1/responses": {"POST": surface.respond},
+        "/v1/sessions": {"POST": surface.create_session},
+        f"/v1/sessions/{{{PART_OF_SESSION}}}": {"GET": surface.get_session, "DELETE": surface.delete_session},
+        "/tokenize": {"POST": surface.tokenize},
+        "/detokenize": {"POST": surface.detokenize},
     }
     routes = [Route(path, door.endpoint(path, behaviours)) for path, behaviours in asked.items()]
     routes.append(Route("/health", door.endpoint("/health", {"GET": health}, is_open=True)))

@@ -1,11 +1,14 @@
 """The routes of HTTP over the servicer of gRPC: a request is read, asked of the servicer, and its answer written."""
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Final
 
 from pydantic import BaseModel, Field
 
 from corolla.chassis.calls import Call
+from corolla.chassis.errors import CorollaError
 from corolla.chassis.merge import merge
 from corolla.client.api.servicer import GenerationServicer
 from corolla.client.api.tenants import KeyHolder
@@ -14,9 +17,14 @@ from corolla.client.http.answers import now_s
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.exchange import Exchange
+from corolla.client.http.response_replies import Reply
+from corolla.client.http.responses import ResponseRequest, Turn, check_stored, new_response_id
+from corolla.client.http.sessions import DeletedSession, SessionRequest, facts_of
+from corolla.client.http.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from corolla.v1 import generation_pb2 as pb
 
 PART_OF_MODEL: Final = "model"
+PART_OF_SESSION: Final = "session_id"
 
 
 class ModelFacts(BaseModel):
@@ -70,6 +78,39 @@ class Surface:
             return
         await exchange.reply(chat_replies.reply(await self._servicer.Chat(request, call), **wishes))
 
+    async def respond(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Answers a conversation that this service remembers, if it may."""
+        body = await exchange.read(ResponseRequest)
+        check_stored(body)
+        async with self._turn(body, call) as (turn, is_kept):
+            request = body.as_protocol(turn)
+            reply = Reply(body, turn.response_id if turn is not None else new_response_id(), self._model)
+            if body.stream:
+                await exchange.stream(reply.events(_until_kept(self._servicer.ChatStream(request, call), is_kept)))
+                return
+            answer = await self._servicer.Chat(request, call)
+            is_kept.set()
+            await exchange.reply(reply.whole(answer))
+
+    @asynccontextmanager
+    async def _turn(
+        self, body: ResponseRequest, call: Call[KeyHolder]
+    ) -> AsyncIterator[tuple[Turn | None, asyncio.Event]]:
+        """The turn that a response is to be, and what to set once it is; a session made for it ends without it."""
+        is_kept = asyncio.Event()
+        if not body.is_stored:
+            yield None, is_kept
+        elif body.previous_response_id is not None:
+            yield Turn.after(body.previous_response_id), is_kept
+        else:
+            session = await self._servicer.CreateSession(pb.CreateSessionRequest(model=body.model), call)
+            try:
+                yield Turn(session.session_id, 1), is_kept
+            finally:
+                if not is_kept.is_set():
+                    with suppress(CorollaError):
+                        await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session.session_id), call)
+
     async def complete(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Completes prompts."""
         body = await exchange.read(CompletionRequest)
@@ -85,6 +126,44 @@ class Surface:
         responses = [each async for each in _in_order([self._generated(each, call) for each in requests])]
         await exchange.reply(completion_replies.reply(responses, **wishes))
 
+    async def tokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Cuts a text or a conversation into tokens."""
+        body = await exchange.read(TokenizeRequest)
+        found = await self._servicer.Tokenize(body.as_protocol(), call)
+        model = await self._servicer.GetModel(pb.GetModelRequest(model=self._model), call)
+        tokenized = Tokenized(
+            tokens=list(found.token_ids),
+            count=len(found.token_ids),
+            max_model_len=model.context_length,
+            token_strs=list(found.tokens) if body.return_token_strs else None,
+        )
+        await _reply(exchange, tokenized)
+
+    async def detokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Makes a text of tokens."""
+        body = await exchange.read(DetokenizeRequest)
+        found = await self._servicer.Detokenize(body.as_protocol(), call)
+        await _reply(exchange, Detokenized(prompt=found.text))
+
+    async def create_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Makes a session."""
+        body = await exchange.read(SessionRequest)
+        created = await self._servicer.CreateSession(pb.CreateSessionRequest(model=body.model), call)
+        await _reply(exchange, facts_of(created))
+
+    async def get_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Tells how a session is."""
+        await exchange.without_body()
+        request = pb.GetSessionRequest(session_id=exchange.path_parameters[PART_OF_SESSION])
+        await _reply(exchange, facts_of(await self._servicer.GetSession(request, call)))
+
+    async def delete_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Ends a session."""
+        await exchange.without_body()
+        session_id = exchange.path_parameters[PART_OF_SESSION]
+        await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), call)
+        await _reply(exchange, DeletedSession(id=session_id))
+
     async def _generated(
         self, request: pb.GenerateRequest, call: Call[KeyHolder]
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
@@ -92,6 +171,17 @@ class Surface:
 
     def _facts(self, model: pb.Model) -> ModelFacts:
         return ModelFacts(id=model.name, created=self._created, max_model_len=model.context_length, ready=model.ready)
+
+
+async def _until_kept(
+    chunks: AsyncGenerator[pb.ChatChunk, None], is_kept: asyncio.Event
+) -> AsyncGenerator[pb.ChatChunk, None]:
+    """The chunks; the last one says that the turn is recorded."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if chunk.finish_reason:
+                is_kept.set()
+            yield chunk
 
 
 async def _in_order(answers: Sequence[AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:

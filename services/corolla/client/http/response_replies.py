@@ -1,0 +1,286 @@
+"""`/v1/responses`: replies and events of streams."""
+
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
+
+from corolla.client.http.answers import compact, escaped, logprob_facts, new_id, now_s
+from corolla.client.http.responses import ResponseRequest
+from corolla.v1 import generation_pb2 as pb
+
+
+class InputDetails(BaseModel):
+    cached_tokens: int
+
+
+class OutputDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    """What a response took."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+    recoveries: int
+    stall_seconds: float
+
+
+class Incomplete(BaseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class Response(BaseModel):
+    """An answer, and what it was asked with."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None
+    metadata: dict[str, str]
+
+
+_CUT_OFF: Final = frozenset({pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TIME_LIMIT, pb.FINISH_REASON_CANCELLED})
+
+
+class Reply:
+    """A response from its request on.
+
+    Args:
+        response_id: by which it can be continued, where it is stored.
+    """
+
+    def __init__(self, request: ResponseRequest, response_id: str, model: str) -> None:
+        self._head = Response(
+            id=response_id,
+            created_at=now_s(),
+            status="in_progress",
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            model=model,
+            output=[],
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            previous_response_id=request.previous_response_id,
+            reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            store=request.is_stored,
+            temperature=request.sampling().temperature,
+            text=_dumped(request.text) if request.text else {"format": {"type": "text"}},
+            tool_choice=_dumped(request.tool_choice) if request.tool_choice else "auto",
+            tools=[_dumped(each) for each in request.tools or ()],
+            top_p=1.0 if request.top_p is None else request.top_p,
+            user=request.user,
+            metadata=request.metadata or {},
+        )
+
+    def whole(self, answer: pb.ChatResponse) -> bytes:
+        """The body of the whole reply."""
+        message = answer.message
+        output: list[dict[str, Any]] = []
+        if message.reasoning:
+            output.append(_reasoning(new_id("rs_"), message.reasoning))
+        if message.content or not message.tool_calls:
+            output.append(_message(new_id("msg_"), message.content, logprob_facts(answer.logprobs)))
+        output += [_call(new_id("fc_"), each.id, each.name, each.arguments) for each in message.tool_calls]
+        return self._ended(output, answer.finish_reason, answer.usage).model_dump_json().encode()
+
+    async def events(self, chunks: AsyncGenerator[pb.ChatChunk, None]) -> AsyncGenerator[bytes, None]:
+        """The events of a stream."""
+        writer = _Writer()
+        is_begun = False
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                text = ""
+                if not is_begun:
+                    is_begun = True
+                    head = self._head.model_dump()
+                    text += writer.event("response.created", response=head)
+                    text += writer.event("response.in_progress", response=head)
+                text += writer.take(chunk)
+                if chunk.finish_reason:
+                    text += writer.end()
+                    ended = self._ended(writer.output, chunk.finish_reason, chunk.usage)
+                    text += writer.event(f"response.{ended.status}", response=ended.model_dump())
+                if text:
+                    yield text.encode()
+
+    def _ended(self, output: list[dict[str, Any]], reason: "pb.FinishReason.ValueType", usage: pb.Usage) -> Response:
+        is_cut_off = reason in _CUT_OFF
+        return self._head.model_copy(
+            update={
+                "status": "incomplete" if is_cut_off else "completed",
+                "incomplete_details": Incomplete(reason="max_output_tokens") if is_cut_off else None,
+                "output": output,
+                "usage": ResponseUsage(
+                    input_tokens=usage.prompt_tokens,
+                    input_tokens_details=InputDetails(cached_tokens=usage.cached_tokens),
+                    output_tokens=usage.completion_tokens,
+                    output_tokens_details=OutputDetails(),
+                    total_tokens=usage.prompt_tokens + usage.completion_tokens,
+                    recoveries=usage.recoveries,
+                    stall_seconds=usage.stall_seconds,
+                ),
+            }
+        )
+
+
+class _Writer:
+    """Puts the events of one answer together: its items come one after the other.
+
+    Attributes:
+        output: the items that are whole.
+    """
+
+    def __init__(self) -> None:
+        self.output: list[dict[str, Any]] = []
+        self._number = 0
+        self._open: _OpenItem | None = None
+
+    def event(self, kind: str, **facts: Any) -> str:
+        """The text of an event."""
+        text = f"event: {kind}\ndata: {compact({'type': kind, 'sequence_number': self._number, **facts})}\n\n"
+        self._number += 1
+        return text
+
+    def take(self, chunk: pb.ChatChunk) -> str:
+        """The events of what a chunk adds."""
+        text = ""
+        if chunk.reasoning_delta:
+            text += self._extend("reasoning", chunk.reasoning_delta)
+        if chunk.text_delta:
+            text += self._extend("message", chunk.text_delta, logprob_facts(chunk.logprobs))
+        for call in chunk.tool_calls:
+            if call.id:
+                text += self._begin(_OpenItem("function_call", len(self.output), call.id, call.name))
+            text += self._extend("function_call", call.arguments_delta)
+        return text
+
+    def end(self) -> str:
+        """The events of the last item's end. An answer without any has an empty message."""
+        text = "" if self._open is not None or self.output else self._begin(_OpenItem("message", 0))
+        return text + self._close()
+
+    def _extend(self, kind: str, delta: str, logprobs: list[dict[str, Any]] | None = None) -> str:
+        item, text = self._open, ""
+        if item is None or item.kind != kind:
+            text = self._begin(_OpenItem(kind, len(self.output) + (item is not None)))
+            item = self._open
+        if item is None or not delta:
+            return text
+        item.parts.append(delta)
+        item.logprobs += logprobs or ()
+        more = f',"logprobs":{compact(logprobs)}' if logprobs else item.no_logprobs
+        text += f'{item.delta_head}{self._number}{item.delta_place}"delta":{escaped(delta)}{more}}}\n\n'
+        self._number += 1
+        return text
+
+    def _begin(self, item: "_OpenItem") -> str:
+        text = self._close()
+        self._open = item
+        text += self.event("response.output_item.added", output_index=item.index, item=item.facts("in_progress"))
+        if item.part_kind:
+            text += self.event("response.content_part.added", **item.place, part=item.part(""))
+        return text
+
+    def _close(self) -> str:
+        item, self._open = self._open, None
+        if item is None:
+            return ""
+        whole, text = "".join(item.parts), ""
+        for kind, facts in item.ends(whole):
+            text += self.event(kind, **facts)
+        self.output.append(item.facts("completed"))
+        return text + self.event("response.output_item.done", output_index=item.index, item=self.output[-1])
+
+
+class _OpenItem:
+    """An item that grows: a message, what the model thought, or a call."""
+
+    def __init__(self, kind: str, index: int, call_id: str = "", name: str = "") -> None:
+        self.kind, self.index = kind, index
+        self.parts: list[str] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self._call_id, self._name = call_id, name
+        self._id = new_id({"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[kind])
+        self.part_kind = {"message": "output_text", "reasoning": "reasoning_text", "function_call": ""}[kind]
+        self.place: dict[str, Any] = {"item_id": self._id, "output_index": index}
+        if self.part_kind:
+            self.place["content_index"] = 0
+        self._events = f"response.{self.part_kind or 'function_call_arguments'}"
+        # What stands before and behind the number of each delta's event.
+        self.delta_head = f'event: {self._events}.delta\ndata: {{"type":"{self._events}.delta","sequence_number":'
+        self.delta_place = "," + compact(self.place)[1:-1] + ","
+        self.no_logprobs = ',"logprobs":[]' if kind == "message" else ""
+
+    def part(self, text: str) -> dict[str, Any]:
+        """The item's only part."""
+        if self.kind == "message":
+            return _text_part(text, self.logprobs)
+        return {"type": "reasoning_text", "text": text}
+
+    def facts(self, status: str) -> dict[str, Any]:
+        """The item as it is."""
+        text = "".join(self.parts)
+        if self.kind == "function_call":
+            return _call(self._id, self._call_id, self._name, text, status)
+        if self.kind == "reasoning":
+            return _reasoning(self._id, text, status)
+        facts = _message(self._id, text, self.logprobs, status)
+        return facts if status == "completed" else {**facts, "content": []}
+
+    def ends(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The events that say that it is whole, but for the last one."""
+        if self.kind == "function_call":
+            yield f"{self._events}.done", {**self.place, "name": self._name, "arguments": text}
+            return
+        more = {"logprobs": self.logprobs} if self.kind == "message" else {}
+        yield f"{self._events}.done", {**self.place, "text": text, **more}
+        yield "response.content_part.done", {**self.place, "part": self.part(text)}
+
+
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _message(item_id: str, text: str, logprobs: list[dict[str, Any]], status: str = "completed") -> dict[str, Any]:
+    content = [_text_part(text, logprobs)]
+    return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def _reasoning(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+def _call(item_id: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
+    facts = {"id": item_id, "type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+    return {**facts, "status": status}
+
+
+def _dumped(value: Any) -> Any:
+    if not isinstance(value, BaseModel):
+        return value
+    dumped: Mapping[str, Any] = value.model_dump(by_alias=True, exclude_none=True)
+    return dict(dumped)

@@ -1,0 +1,288 @@
+"""`/v1/responses`: its request as the protocol's. A stored response is a turn of a session, and its id says which."""
+
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from corolla.chassis.errors import InvalidRequest, ResourceNotFound
+from corolla.client.http.chat import struct_of
+from corolla.client.http.fields import Fields, SamplingFields, Tolerated, as_json, json_schema_format
+from corolla.v1 import generation_pb2 as pb
+
+_ID: Final = re.compile(r"resp_([0-9a-f]{32})([0-9a-f]{8})")
+
+
+class ContentPart(Fields):
+    """A part of a message's text."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[Any] | None = Tolerated
+    logprobs: list[Any] | None = Tolerated
+
+
+class Item(Fields):
+    """A part of a conversation."""
+
+    id: str | None = Tolerated
+    status: str | None = Tolerated
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+    phase: str | None = Tolerated
+
+
+class FunctionCallItem(Item):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutputItem(Item):
+    """What a called function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[ContentPart]
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    summary: list[ContentPart] | None = None
+    content: list[ContentPart] | None = None
+    encrypted_content: str | None = Tolerated
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return kind if isinstance(kind, str) else ""
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+class FunctionTool(Fields):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Fields):
+    type: Literal["function"]
+    name: str
+
+
+class PlainText(Fields):
+    type: Literal["text"]
+
+
+class JsonObject(Fields):
+    type: Literal["json_object"]
+
+
+class JsonSchemaText(Fields):
+    type: Literal["json_schema"]
+    name: str | None = None
+    description: str | None = Tolerated
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Tolerated
+
+
+class TextOptions(Fields):
+    format: Annotated[PlainText | JsonObject | JsonSchemaText, Field(discriminator="type")] | None = None
+    verbosity: str | None = Tolerated
+
+
+class ReasoningOptions(Fields):
+    effort: str | None = Field(None, description="Handed to the chat template as `reasoning_effort`.")
+    summary: str | None = Tolerated
+    generate_summary: str | None = Tolerated
+
+
+class ResponseStreamOptions(Fields):
+    include_obfuscation: bool | None = Tolerated
+
+
+class ResponseRequest(SamplingFields):
+    """A conversation to be answered, or what is new in it since an earlier response."""
+
+    input: str | list[InputItem]
+    instructions: str | None = Field(None, description="A system message in front of the input.")
+    previous_response_id: str | None = Field(None, description="The newest response of the conversation.")
+    store: bool | None = Field(None, description="Unset: true. Only a stored response can be continued.")
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = Field(None, description="`message.output_text.logprobs`; others have no effect.")
+    top_logprobs: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(None, description="0 to 20.")
+    truncation: Literal["disabled"] | None = Field(None, description="Conversations are never cut.")
+    background: Literal[False] | None = Field(None, description="Responses are made while their callers wait.")
+    max_tool_calls: int | None = Tolerated
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response can be continued."""
+        return self.store is not False
+
+    @property
+    def has_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
+
+    def as_protocol(self, turn: "Turn | None") -> pb.ChatRequest:
+        """Raises InvalidRequest."""
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        stopping = pb.StoppingParameters()
+        if self.max_output_tokens is not None:
+            stopping.max_tokens = self.max_output_tokens
+        return pb.ChatRequest(
+            model=self.model,
+            messages=list(self._messages()),
+            session_id=turn.session_id if turn is not None else "",
+            expected_turns=turn.number - 1 if turn is not None else None,
+            sampling=self.sampling(),
+            stopping=stopping,
+            logprobs=(self.top_logprobs or 0) if self.has_logprobs else None,
+            cache_salt=self.cache_salt,
+            response_format=_format_of(self.text),
+            tools=[_tool_of(each) for each in self.tools or ()],
+            tool_choice=_choice_of(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            template_arguments=struct_of({"reasoning_effort": effort} if effort is not None else {}),
+        )
+
+    def _messages(self) -> Iterator[pb.ChatMessage]:
+        if self.instructions is not None:
+            yield pb.ChatMessage(role="system", content=self.instructions)
+        if isinstance(self.input, str):
+            yield pb.ChatMessage(role="user", content=self.input)
+            return
+        yield from _joined(self.input)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Which turn of a session a stored response is; the first one is 1."""
+
+    session_id: str
+    number: int
+
+    @classmethod
+    def after(cls, response_id: str) -> "Turn":
+        """The one that follows a response. Raises ResourceNotFound: there is no such response."""
+        found = _ID.fullmatch(response_id)
+        if found is None:
+            raise ResourceNotFound("previous_response_id: there is no such response, or it was not stored")
+        return cls(found[1], int(found[2], 16) + 1)
+
+    @property
+    def response_id(self) -> str:
+        return f"resp_{self.session_id}{self.number:08x}"
+
+
+def new_response_id() -> str:
+    """Of a response that is not stored."""
+    return f"resp_{secrets.token_hex(20)}"
+
+
+def _joined(items: Sequence[InputItem]) -> Iterator[pb.ChatMessage]:
+    """Messages: what an assistant thought, said and called is one."""
+    assistant: pb.ChatMessage | None = None
+    for item in items:
+        match item:
+            case MessageItem(role="assistant"):
+                if assistant is not None and (assistant.content or assistant.content_parts or assistant.tool_calls):
+                    yield assistant
+                    assistant = None
+                assistant = assistant or pb.ChatMessage(role="assistant")
+                _set_text(assistant, item.content)
+                continue
+            case FunctionCallItem():
+                assistant = assistant or pb.ChatMessage(role="assistant")
+                assistant.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
+                continue
+            case ReasoningItem():
+                if assistant is not None:
+                    yield assistant
+                thoughts = "".join(part.text for part in item.content or item.summary or ())
+                assistant = pb.ChatMessage(role="assistant", reasoning=thoughts)
+                continue
+        if assistant is not None:
+            yield assistant
+            assistant = None
+        if isinstance(item, FunctionOutputItem):
+            message = pb.ChatMessage(role="tool", tool_call_id=item.call_id)
+            _set_text(message, item.output)
+        else:
+            message = pb.ChatMessage(role=item.role)
+            _set_text(message, item.content)
+        yield message
+    if assistant is not None:
+        yield assistant
+
+
+def _set_text(message: pb.ChatMessage, content: str | list[ContentPart]) -> None:
+    parts = [content] if isinstance(content, str) else [part.text for part in content]
+    if len(parts) == 1:
+        message.content = parts[0]
+    else:
+        message.content_parts.extend(parts)
+
+
+def _format_of(options: TextOptions | None) -> pb.ResponseFormat | None:
+    match options.format if options is not None else None:
+        case JsonObject():
+            return pb.ResponseFormat(json_object=pb.JsonObject())
+        case JsonSchemaText(json_schema=schema):
+            return json_schema_format(schema, "text.format.schema")
+    return None
+
+
+def _tool_of(tool: FunctionTool) -> pb.Tool:
+    return pb.Tool(
+        name=tool.name,
+        description=tool.description or "",
+        parameters="" if tool.parameters is None else as_json(tool.parameters),
+        # OpenAI's default here, unlike that of chats.
+        strict=tool.strict is not False and tool.parameters is not None,
+    )
+
+
+def _choice_of(given: Literal["none", "auto", "required"] | NamedFunction | None) -> pb.ToolChoice | None:
+    match given:
+        case None:
+            return None
+        case NamedFunction():
+            return pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name=given.name)
+        case mode:
+            return pb.ToolChoice(mode=pb.ToolChoice.Mode.Value(f"MODE_{mode.upper()}"))
+
+
+def check_stored(request: ResponseRequest) -> None:
+    """Raises InvalidRequest: a turn of a conversation is stored."""
+    if request.previous_response_id is not None and not request.is_stored:
+        raise InvalidRequest("store", "must not be false with previous_response_id: the conversation goes on with it")

@@ -1,0 +1,63 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them."""
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.client.http.chat import ChatMessage, Tool, message_of, struct_of, tools_of
+from corolla.client.http.fields import Fields, TokenId
+from corolla.v1 import generation_pb2 as pb
+
+
+class TokenizeRequest(Fields):
+    """A text, or a conversation, to be cut into tokens."""
+
+    model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
+    prompt: str | None = Field(None, description="One of prompt and messages must be set.")
+    messages: list[ChatMessage] | None = Field(None, description="They go through the model's chat template.")
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = Field(True, description="Of a prompt: those that the tokenizer adds of itself.")
+    return_token_strs: bool = False
+
+    def as_protocol(self) -> pb.TokenizeRequest:
+        """Raises InvalidRequest."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt", "one of prompt and messages must be set")
+        if self.messages is None:
+            return pb.TokenizeRequest(
+                model=self.model, text=self.prompt or "", without_special_tokens=not self.add_special_tokens
+            )
+        conversation = pb.Conversation(
+            messages=[message_of(each) for each in self.messages],
+            tools=tools_of(self.tools),
+            continue_last_message=self.continue_final_message,
+            template_arguments=struct_of(self.chat_template_kwargs or {}),
+        )
+        return pb.TokenizeRequest(model=self.model, chat=conversation)
+
+
+class Tokenized(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Fields):
+    """Tokens to be made a text again."""
+
+    model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False
+
+    def as_protocol(self) -> pb.DetokenizeRequest:
+        return pb.DetokenizeRequest(
+            model=self.model, token_ids=self.tokens, without_special_tokens=self.skip_special_tokens
+        )
+
+
+class Detokenized(BaseModel):
+    prompt: str
