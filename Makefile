@@ -76,6 +76,10 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	@printf 'cyclonedx-bom>=7.5,<8\npip-audit>=2.10,<3\n' | uv pip compile - --quiet $(UPGRADE) --universal \
 	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements/tools.txt
+	@printf 'langchain-openai>=1.7,<2\nlitellm>=1.110,<2\nopenai>=3.57,<4\npydantic-ai-slim[openai]>=2,<3\nschemathesis>=4.32,<5\n' | \
+	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
+	  --output-file requirements/http-clients.txt
 	@git --no-pager diff --stat -- requirements
 
 define resolve
@@ -105,8 +109,18 @@ $(VENV)/.gemma-done: requirements/gemma.txt | $(STAMP)
 	@$(PIP) install --quiet --require-hashes --no-deps -r requirements/gemma.txt
 	@touch $@
 
+.PHONY: http-clients
+http-clients: $(VENV)/.http-clients-done ## Installs clients of OpenAI's API (300 MB), which `make test-all` asks with.
+
+# In a folder of their own: what they need is not what Corolla needs.
+$(VENV)/.http-clients-done: requirements/http-clients.txt | $(STAMP)
+	@echo "==> Installing clients of OpenAI's API, for tests"
+	@rm -rf $(VENV)/http-clients
+	@$(PIP) install --quiet --require-hashes --no-deps --target $(VENV)/http-clients -r requirements/http-clients.txt
+	@touch $@
+
 .PHONY: test-all
-test-all: setup $(HELM) gemma ## Runs all tests but those of faults and of a cluster.
+test-all: setup $(HELM) gemma http-clients ## Runs all tests but those of faults and of a cluster.
 	@echo "==> Testing everything"
 	@$(PY) -m pytest -q -m "not promtool and not cluster" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 

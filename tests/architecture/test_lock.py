@@ -170,9 +170,16 @@ def test_the_file_that_pip_finds_says_which_lock_holds_it(file_name: str, varian
     assert subprocess.run(script, input=report, capture_output=True, text=True, check=True).stdout.strip() == variant
 
 
-def test_the_tools_are_pinned_by_hash() -> None:
-    pins, unhashed = read_lock(LOCK.parent / "tools.txt")
-    assert {"cyclonedx-bom", "pip-audit"} <= pins.keys()
+@pytest.mark.parametrize(
+    "lock, packages",
+    [
+        ("tools.txt", {"cyclonedx-bom", "pip-audit"}),
+        ("http-clients.txt", {"langchain-openai", "litellm", "openai", "pydantic-ai-slim", "schemathesis"}),
+    ],
+)
+def test_what_has_a_folder_of_its_own_is_pinned_by_hash(lock: str, packages: set[str]) -> None:
+    pins, unhashed = read_lock(LOCK.parent / lock)
+    assert packages <= pins.keys()
     assert unhashed == set()
 
 

@@ -1,5 +1,6 @@
 """The paths of HTTP."""
 
+import json
 from collections.abc import Callable
 
 from starlette.routing import Route, Router
@@ -7,7 +8,8 @@ from starlette.routing import Route, Router
 from corolla.chassis.errors import ServiceUnavailable
 from corolla.client.http.door import Behaviour, Door
 from corolla.client.http.exchange import Exchange
-from corolla.client.http.surface import PART_OF_MODEL, PART_OF_SESSION, Surface
+from corolla.client.http.openapi import document
+from corolla.client.http.surface import PART_OF_MODEL, PART_OF_SESSION, Health, Surface
 
 
 def router(door: Door, surface: Surface, is_serving: Callable[[], bool]) -> Router:
@@ -18,7 +20,14 @@ def router(door: Door, surface: Surface, is_serving: Callable[[], bool]) -> Rout
         await exchange.without_body()
         if not is_serving():
             raise ServiceUnavailable("the service does not take requests now")
-        await exchange.reply(b'{"status":"SERVING"}')
+        await exchange.reply(Health().model_dump_json().encode())
+
+    described = json.dumps(document()).encode()
+
+    async def openapi(exchange: Exchange, call: object) -> None:
+        """What can be asked."""
+        await exchange.without_body()
+        await exchange.reply(described)
 
     asked: dict[str, dict[str, Behaviour]] = {
         "/v1/models": {"GET": surface.list_models},
@@ -32,5 +41,6 @@ def router(door: Door, surface: Surface, is_serving: Callable[[], bool]) -> Rout
         "/detokenize": {"POST": surface.detokenize},
     }
     routes = [Route(path, door.endpoint(path, behaviours)) for path, behaviours in asked.items()]
-    routes.append(Route("/health", door.endpoint("/health", {"GET": health}, is_open=True)))
+    for path, behaviour in {"/health": health, "/openapi.json": openapi}.items():
+        routes.append(Route(path, door.endpoint(path, {"GET": behaviour}, is_open=True)))
     return Router(routes, redirect_slashes=False, default=door.not_found)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field
 
@@ -41,6 +41,10 @@ class ModelFacts(BaseModel):
 class ModelList(BaseModel):
     object: str = "list"
     data: list[ModelFacts]
+
+
+class Health(BaseModel):
+    status: Literal["SERVING"] = "SERVING"
 
 
 class Surface:

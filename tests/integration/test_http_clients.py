@@ -1,0 +1,65 @@
+"""Clients that others wrote for OpenAI's API, each in a process of its own, and the OpenAPI document under a fuzzer."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import httpx2
+import pytest
+import pytest_asyncio
+
+from tests.architecture.sources import ROOT
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.swarm import Swarm
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full, pytest.mark.timeout(600)]
+
+PACKAGES = Path(os.environ.get("COROLLA_HTTP_CLIENTS", ROOT / ".venv" / "http-clients"))
+SCRIPTS = ROOT / "tests" / "http_clients"
+KEY = "a-key-of-the-clients"
+
+
+def is_installed() -> bool:
+    return PACKAGES.exists()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    assert is_installed(), "the clients are not installed; run: make http-clients"
+    folder = tmp_path_factory.mktemp("clients")
+    model = make_tiny_checkpoint("llama", folder / "tiny")
+    keys = folder / "keys"
+    keys.write_text(f"clients:{KEY}\n")
+    client = {"http_port": 0, "api_keys_file": keys}
+    async with Swarm(folder, model, ["0:2", "2:5"], client=client, api_key=KEY) as swarm:
+        yield f"http://127.0.0.1:{swarm.clients[0].http_port}"
+
+
+async def run(*command: str, environment: Mapping[str, str] | None = None) -> None:
+    """Runs a program with the clients' packages in front; what it says is shown where it fails."""
+    variables = {**os.environ, "PYTHONPATH": str(PACKAGES), **(environment or {})}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "ignore", *command,
+        env=variables, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()[-6000:]
+
+
+@pytest.mark.parametrize("what", ["chats", "tools"])
+@pytest.mark.parametrize("package", ["openai", "langchain", "pydantic_ai", "litellm"])
+async def test_a_client_finds_what_it_knows(url: str, package: str, what: str) -> None:
+    await run(str(SCRIPTS / f"{package}_package.py"), url, KEY, what)
+
+
+async def test_nothing_that_the_document_allows_is_a_fault(url: str) -> None:
+    async with httpx2.AsyncClient() as http:
+        assert (await http.get(f"{url}/openapi.json")).json()["openapi"] == "3.1.0"
+    await run(
+        "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--header", f"Authorization: Bearer {KEY}",
+        "--checks", "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
+        "--max-examples", "10", "--request-timeout", "30", "--phases", "examples,coverage,fuzzing",
+        "--generation-database", "none", "--seed", "1",
+    )  # fmt: skip
