@@ -133,6 +133,23 @@ async def test_a_model_that_the_router_expects_is_not_taken_by_who_comes_first(r
         assert await BlockServer(router, model, capacity_blocks=30).join() == "0:30"
 
 
+async def test_a_model_may_be_expected_whatever_number_of_blocks_it_has(redis_url: str, model: str) -> None:
+    async with running_router(redis_url, models=f"another=2,{model}") as router:
+        assert (await refusal(BlockServer(router, f"not-{model}").register())).reason == "SPAN_REFUSED"
+        assert await BlockServer(router, model, capacity_blocks=30).join() == "0:30"
+        rogue = BlockServer(router, model, num_model_blocks=1, capacity_blocks=1)
+        assert (await refusal(rogue.register())).reason == "SPAN_REFUSED"
+
+
+async def test_servers_stay_while_a_release_goes_to_another_model(redis_url: str, model: str) -> None:
+    async with running_router(redis_url, models=model) as old, running_router(redis_url, models="another=30") as new:
+        server = BlockServer(old, model, capacity_blocks=30)
+        await server.join()
+        server.router = new
+        await server.beat_in_full()
+        assert (await refusal(BlockServer(new, model).register())).reason == "SPAN_REFUSED"
+
+
 async def test_no_server_changes_the_number_of_blocks_of_a_model_that_is_served(router: Router, model: str) -> None:
     await BlockServer(router, model, capacity_blocks=30).join()
     rogue = BlockServer(router, model, num_model_blocks=1, capacity_blocks=1)

@@ -4,6 +4,9 @@ from typing import Final
 
 import pytest
 
+from corolla.chassis.settings import load
+from corolla.models.demo import DEMO_FOLDER_NAME
+from corolla.router.settings import RouterSettings
 from tests.charts.rendering import CHART, Object, Refused, named, pod_specs, render
 from tests.charts.test_values import TOKENS, merged
 
@@ -41,9 +44,10 @@ def test_the_mode_follows_from_the_keys_unless_it_is_given() -> None:
         (merged(KEYS, mode("none")), "leave one of them out"),
         ({"auth": {"mode": "oidc", "oidc": {"audience": "a"}}}, "name the issuer"),
         ({"auth": {"mode": "oidc", "oidc": {"issuer": "https://a"}}}, "name what tokens are for"),
+        (merged(mode("oidc"), {"auth": {"oidc": {"jwks": "https://a/b", "jwksSecret": "c"}}}), "leave one of them out"),
         ({"auth": {"mode": "jwt"}}, "values don't meet the specifications of the schema"),
     ],
-    ids=["keys without any", "keys for nobody", "no issuer", "no audience", "unknown"],
+    ids=["keys without any", "keys for nobody", "no issuer", "no audience", "two key sets", "unknown"],
 )
 def test_a_mode_that_makes_no_sense_is_refused(values: Object, says: str) -> None:
     with pytest.raises(Refused, match=says):
@@ -74,6 +78,16 @@ def test_the_authority_of_an_issuer_is_mounted() -> None:
     assert f"{mounts['oidc-ca']}/ca.crt" == settings(mode("oidc"))["COROLLA_OIDC_CA_FILE"]
 
 
+def test_a_key_set_in_a_secret_is_a_file_of_the_pods() -> None:
+    values = merged(mode("oidc"), {"auth": {"oidc": {"jwksSecret": "login", "jwksKey": "keys"}}})
+    pod = pod_specs(render(values))["rel-corolla-client"]
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "oidc-keys"]
+    assert volume["secret"] == {"secretName": "login"}
+    mounts = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
+    assert mounts["oidc-keys"]["readOnly"]
+    assert settings(values)["COROLLA_OIDC_JWKS"] == f"{mounts['oidc-keys']['mountPath']}/keys"
+
+
 def test_client_services_may_ask_the_issuer() -> None:
     def ports(values: Object) -> set[int]:
         policy = named(render({"model": {"offline": True}, **values}), "NetworkPolicy", "rel-corolla-client")
@@ -81,6 +95,25 @@ def test_client_services_may_ask_the_issuer() -> None:
 
     assert ports({}) == set()
     assert ports(mode("oidc")) == {443, 8443}
+    assert ports(merged(mode("oidc"), {"auth": {"oidc": {"jwksSecret": "login"}}})) == set()
+
+
+@pytest.mark.parametrize(
+    "model, expected",
+    [
+        ({"name": "demo"}, DEMO_FOLDER_NAME),
+        ({"name": "org/model", "numBlocks": 30}, "org/model=30"),
+        ({"name": "/models/llama/", "numBlocks": 80}, "llama=80"),
+    ],
+    ids=["demo", "hub", "folder"],
+)
+def test_routers_take_block_servers_of_the_releases_model_only(model: Object, expected: str) -> None:
+    given = settings({"model": model}, "rel-corolla-router")["COROLLA_MODELS"]
+    assert given == expected
+    assert load(RouterSettings, models=given).expected_models.keys() == {expected.partition("=")[0]}
+    for others in ("", "one,two=2"):
+        values = {"model": model, "router": {"settings": {"models": others}}}
+        assert settings(values, "rel-corolla-router")["COROLLA_MODELS"] == others
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -30,6 +30,7 @@ TOKENS: Final[Object] = {
 }
 NEEDED: Final[dict[str, Object]] = {
     "auth": {"auth": TOKENS},
+    "auth.oidc.jwksKey": {"auth": {"oidc": {"jwksSecret": "login"}}},
     "blockServer.defaults.gpu.resource": {"blockServer": {"defaults": {"gpu": {"count": 1}}}},
     "client.service.type": {"client": {"apiKeys": {"existingSecret": "callers"}}},
     "client.autoscaling": {"client": {"autoscaling": {"enabled": True}}},

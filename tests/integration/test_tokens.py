@@ -27,6 +27,7 @@ from corolla.client.settings import ClientSettings
 from corolla.sdk.async_client import AsyncClient
 from tests.checkpoints import make_tiny_checkpoint
 from tests.identity_provider import AUDIENCE, IdentityProvider, SigningKey, key_set
+from tests.integration.metrics import sample
 from tests.integration.refusals import refusal
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -285,7 +286,11 @@ async def test_a_slow_issuer_holds_up_only_those_whose_key_is_not_known(
 
 
 async def test_known_keys_stay_in_force_while_the_issuer_is_away(swarm: Swarm, provider: IdentityProvider) -> None:
+    async def is_up(expected: float) -> bool:
+        return await sample(swarm.clients[0].metrics_port, "corolla_issuer_up") == expected
+
     await until_rested(swarm, provider)
+    assert await is_up(1)
     before = provider.num_requests
     provider.status = 503
     try:
@@ -294,11 +299,13 @@ async def test_known_keys_stay_in_force_while_the_issuer_is_away(swarm: Swarm, p
         assert not await is_taken(swarm.address, new.sign(provider.claims()))
         assert await is_taken(swarm.address, provider.token())
         assert provider.num_requests == before
+        assert await is_up(0)
     finally:
         provider.status = 0
     # It is asked again soon, though nobody shows a new key.
     await until(lambda: _has_been_asked(provider, before), 10)
     assert await is_taken(swarm.address, new.sign(provider.claims()))
+    assert await is_up(1)
 
 
 async def _has_been_asked(provider: IdentityProvider, before: int) -> bool:

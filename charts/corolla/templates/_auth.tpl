@@ -14,6 +14,9 @@
 {{- if eq $mode "oidc" }}
 {{- $_ := required "auth.mode is oidc: name the issuer in auth.oidc.issuer" .Values.auth.oidc.issuer }}
 {{- $_ := required "auth.mode is oidc: name what tokens are for in auth.oidc.audience" .Values.auth.oidc.audience }}
+{{- if and .Values.auth.oidc.jwks .Values.auth.oidc.jwksSecret }}
+{{- fail "auth.oidc.jwks and auth.oidc.jwksSecret both say where the issuer's key set is: leave one of them out" }}
+{{- end }}
 {{- end }}
 {{- $mode -}}
 {{- end }}
@@ -27,8 +30,10 @@ COROLLA_API_KEYS_FILE: /etc/corolla/keys/{{ .Values.client.apiKeys.key }}
 COROLLA_OIDC_ISSUER: {{ .issuer | quote }}
 COROLLA_OIDC_AUDIENCE: {{ .audience | quote }}
 COROLLA_OIDC_TENANT_CLAIM: {{ .tenantClaim | quote }}
-{{- with .jwks }}
-COROLLA_OIDC_JWKS: {{ . | quote }}
+{{- if .jwksSecret }}
+COROLLA_OIDC_JWKS: /etc/corolla/oidc-keys/{{ .jwksKey }}
+{{- else if .jwks }}
+COROLLA_OIDC_JWKS: {{ .jwks | quote }}
 {{- end }}
 {{- if .caSecret }}
 COROLLA_OIDC_CA_FILE: /etc/corolla/oidc/ca.crt
@@ -39,7 +44,7 @@ COROLLA_OIDC_CA_FILE: /etc/corolla/oidc/ca.crt
 
 {{/* The issuer is outside; no policy can name it. Its description may name another place on the usual port. */}}
 {{- define "corolla.authEgress" -}}
-{{- if eq (include "corolla.authMode" .) "oidc" }}
+{{- if and (eq (include "corolla.authMode" .) "oidc") (not .Values.auth.oidc.jwksSecret) }}
 {{- $ports := list 443 }}
 {{- range compact (list .Values.auth.oidc.issuer .Values.auth.oidc.jwks) }}
 {{- $ports = append $ports (regexFind ":[0-9]+$" (urlParse .).host | trimPrefix ":" | default 443 | int) }}

@@ -1,9 +1,10 @@
 {{/* A component's settings by name as COROLLA_* variables. JSON keeps large numbers from becoming powers of ten.
      Running calls get what the pod's grace leaves, but for a moment, and a component that nothing guards but the network
-     policies may be so, unless the settings say otherwise: dict "root" "values" "isGuarded" "guards". */}}
+     policies may be so, unless the settings say otherwise: dict "root" "values" "isGuarded" "guards", and "usual" for
+     what else holds unless they do. */}}
 {{- define "corolla.settings" -}}
 {{- $grace := sub .values.terminationGracePeriodSeconds (default 0 .values.preStopSeconds) | add -5 | max 0 | min 600 }}
-{{- $usual := dict "graceS" $grace }}
+{{- $usual := merge (dict "graceS" $grace) (default dict .usual) }}
 {{- if not .isGuarded }}
 {{- if not (or .root.Values.networkPolicy.enabled (hasKey .values.settings "insecure")) }}
 {{- fail (printf "without networkPolicy.enabled and %s, whoever reaches a pod is let in; set them, or insecure=true in the settings of block servers, router and client" .guards) }}
@@ -41,6 +42,21 @@ HF_TOKEN_PATH: /etc/corolla/hub/token
 {{- with .Values.model.hub.endpoint }}
 HF_ENDPOINT: {{ . }}
 {{- end }}
+{{- end }}
+
+{{/* What block servers call the model: its id, or the name of its folder, as the demo model has one. */}}
+{{- define "corolla.modelName" -}}
+{{- $name := .Values.model.name -}}
+{{- if eq $name "demo" -}}
+smollm2-135m-instruct-v1
+{{- else -}}
+{{ ternary (base $name) $name (hasPrefix "/" $name) }}
+{{- end -}}
+{{- end }}
+
+{{/* The only model that block servers may register. */}}
+{{- define "corolla.expectedModels" -}}
+{{ include "corolla.modelName" . }}{{ with int .Values.model.numBlocks }}={{ . }}{{ end }}
 {{- end }}
 
 {{/* Pools by name. The default stands here and not in values.yaml, where Helm would merge it with the given ones. */}}

@@ -99,6 +99,13 @@ class ClientMetrics:
             "Block servers that this client service leaves out now since they failed lately.",
         )
 
+        self.issuer_up = gauge(
+            "corolla_issuer_up",
+            "Whether the key set of the tokens' issuer was there at the last try; 0: it could not be fetched, and the "
+            "keys that are known stay. 1 as well where none is fetched.",
+        )
+        self.issuer_up.set(1)
+
     def count_recovery(self, report: RecoveryReport) -> None:
         self.recoveries.labels(report.cause, report.method).inc()
         self.recovery_seconds.observe(report.seconds)

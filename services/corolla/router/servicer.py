@@ -46,7 +46,6 @@ class RouterServicer:
         on_deregistered: Callable[[str, pb.DeregisterServerRequest], None],
     ) -> None:
         self._settings = settings
-        self._expected_models = settings.expected_models
         self._registry = registry
         self._sessions = sessions
         self._quotas = tenant_quotas
@@ -60,7 +59,6 @@ class RouterServicer:
 
     async def RegisterServer(self, request: pb.RegisterServerRequest, call: Call[Caller]) -> pb.RegisterServerResponse:
         server = validation.check_server(request.server)
-        validation.check_expected(server, self._expected_models)
         wanted = validation.check_span("span", request.span) if request.HasField("span") else None
         span = await self._registry.register(server, wanted, self._registrant(call, server))
         return pb.RegisterServerResponse(
@@ -77,7 +75,6 @@ class RouterServicer:
         validation.check_load(request.load)
         if request.HasField("server"):
             validation.check_self_description(request)
-            validation.check_expected(request.server, self._expected_models)
         server = request.server if request.HasField("server") else None
         span = await self._registry.heartbeat(request, self._registrant(call, server))
         return pb.HeartbeatResponse(move_to=span.to_message() if span else None)

@@ -10,13 +10,18 @@ from corolla.chassis.settings import ServiceSettings
 
 
 class ExpectedModel(NamedTuple):
-    """What block servers of a model have to say of it; an empty fingerprint: its weights may be any."""
+    """What block servers of a model have to say of it.
+
+    Attributes:
+        num_blocks: 0: as many as the first one of them says.
+        fingerprint: empty: its weights may be any.
+    """
 
     num_blocks: int
     fingerprint: str
 
 
-_EXPECTED: Final = re.compile(r"(?P<name>[^=,]+)=(?P<num_blocks>[1-9][0-9]{0,3})(@(?P<fingerprint>[^,]+))?")
+_EXPECTED: Final = re.compile(r"(?P<name>[^=,]+)(=(?P<num_blocks>[1-9][0-9]{0,3})(@(?P<fingerprint>[^,]+))?)?")
 
 
 class RouterSettings(ServiceSettings):
@@ -38,9 +43,9 @@ class RouterSettings(ServiceSettings):
     )
     models: str = Field(
         "",
-        description="The only models that block servers may register, like `name=30,other=64@fingerprint`: each "
-        "with its number of blocks, and with its fingerprint where only those weights are wanted. Empty: any; who is "
-        "the first of a name says how many blocks it has.",
+        description="The only models that block servers may register, like `name,second=30,third=64@fingerprint`: "
+        "each with its number of blocks where that is known, and with its fingerprint where only those weights are "
+        "wanted. Empty: any. Who is the first of a name says how many blocks it has, where this does not.",
     )
     lease_ms: int = Field(
         6000,
@@ -137,6 +142,6 @@ def _expected_models(models: str) -> Mapping[str, ExpectedModel]:
     for entry in models.split(",") if models else []:
         found = _EXPECTED.fullmatch(entry.strip())
         if found is None:
-            raise ValueError("must be like name=30,other=64@fingerprint")
-        expected[found["name"]] = ExpectedModel(int(found["num_blocks"]), found["fingerprint"] or "")
+            raise ValueError("must be like name,second=30,third=64@fingerprint")
+        expected[found["name"]] = ExpectedModel(int(found["num_blocks"] or 0), found["fingerprint"] or "")
     return expected

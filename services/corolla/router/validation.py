@@ -84,7 +84,7 @@ def check_expected(server: pb.ServerDescription, models: Mapping[str, ExpectedMo
     expected = models.get(server.model)
     if expected is None:
         raise SpanRefused("this router serves other models")
-    if server.num_model_blocks != expected.num_blocks:
+    if expected.num_blocks not in (0, server.num_model_blocks):
         raise SpanRefused(f"the model has {expected.num_blocks} blocks, that of this server {server.num_model_blocks}")
     if expected.fingerprint not in ("", server.fingerprint):
         raise SpanRefused("the weights of this server are not those of the model")

@@ -31,6 +31,10 @@ Fetch = Callable[[], Awaitable[KeySet]]
 class IssuerKeys(Protocol):
     """Where the keys of an issuer come from."""
 
+    @property
+    def is_away(self) -> bool:
+        """Whether they could not be fetched at the last try."""
+
     async def find(self, key_id: str) -> IssuerKey | None:
         """The key of an id, which may have to be fetched."""
 
@@ -54,6 +58,10 @@ class KeysInFile:
     def __init__(self, file: Path) -> None:
         self._keys = KeySet()
         self._files = WatchedFiles("COROLLA_OIDC_JWKS", file.parent, (file.name,), self._take, named=file)
+
+    @property
+    def is_away(self) -> bool:
+        return False
 
     async def find(self, key_id: str) -> IssuerKey | None:
         return self._keys.find(key_id)
@@ -90,6 +98,10 @@ class FetchedKeys:
         self._is_pausing = False
         self._is_away = False
         self._num_waiting = 0
+
+    @property
+    def is_away(self) -> bool:
+        return self._is_away
 
     async def find(self, key_id: str) -> IssuerKey | None:
         known = self._keys.find(key_id)
