@@ -53,5 +53,11 @@ def test_a_router_outside_of_a_cluster_does_not_load_its_client() -> None:
     assert loaded_after_importing(modules).isdisjoint({"kubernetes", "urllib3", "yaml"})
 
 
+def test_the_python_client_does_not_know_opentelemetry() -> None:
+    """It is installed without the services' packages."""
+    modules = [dotted(path) for path in own_modules(PACKAGE / "sdk")]
+    assert "opentelemetry" not in loaded_after_importing(["corolla", *modules])
+
+
 def test_the_package_itself_loads_nothing_heavy() -> None:
     assert loaded_after_importing(["corolla"]).isdisjoint(HEAVY)

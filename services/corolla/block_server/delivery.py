@@ -124,6 +124,8 @@ class Delivery:
                 blocks=following.span, route=step.route[1:], scratch_hops=step.scratch_hops >> 1,
                 samples=step.samples, ring=step.ring if step.HasField("ring") else None,
             )  # fmt: skip
+            if step.span_id:
+                onward.span_id = step.span_id
             self._relay.send(following.address, onward, payload)
             return
         result = pb.Result(step_id=step.step_id, rows=rows, dtype=dtype, hidden_size=hidden_size)

@@ -19,6 +19,7 @@ from corolla.block_server.registration import Registration
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import CorollaError, HopSessionLost, SessionBusy, SessionNotFound
 from corolla.chassis.handlers import where
+from corolla.chassis.tracing import spans
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.stream import Connect, connect
@@ -121,7 +122,7 @@ class Drain:
 
             async def hand_over(session: HopSession[SessionCache]) -> None:
                 async with room:
-                    outcome = await self._hand_over(session, servers, link_to)
+                    outcome = await self._traced(session, servers, link_to)
                 self._metrics.handed_over.labels(outcome).inc()
 
             for session in ended:
@@ -130,6 +131,21 @@ class Drain:
             await asyncio.gather(
                 *(hand_over(session) for session in sorted(waiting, key=lambda session: session.is_idle))
             )
+
+    async def _traced(
+        self, session: HopSession[SessionCache], servers: Sequence[router_pb2.PlacedServer], link_to: LinkTo
+    ) -> str:
+        """As `_hand_over`; a session that is traced gets a span of it."""
+        request = session.request
+        if request.trace is None:
+            return await self._hand_over(session, servers, link_to)
+        with spans.span(
+            "handover", request.trace, blocks=str(request.blocks), server_id=self._server.server_id
+        ) as span:
+            outcome = await self._hand_over(session, servers, link_to)
+            _, hop = self._moved.get(request.session_id, (0, common_pb2.Hop()))
+            span.note(outcome=outcome, taker=hop.address, tokens=session.cache.num_tokens)
+            return outcome
 
     async def _hand_over(
         self, session: HopSession[SessionCache], servers: Sequence[router_pb2.PlacedServer], link_to: LinkTo

@@ -29,6 +29,7 @@ from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.speed import DecodeSpeed
 from corolla.block_server.step_admission import StepAdmission
+from corolla.block_server.step_spans import StepSpans
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, OutOfPages
 from corolla.chassis.handlers import where
@@ -91,6 +92,7 @@ class Engine:
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
         use: of its processors.
+        spans: of steps of sessions that are traced; None where nobody collects them.
 
     Attributes:
         first_hop, last_hop: of what goes round from here, and to here.
@@ -110,8 +112,10 @@ class Engine:
         fail: Callable[[], None],
         edges: Edges | None = None,
         use: ProcessorUse | None = None,
+        spans: StepSpans | None = None,
     ) -> None:
         self.clock = clock
+        self._spans = spans
         self.failures = Failures(fail)
         self._use = use or ProcessorUse()
         self._computation = Computation(runner, edges, clock, self._use.num_sampling_threads)
@@ -329,6 +333,8 @@ class Engine:
         seconds = self.clock() - started_s
         # Outputs leave before anything is observed: other hops wait for them.
         num_undelivered = self._delivery.deliver(admitted, computed)
+        if self._spans is not None:
+            self._spans.record(admitted, computed.outputs, seconds)
         num_rows = len(computed.outputs)
         if computed.has_raised and num_rows > 1:
             self._metrics.split_iterations.inc()

@@ -9,6 +9,8 @@ from corolla.block_server.peers import Peer
 from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.chassis.errors import CapabilityDenied, HopSessionLost, MalformedMessage
+from corolla.chassis.tracing import spans
+from corolla.chassis.tracing.carriers import PARENT_HEADER, STATE_HEADER, TraceParent, trace_parent
 from corolla.decoding.draft_model import DraftModel
 from corolla.trust.capabilities import Capabilities
 from corolla.v1 import blocks_pb2 as pb
@@ -67,7 +69,7 @@ class FrameChecks:
         if request.owner != peer.owner:
             raise CapabilityDenied("somebody else has signed for the session")
         text = self._text(control, request.blocks)
-        return replace(request, resume=control.resume, text=text, stream=peer.number)
+        return replace(request, resume=control.resume, text=text, stream=peer.number, trace=_trace(control))
 
     def handover_request(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
         """As what a session is offered that another block server holds. Raises CapabilityDenied or RoleDenied."""
@@ -251,6 +253,14 @@ class FrameChecks:
         if num_tokens > self._identity.max_tokens_per_frame:
             raise MalformedMessage("rows", f"a step has at most {self._identity.max_tokens_per_frame} tokens")
         return num_tokens
+
+
+def _trace(control: pb.Open) -> TraceParent | None:
+    """The trace of what the session is opened for, where this process' spans are collected, too."""
+    if not control.HasField("trace") or not spans.is_collected():
+        return None
+    parent = trace_parent({PARENT_HEADER: control.trace.parent, STATE_HEADER: control.trace.state})
+    return parent if parent is not None and parent.is_sampled else None
 
 
 def is_decode(row: pb.StepRow) -> bool:

@@ -16,6 +16,7 @@ from corolla.wire.span import Span
 if TYPE_CHECKING:
     from corolla.block_server.prompts import BlockPrompts
     from corolla.block_server.row_sampling import SessionSampler
+    from corolla.chassis.tracing.carriers import TraceParent
 
 UNCLAIMED_LEASE_S: Final = 30.0
 """How long a session that another server handed over, or began to, waits for the rest or for its client."""
@@ -132,6 +133,7 @@ class OpenRequest:
         sampler: who chooses its tokens, where this is the last hop and is to do that.
         stream: number of that on which it was asked; 0 where another server hands the session over.
         sender: the server that hands it over; empty where its client opens it, or nobody is asked.
+        trace: the span that the session is used for; None where that is not traced.
     """
 
     session_id: bytes
@@ -151,6 +153,7 @@ class OpenRequest:
     owner: str = ""
     capability: pb.SignedCapability | None = None
     sender: str = ""
+    trace: "TraceParent | None" = None
 
     def agrees_with(self, other: "OpenRequest") -> bool:
         """Whether a session that was computed under one request can continue under the other."""

@@ -32,12 +32,14 @@ from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
 from corolla.block_server.speed import decode_step, measure_decode_step, measure_speed
 from corolla.block_server.spinning import measure_spin
+from corolla.block_server.step_spans import StepSpans
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import where
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
+from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import weight_format
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
@@ -220,6 +222,7 @@ class BlockServer:
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
             fail=self._fail, edges=edges,
             use=await asyncio.to_thread(self._processor_use, runner, checkpoint, speed.num_threads),
+            spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
         )  # fmt: skip
         await asyncio.to_thread(engine.warm_up)
         engine.decode_speed.observe(await asyncio.to_thread(measure_decode_step, runner), len(span))

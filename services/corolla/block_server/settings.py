@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,6 +16,8 @@ _PAGE_TOKENS_OF_GPUS: Final = 256
 
 class BlockServerSettings(ServiceSettings):
     """One block server."""
+
+    service_name: ClassVar[str] = "corolla-block-server"
 
     port: int = Field(50052, ge=0, le=65535, description="Port of the data plane; 0 takes a free one.")
     control_port: int = Field(

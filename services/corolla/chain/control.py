@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 from corolla.chassis.channels import Channels, open_channel
 from corolla.chassis.errors import RouterUnavailable
 from corolla.chassis.status import from_rpc_error
+from corolla.chassis.tracing.carriers import trace_metadata
 from corolla.v1 import router_pb2 as pb
 from corolla.v1 import router_pb2_grpc
 
@@ -75,7 +76,7 @@ class ControlPlane:
 
     async def _call(self, method: Callable[..., Awaitable[Reply]], request: Message, timeout_s: float) -> Reply:
         try:
-            return await method(request, timeout=timeout_s)
+            return await method(request, timeout=timeout_s, metadata=trace_metadata())
         except grpc.RpcError as failure:
             error = from_rpc_error(failure)
             if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:

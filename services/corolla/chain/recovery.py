@@ -26,6 +26,7 @@ from corolla.chassis.errors import (
     PositionGap,
     RouteUnknown,
 )
+from corolla.chassis.tracing import spans
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,9 @@ class Recovery:
         if not isinstance(failure, RECOVERABLE):
             raise failure
         job = _Job(binding, sequences, budget, LostServers(self._patience_s), _now_s(), stale)
-        await self._retry(job, failure, failure.reason.lower())
+        with spans.span("recovery") as span:
+            span.note(lost=getattr(failure, "address", ""), position=job.position)
+            _note(span, await self._retry(job, failure, failure.reason.lower()), job)
 
     async def fill(
         self, binding: ChainBinding, sequence: Replayable, states: Sequence[HopState], budget: RecoveryBudget
@@ -119,17 +122,19 @@ class Recovery:
         Raises CorollaError as `recover` does.
         """
         job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
-        try:
-            await self._fill(job, 0, states)
-        except CorollaError as failure:
-            # What a hop had a moment ago may have made way for others since.
-            job.incomplete_since_s = _now_s()
-            await self._retry(job, failure, "idle", in_replay=True)
-            return
-        if job.methods:
-            self._report(job, "idle")
+        with spans.span("recovery") as span:
+            span.note(position=job.position)
+            try:
+                await self._fill(job, 0, states)
+            except CorollaError as failure:
+                # What a hop had a moment ago may have made way for others since.
+                job.incomplete_since_s = _now_s()
+                _note(span, await self._retry(job, failure, "idle", in_replay=True), job)
+                return
+            if job.methods:
+                _note(span, self._report(job, "idle"), job)
 
-    async def _retry(self, job: _Job, failure: CorollaError, cause: str, *, in_replay: bool = False) -> None:
+    async def _retry(self, job: _Job, failure: CorollaError, cause: str, *, in_replay: bool = False) -> RecoveryReport:
         """Makes attempts after a failure of a step or, `in_replay`, of what was to be replayed."""
         latest: CorollaError | None = failure
         while latest is not None:
@@ -150,7 +155,9 @@ class Recovery:
                 if isinstance(latest, NotComputed):
                     raise latest from None  # no other server was there to try
                 raise
-        log.warning("session recovered", extra={"cause": cause, "method": self._report(job, cause).method})
+        report = self._report(job, cause)
+        log.warning("session recovered", extra={"cause": cause, "method": report.method})
+        return report
 
     def _report(self, job: _Job, cause: str) -> RecoveryReport:
         methods = "+".join(sorted(job.methods)) or "reopen"
@@ -291,13 +298,22 @@ class Recovery:
             for hop, state in zip(hops, states, strict=True)
         ]
         for lane in plan_lanes(states, sequence.position, may_scratch=job.may_scratch):
+            method = "tokens" if lane.source == CLIENT else "outputs"
             try:
-                await self._replayer.replay(job.binding, number, sequence, lane)
+                with spans.span("replay", source=method, start=lane.start, end=sequence.position):
+                    await self._replayer.replay(job.binding, number, sequence, lane)
             except OutputsNotKept:
                 job.without_outputs.add(hops[lane.source].server_id)
                 raise
-            job.methods.add("tokens" if lane.source == CLIENT else "outputs")
+            job.methods.add(method)
             job.num_recomputed_tokens += (sequence.position - lane.start) * len(lane.hops)
+
+
+def _note(span: spans.Span, report: RecoveryReport, job: _Job) -> None:
+    """Says in its span how a recovery ended."""
+    if span.is_sampled:
+        hops = [f"{hop.address} {Span.of(hop.span)}" for hop in job.binding.chain.hops]
+        span.note(cause=report.cause, method=report.method, recomputed_tokens=report.num_recomputed_tokens, hops=hops)
 
 
 def _now_s() -> float:

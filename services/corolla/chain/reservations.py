@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from corolla.chain.identity import SessionIdentity
@@ -24,6 +24,8 @@ from corolla.chassis.errors import (
     RouterUnavailable,
     StoreUnavailable,
 )
+from corolla.chassis.tracing import spans
+from corolla.chassis.tracing.carriers import PARENT_HEADER, STATE_HEADER, trace_headers
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -87,6 +89,7 @@ class OpenOptions:
         prompts: trained embeddings for each session; None without.
         samplers: for each session how its last hop is to choose tokens; None where it is to send hidden states.
         keeps_outputs: whether hops keep what they send on, for the case that the next one is lost.
+        trace: of the request, as headers; empty where it is not traced.
     """
 
     max_tokens: int
@@ -102,6 +105,7 @@ class OpenOptions:
     prompts: Sequence[TrainedPrompts] | None = None
     samplers: Sequence[SamplerRecord] | None = None
     keeps_outputs: bool = True
+    trace: Mapping[str, str] = field(default_factory=dict)
 
     def resumes(self, hop: common_pb2.Hop) -> bool:
         """Whether the hop may hold something of the session that counts."""
@@ -212,6 +216,8 @@ class Reservations:
             NoChain, OutOfPages, HopUnavailable: nothing stays allocated.
             InvalidRequest: the prompts are too large for a hop.
         """
+        if trace := trace_headers():
+            open_options = replace(open_options, trace=trace)
         clock = asyncio.get_running_loop().time
         attempts = Attempts(self._limits.recovery_patience_s)
         give_up_s = min(until_s, clock() + self._limits.recovery_patience_s)
@@ -243,6 +249,14 @@ class Reservations:
 
         Raises NotOpened: what did open stays so, and is the caller's to give back.
         """
+        with spans.span("open") as span:
+            if span.is_sampled:
+                span.note(hops=[f"{hop.address} {Span.of(hop.span)}" for hop in chain.hops], epoch=identities[0].epoch)
+            return await self._open(identities, open_options, chain)
+
+    async def _open(
+        self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain
+    ) -> ChainBinding:
         last = len(chain.hops) - 1
         # What trained prompts make of a text is no other session's.
         texts = (
@@ -356,6 +370,9 @@ class Reservations:
                     transient=open_options.transient,
                     keep_activations=keep_activations,
                 )
+                if open_options.trace:
+                    trace = open_options.trace
+                    request.trace.parent, request.trace.state = trace[PARENT_HEADER], trace.get(STATE_HEADER, "")
                 if texts is not None and welcome.page_tokens:
                     request.text.CopyFrom(texts[number].of(welcome.page_tokens))
                 if samples and open_options.samplers is not None:

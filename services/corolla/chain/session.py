@@ -20,6 +20,7 @@ from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
 from corolla.chassis.errors import CorollaError, InternalError
+from corolla.chassis.tracing import spans
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
@@ -151,7 +152,10 @@ class ChainSession:
         if not token_ids:
             raise InternalError("a prompt to process has at least one token")
         start = self.position
-        rounds = await self._with_recovery(lambda: self._send_prompt(token_ids[self.position - start :], waits=waits))
+        with spans.span("prefill", position=start, tokens=len(token_ids)):
+            rounds = await self._with_recovery(
+                lambda: self._send_prompt(token_ids[self.position - start :], waits=waits)
+            )
         self._first_token = None if waits else (_now_s(), self.position)
         self._read(rounds.sampled, reader)
 
@@ -168,13 +172,14 @@ class ChainSession:
         self._history.append(token_ids[:-1], is_prompt=True)
         row = self._row(token_ids[-1:], 1)
         row.source_session_id = source.identity.session_id
-        try:
-            self._begin(row)
-            rounds = await self._next_round()
-        except CorollaError as failure:
-            # Whatever hops hold by now is the prompt's beginning: they held nothing before.
-            await self._recover(failure)
-            rounds = await self._with_recovery(lambda: self._round(token_ids[-1]))
+        with spans.span("prefill", position=row.position, tokens=1):
+            try:
+                self._begin(row)
+                rounds = await self._next_round()
+            except CorollaError as failure:
+                # Whatever hops hold by now is the prompt's beginning: they held nothing before.
+                await self._recover(failure)
+                rounds = await self._with_recovery(lambda: self._round(token_ids[-1]))
         self._history.append(token_ids[-1:], is_prompt=True)
         self._read(rounds.sampled, reader)
 

@@ -18,6 +18,7 @@ from corolla.chain.token_stream import TokenStream
 from corolla.chassis.errors import CorollaError, FingerprintMismatch, HopLeaving, HopUnavailable, NotComputed, QueueFull
 from corolla.chassis.status import from_reason
 from corolla.chassis.tasks import TaskGroup
+from corolla.chassis.tracing.carriers import current_span_id
 from corolla.trust.capabilities import Capabilities
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -201,8 +202,9 @@ class DataPlane:
         self._pending.add_token_stream(row.session_id, stream)
         ring = pb.Ring(first_address=hops[0].address, credit_end=credit_end, max_step_tokens=max_step_tokens)
         step = pb.Step(
-            client_id=self.client_id, rows=[row], blocks=hops[0].span, route=hops[1:], samples=True, ring=ring
-        )
+            client_id=self.client_id, rows=[row], blocks=hops[0].span, route=hops[1:], samples=True, ring=ring,
+            span_id=current_span_id(),
+        )  # fmt: skip
         try:
             self._send(hops[0].address, step)
         except HopUnavailable as error:
@@ -250,7 +252,7 @@ class DataPlane:
 
     def _send_step(self, hops: Sequence[common_pb2.Hop], step: pb.Step, payload: Buffer | None) -> list[RowFuture]:
         step.step_id = number = next(self._numbers)
-        step.client_id = self.client_id
+        step.client_id, step.span_id = self.client_id, current_span_id()
         futures = self._pending.add_step(number, step.rows, frozenset(hop.address for hop in hops))
         try:
             if payload is None:

@@ -19,6 +19,8 @@ from corolla.chassis import errors
 from corolla.chassis.calls import Authenticate, Call, Guard, where
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.status import trailing_metadata
+from corolla.chassis.tracing import spans
+from corolla.chassis.tracing.carriers import trace_parent
 
 __all__ = ["MAX_CONTROL_REQUEST_BYTES", "Authenticate", "Call", "service_handler", "where"]
 
@@ -36,6 +38,7 @@ def service_handler(
     reader_timeout_s: float | None = None,
     authenticate: Authenticate | None = None,
     audited: Container[str] = (),
+    traced: bool = False,
 ) -> grpc.GenericRpcHandler:
     """Handlers for every method of `service` that `servicer` has.
 
@@ -45,6 +48,7 @@ def service_handler(
         max_request_bytes: larger requests are refused with MESSAGE_TOO_LARGE.
         authenticate: None: nobody is asked who they are.
         audited: of which methods each call is in the audit log; who was denied a call is there in any case.
+        traced: whether a call of a unary method belongs to the trace that its metadata names.
         reader_timeout_s: how long the caller of a streaming method may take nothing of what it is sent, before its call
             ends with CALLER_STALLED; None: for ever.
     """
@@ -62,7 +66,7 @@ def service_handler(
             )
         else:
             handlers[method.name] = grpc.stream_unary_rpc_method_handler(
-                _unary_unary(guard, behaviour, parse), response_serializer=_serialise
+                _unary_unary(guard, behaviour, parse, name if traced else None), response_serializer=_serialise
             )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
@@ -136,12 +140,13 @@ class _Responses:
         self._closing = asyncio.create_task(self.generator.aclose())
 
 
-def _unary_unary(guard: Guard, behaviour: Any, parse: Callable[[bytes], message.Message]) -> Any:
+def _unary_unary(guard: Guard, behaviour: Any, parse: Callable[[bytes], message.Message], traced_as: str | None) -> Any:
     async def handle(requests: object, context: Context) -> Any:
         call = guard.begin(context)
         try:
             await guard.let_in(call)
-            response = await behaviour(parse(await _request(context)), call)
+            with _span(traced_as, context):
+                response = await behaviour(parse(await _request(context)), call)
         except BaseException as failure:
             await _abort(context, guard.failed(call, failure))
             raise
@@ -169,6 +174,12 @@ def _unary_stream(
         guard.done(call)
 
     return handle
+
+
+def _span(method: str | None, context: Context) -> spans.Span:
+    if method is None or not spans.is_collected():
+        return spans.NOT_SAMPLED
+    return spans.served(method, trace_parent(dict(context.invocation_metadata() or ())))
 
 
 async def _abort(context: Context, error: errors.CorollaError | None) -> None:

@@ -15,6 +15,7 @@ from corolla.chassis import exposure, failpoints, heap, logs
 from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import StartupError
 from corolla.chassis.settings import ServiceSettings, load
+from corolla.chassis.tracing import export
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,11 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
         failpoints.arm(os.environ)
         os.environ.setdefault(*TLS_1_3_ONLY)
         logs.configure(settings.log_level, settings.log_format, with_audit=settings.audit)
-        uvloop.run(_serve_until_signal(settings, build))
+        stop_tracing = export.start(settings.service_name)
+        try:
+            uvloop.run(_serve_until_signal(settings, build))
+        finally:
+            stop_tracing()
     except StartupError as failure:
         sys.stderr.write(f"corolla: {failure.message}\n")
         return EXIT_STARTUP

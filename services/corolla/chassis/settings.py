@@ -6,7 +6,7 @@ the process at start with a sentence that names key and value.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -21,7 +21,13 @@ Dtype = Annotated[DtypeName, BeforeValidator(full_dtype_name)]
 
 
 class ServiceSettings(BaseSettings):
-    """What every service has."""
+    """What every service has.
+
+    Attributes:
+        service_name: what it is called in traces.
+    """
+
+    service_name: ClassVar[str] = "corolla"
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", protected_namespaces=())
 

@@ -27,6 +27,7 @@ from corolla.client.api.tokens import TokenRules
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
 from corolla.client.generation.cache_salts import CacheSalts
+from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.http.door import Door
 from corolla.client.http.exchange import HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
@@ -187,6 +188,7 @@ class ClientService:
                 SpeculationMode(settings.speculation), settings.max_draft_tokens, settings.adaptive_drafts
             ),
             self._metrics,
+            RequestTraces(checkpoint.name, settings.trace_callers),
         )
         model = generation_pb2.Model(
             name=checkpoint.name, family=checkpoint.family.model_type, num_blocks=checkpoint.num_blocks,

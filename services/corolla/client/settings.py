@@ -1,7 +1,7 @@
 """Settings of a client service, from `COROLLA_*` variables."""
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
@@ -12,6 +12,8 @@ from corolla.client.api.tokens import ALGORITHMS
 
 class ClientSettings(ServiceSettings):
     """One client service."""
+
+    service_name: ClassVar[str] = "corolla-client"
 
     port: int = Field(50051, ge=0, le=65535, description="Port of the public API; 0 takes a free one.")
     http_port: int | None = Field(
@@ -127,6 +129,11 @@ class ClientSettings(ServiceSettings):
         gt=0,
         description="Seconds that a caller may take nothing of what it is sent, with its buffers full; then its answer "
         "ends.",
+    )
+    trace_callers: bool = Field(
+        False,
+        description="Whether a caller's `traceparent` decides: its trace goes on here, and is sampled where it says so."
+        " Otherwise each request begins a trace, sampled at the service's own rate, which names the caller's.",
     )
     default_max_tokens: int = Field(256, ge=1, description="New tokens when the request does not say.")
     prefill_chunk_tokens: int = Field(256, ge=1, description="Tokens of one prefill step.")

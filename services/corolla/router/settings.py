@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
@@ -26,6 +26,8 @@ _EXPECTED: Final = re.compile(r"(?P<name>[^=,]+)(=(?P<num_blocks>[1-9][0-9]{0,3}
 
 class RouterSettings(ServiceSettings):
     """Read from `COROLLA_*`. The Redis address may hold a password, so it is checked where no error quotes it."""
+
+    service_name: ClassVar[str] = "corolla-router"
 
     port: int = Field(50050, ge=0, le=65535, description="Port of RouterService; 0 takes a free one.")
     redis_url: SecretStr = Field(

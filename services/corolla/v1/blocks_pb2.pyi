@@ -381,6 +381,7 @@ class Open(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     SAMPLER_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Answers carry the same number."""
     session_id: _builtins.bytes
@@ -421,6 +422,10 @@ class Open(_message.Message):
     def capability(self) -> Global___SignedCapability:
         """Where both ends show certificates: without it, or with one for another session, the open is refused."""
 
+    @_builtins.property
+    def trace(self) -> Global___Trace:
+        """Only of a request that is traced: what the hop does for the session belongs to it."""
+
     def __init__(
         self,
         *,
@@ -438,14 +443,41 @@ class Open(_message.Message):
         text: Global___ExpectedText | None = ...,
         sampler: Global___Sampler | None = ...,
         capability: Global___SignedCapability | None = ...,
+        trace: Global___Trace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "sampler", b"sampler", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "sampler", b"sampler", "text", b"text", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
+
+@_typing.final
+class Trace(_message.Message):
+    """A span of OpenTelemetry, as W3C's trace context writes it. One that is none is ignored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    parent: _builtins.str
+    """As the header traceparent."""
+    state: _builtins.str
+    """As the header tracestate."""
+    def __init__(
+        self,
+        *,
+        parent: _builtins.str = ...,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Trace: _TypeAlias = Trace  # noqa: Y015
 
 @_typing.final
 class Capability(_message.Message):
@@ -851,6 +883,7 @@ class Step(_message.Message):
     SCRATCH_HOPS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     RING_FIELD_NUMBER: _builtins.int
+    SPAN_ID_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Unique per client; the result and any fault carry it. A session's steps have rising ids: one that comes again, or
     after a later one, is neither computed nor answered. 0 in a ring, where positions rise instead.
@@ -866,6 +899,8 @@ class Step(_message.Message):
     """
     samples: _builtins.bool
     """The last hop chooses tokens, by the samplers of the rows' sessions, instead of sending hidden states back."""
+    span_id: _builtins.bytes
+    """Only in what a client sends of a session that is traced: 8 bytes, the span of the trace that the hops' own belong to."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]: ...
     @_builtins.property
@@ -893,10 +928,11 @@ class Step(_message.Message):
         scratch_hops: _builtins.int = ...,
         samples: _builtins.bool = ...,
         ring: Global___Ring | None = ...,
+        span_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "ring", b"ring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "client_id", b"client_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "ring", b"ring", "route", b"route", "rows", b"rows", "samples", b"samples", "scratch_hops", b"scratch_hops", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "client_id", b"client_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "ring", b"ring", "route", b"route", "rows", b"rows", "samples", b"samples", "scratch_hops", b"scratch_hops", "span_id", b"span_id", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

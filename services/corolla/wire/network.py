@@ -86,6 +86,7 @@ class Network:
             max_request_bytes=max_request_bytes,
             authenticate=self._check_role,
             audited=AUDITED,
+            traced=True,
         )
 
     def capabilities(self, fingerprint: str) -> Capabilities | None:

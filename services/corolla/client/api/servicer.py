@@ -13,6 +13,8 @@ from corolla.chain.placement import PlacementWatch
 from corolla.chain.session import ChainSessions
 from corolla.chassis.errors import InvalidRequest, ModelNotFound, QuotaExceeded
 from corolla.chassis.handlers import Call
+from corolla.chassis.tracing import spans
+from corolla.chassis.tracing.carriers import trace_parent
 from corolla.client.api import replies, validation
 from corolla.client.api.keys import Scope
 from corolla.client.api.tenants import KeyHolder
@@ -114,7 +116,7 @@ class GenerationServicer:
         num_completions = validation.num_completions(request)
         prompt = validation.prompt(request, self._model.vocab_size, self._model.context_length)
         options = self._options(request, tenant)
-        caller = Caller(tenant, request.ByteSize(), usage, self._until_s(call))
+        caller = self._caller(tenant, request, usage, call)
         if not request.session_id:
             encode = partial(self._prompt_ids, prompt, add_special_tokens=True)
             return self._answering.complete(caller, encode, options, num_completions)
@@ -177,7 +179,7 @@ class GenerationServicer:
         validation.check_model(request.model, self._model.name)
         messages = validation.messages(request.messages)
         options = self._options(request, tenant)
-        caller = Caller(tenant, request.ByteSize(), usage, self._until_s(call))
+        caller = self._caller(tenant, request, usage, call)
         max_tokens = self._model.context_length
         if not request.session_id:
             check_roles(messages)
@@ -304,6 +306,18 @@ class GenerationServicer:
         if most_s is None or (options.time_limit_s is not None and options.time_limit_s <= most_s):
             return options
         return replace(options, time_limit_s=most_s)
+
+    def _caller(
+        self, tenant: str, request: pb.GenerateRequest | pb.ChatRequest, usage: Usage, call: Call[KeyHolder]
+    ) -> Caller:
+        return Caller(
+            tenant,
+            request.ByteSize(),
+            usage,
+            self._until_s(call),
+            "chat" if isinstance(request, pb.ChatRequest) else "text_completion",
+            trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None,
+        )
 
     def _until_s(self, call: Call[KeyHolder]) -> float:
         """When a caller no longer waits, less the moment in which it can still learn why."""

@@ -6,9 +6,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Literal, Self
 
 from corolla.chain.recovery_budget import RecoveryReport
+from corolla.chassis.tracing import spans
+from corolla.chassis.tracing.carriers import TraceParent
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 from corolla.decoding.stopping import FinishReason
@@ -30,6 +32,7 @@ class Usage:
     recoveries: int = 0
     stall_s: float = 0.0
     time_to_first_token_s: float = 0.0
+    finish_reasons: list[FinishReason] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -44,12 +47,20 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, with `num_bytes` of message; `until_s` is when it no longer waits, by the event loop's clock."""
+    """Who asks, with `num_bytes` of message.
+
+    Attributes:
+        until_s: when it no longer waits, by the event loop's clock.
+        operation: what it asks for, as OpenTelemetry's conventions call it.
+        trace: the span of its own that it named, if it traces.
+    """
 
     tenant: str
     num_bytes: int
     usage: Usage
     until_s: float = math.inf
+    operation: Literal["chat", "text_completion"] = "text_completion"
+    trace: TraceParent | None = None
 
     def waits_until_s(self, time_limit_s: float | None) -> float:
         """When nobody waits any more for an answer that begins now."""
@@ -71,7 +82,11 @@ class AdmissionTicket:
 
     async def admitted(self) -> None:
         """Returns when the turn has come. Raises QueueFull when others have more right to wait."""
-        await self._ticket
+        if self.is_waiting:
+            with spans.span("queue"):
+                await self._ticket
+        else:
+            await self._ticket
 
 
 class Admission:
@@ -152,6 +167,7 @@ class RequestMeter:
         self._usage.count_tokens(num_tokens)
         if is_first and num_tokens:
             self._metrics.time_to_first_token.observe(self._usage.time_to_first_token_s)
+            spans.event("first token")
         self._metrics.generation_tokens.inc(num_tokens)
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
@@ -170,5 +186,6 @@ class RequestMeter:
         """An answer ended, or not yet where `reason` is None."""
         if reason is None:
             return
+        self._usage.finish_reasons.append(reason)
         self._metrics.success.labels(reason.value).inc()
         self._metrics.e2e.observe(self._usage.elapsed_s)

@@ -25,6 +25,7 @@ from corolla.chassis.merge import merge
 from corolla.client.generation.admission import Admission, AdmissionTicket, Caller, RequestMeter, Usage
 from corolla.client.generation.answer import Answer, Delta, joined
 from corolla.client.generation.loop import AnswerReader, Prefill, SharedPrompt, generate
+from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import Allowance, QuotaKeeper
@@ -112,6 +113,7 @@ class Answering:
         admission: Admission,
         speculation: SpeculationDefaults,
         metrics: ClientMetrics,
+        traces: RequestTraces | None = None,
     ) -> None:
         self._sessions = sessions
         self._transcripts = transcripts
@@ -121,6 +123,7 @@ class Answering:
         self._admission = admission
         self._speculation = speculation
         self._metrics = metrics
+        self._traces = traces or RequestTraces()
 
     async def complete(
         self, caller: Caller, encode: Callable[[], Sequence[int]], options: AnswerOptions, num_completions: int
@@ -135,7 +138,7 @@ class Answering:
         """
         until_s = caller.waits_until_s(options.time_limit_s)
         async with AsyncExitStack() as stack:
-            allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, num_completions))
+            allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, options, num_completions))
             prompt_ids = await asyncio.to_thread(encode)
             max_tokens = self._max_tokens(len(prompt_ids), options)
             job = _Completion(caller.tenant, prompt_ids, max_tokens, meter, until_s, options.cache_salt)
@@ -177,7 +180,7 @@ class Answering:
         resumption = options.resumption
         turn_name = "" if resumption is None else resumption.turn_name(tenant)
         async with AsyncExitStack() as stack:
-            allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, 1))
+            allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, options, 1))
             if ticket.is_waiting:
                 await self._check_turn(session_id, tenant, turn_name, next_prompt, options)
             await ticket.admitted()
@@ -233,15 +236,16 @@ class Answering:
 
     @asynccontextmanager
     async def _entered(
-        self, caller: Caller, num_sequences: int
+        self, caller: Caller, options: AnswerOptions, num_sequences: int
     ) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter]]:
         """A request from its coming in to its end. Raises QuotaExceeded, QueueFull."""
-        async with (
-            self._quotas.running(caller.tenant, num_sequences, caller.usage) as allowance,
-            self._admission.enter(caller.tenant, caller.num_bytes, num_sequences) as ticket,
-        ):
-            with RequestMeter(self._metrics, caller.usage) as meter:
-                yield allowance, ticket, meter
+        with self._traces.request(caller, options.sampling, options.max_tokens, num_sequences):
+            async with (
+                self._quotas.running(caller.tenant, num_sequences, caller.usage) as allowance,
+                self._admission.enter(caller.tenant, caller.num_bytes, num_sequences) as ticket,
+            ):
+                with RequestMeter(self._metrics, caller.usage) as meter:
+                    yield allowance, ticket, meter
 
     async def _check_turn(
         self, session_id: str, tenant: str, turn_name: str, next_prompt: NextPrompt, options: AnswerOptions

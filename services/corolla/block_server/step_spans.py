@@ -1,0 +1,62 @@
+"""Spans of what this hop computes for sessions that are traced: each piece of a prompt, and some decode steps.
+
+Nobody says which decode steps these are: each hop sees the positions of a step, and takes those that complete a run of
+tokens, so that all hops of a chain take the same ones.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from corolla.block_server.frame_checks import is_decode
+from corolla.block_server.iteration import Admitted, RowOutput
+from corolla.chassis.errors import CorollaError
+from corolla.chassis.tracing import spans
+from corolla.v1 import blocks_pb2 as pb
+
+DECODE_RUN_TOKENS: Final = 32
+"""One decode step of so many tokens has a span."""
+
+
+class StepSpans:
+    """Makes them.
+
+    Args:
+        server_id, address: of this server.
+    """
+
+    def __init__(self, server_id: str, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._server: dict[str, spans.Fact] = {
+            "corolla.server_id": server_id, "server.address": host, "server.port": int(port),
+        }  # fmt: skip
+
+    def record(self, admitted: Sequence[Admitted], outputs: Sequence[RowOutput], seconds: float) -> None:
+        """An iteration has just ended.
+
+        Args:
+            outputs: of all rows, in order.
+            seconds: that it took.
+        """
+        index = -1
+        for batch in admitted:
+            for row, session, _ in batch.rows:
+                index += 1
+                trace = session.request.trace
+                if trace is None or not (batch.work.step.span_id or completes_run(row)):
+                    continue
+                output = outputs[index]
+                attributes = {
+                    **self._server,
+                    "corolla.blocks": str(session.request.blocks),
+                    "corolla.position": row.position,
+                    "corolla.tokens": row.num_tokens,
+                    "corolla.batch_rows": len(outputs),
+                }
+                failure = output if isinstance(output, CorollaError) else None
+                name: spans.SpanName = "decode" if is_decode(row) else "prefill"
+                spans.record(name, trace.at(batch.work.step.span_id), seconds, attributes, failure)
+
+
+def completes_run(row: pb.StepRow) -> bool:
+    """Whether the tokens of a row are the last ones of a run of DECODE_RUN_TOKENS positions."""
+    return row.position // DECODE_RUN_TOKENS != (row.position + row.num_tokens) // DECODE_RUN_TOKENS
