@@ -25,7 +25,11 @@ STAND_INS: dict[str, list[str]] = {
     entry["name"]: entry["requires-dist"] for entry in PYPROJECT["tool"]["uv"]["dependency-metadata"]
 }
 OUTSIDE = {"corolla", "torch"}
-IMAGE_LOCKS = {"server": ["block-server", "quantization", "router"], "client": ["client"], "demo": ["demo"]}
+IMAGE_LOCKS = {
+    "server": ["block-server", "quantization", "router", "tracing"],
+    "client": ["client", "tracing"],
+    "demo": ["demo"],
+}
 
 
 def read_lock(path: Path = LOCK) -> tuple[dict[str, Requirement], set[str]]:

@@ -465,6 +465,32 @@ def test_only_pods_that_load_the_model_reach_the_hub_and_only_the_router_the_api
     assert beyond == {"block-server": {443}, "client": {443}, "router": {443, 6443}, "redis": set(), "test": set()}
 
 
+@pytest.mark.parametrize("endpoint, port", [("http://collector.a:4317", 4317), ("https://collector", 443)])
+def test_all_services_send_traces_to_the_collector_and_no_other_pod_reaches_it(endpoint: str, port: int) -> None:
+    values = {
+        "model": {"offline": True},
+        "router": {"rbac": False},
+        "tracing": {"endpoint": endpoint, "sampleRatio": 0.25, "headers": {"existingSecret": "collector"}},
+    }
+    objects = render(values)
+    services = ("block-server", "client", "router")
+    for component in COMPONENTS:
+        beyond = {port for called, port in admitted(objects, component, "egress") if called == "any"} - {53}
+        assert beyond == ({port} if component in services else set())
+    for name, spec in pod_specs(objects).items():
+        (container,) = spec["containers"]
+        given = {each["name"]: each for each in container.get("env", ())}
+        is_service = any(name.startswith(f"rel-corolla-{service}") for service in services)
+        assert ("OTEL_EXPORTER_OTLP_HEADERS" in given) == is_service, name
+        if is_service:
+            assert given["OTEL_RESOURCE_ATTRIBUTES"]["value"] == "k8s.namespace.name=ns,k8s.pod.name=$(POD_NAME)"
+            names = list(given)
+            assert names.index("POD_NAME") < names.index("OTEL_RESOURCE_ATTRIBUTES")
+            data = named(objects, "ConfigMap", name)["data"]
+            assert data["OTEL_EXPORTER_OTLP_ENDPOINT"] == endpoint
+            assert (data["OTEL_TRACES_SAMPLER"], data["OTEL_TRACES_SAMPLER_ARG"]) == ("parentbased_traceidratio", "0.25")
+
+
 def test_a_mirror_is_reached_at_its_port() -> None:
     ports = {"http://mirror": 80, "https://mirror": 443, "http://mirror.local:8081/hub": 8081}
     for endpoint, port in ports.items():

@@ -41,6 +41,7 @@ NEEDED: Final[dict[str, Object]] = {
         "tls": {"enabled": True, "certManager": {"issuer": "authority"}},
         "client": {"tls": {"existingSecret": "public"}},
     },
+    "tracing": {"tracing": {"endpoint": "http://collector:4317", "headers": {"existingSecret": "collector"}}},
     "redis.external": {"redis": {"enabled": False, "external": {"existingSecret": "address"}}},
 }
 OTHERS: Final[dict[str, Any]] = {
@@ -66,6 +67,8 @@ OTHERS: Final[dict[str, Any]] = {
     "monitoring.prometheusRule.interTokenSeconds": "0.2",
     "monitoring.prometheusRule.timeToFirstTokenSeconds": "1.0",
     "client.service.type": "LoadBalancer",
+    "tracing.endpoint": "https://other",
+    "tracing.sampleRatio": 0.5,
     "tolerations": [{"operator": "Exists"}],
     "topologySpreadConstraints": [{"maxSkew": 7}],
 }

@@ -25,3 +25,12 @@
 - ports: [{port: {{ $port }}, protocol: TCP}]
 {{- end }}
 {{- end }}
+
+{{/* The collector of traces may be anywhere; no policy can name it. */}}
+{{- define "corolla.tracingEgress" -}}
+{{- with .Values.tracing.endpoint }}
+{{- $endpoint := urlParse . }}
+{{- $usual := ternary 443 80 (eq $endpoint.scheme "https") }}
+- ports: [{port: {{ regexFind ":[0-9]+$" $endpoint.host | trimPrefix ":" | default $usual | int }}, protocol: TCP}]
+{{- end }}
+{{- end }}

@@ -20,6 +20,27 @@ COROLLA_{{ snakecase $name | upper }}: {{ ternary $value (toJson $value) (kindIs
 {{- define "corolla.commonSettings" -}}
 COROLLA_METRICS_PORT: {{ .Values.metrics.port | quote }}
 {{- include "corolla.tlsSettings" . }}
+{{- if .Values.tracing.endpoint }}
+OTEL_EXPORTER_OTLP_ENDPOINT: {{ .Values.tracing.endpoint | quote }}
+OTEL_TRACES_SAMPLER: parentbased_traceidratio
+OTEL_TRACES_SAMPLER_ARG: {{ .Values.tracing.sampleRatio | quote }}
+{{- end }}
+{{- end }}
+
+{{/* What the collector is told of a pod, and wants to be told, where there is one. */}}
+{{- define "corolla.tracingEnv" -}}
+{{- if .Values.tracing.endpoint }}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: OTEL_RESOURCE_ATTRIBUTES
+  value: k8s.namespace.name={{ .Release.Namespace }},k8s.pod.name=$(POD_NAME)
+{{- with .Values.tracing.headers }}
+{{- if .existingSecret }}
+- name: OTEL_EXPORTER_OTLP_HEADERS
+  valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* Settings of the model for block servers and client service, which must agree on it. */}}
