@@ -24,6 +24,7 @@ from benchmarks import (
     quality,
     single_stream,
     streams,
+    tracing,
 )
 from benchmarks.command import show
 
@@ -38,6 +39,7 @@ _ALL: tuple[ModuleType, ...] = (
     control_work,
     crowd,
     encryption,
+    tracing,
     distance,
     microbatches,
     load,
