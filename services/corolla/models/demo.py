@@ -5,7 +5,6 @@ several shards, with tokenizer and chat template, under the user's cache folder.
 """
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 from filelock import FileLock
 
 from corolla.chassis.errors import CheckpointError
+from corolla.models.cache_folder import default_cache_folder
 
 DEMO_MODEL = "demo"
 
@@ -58,15 +58,6 @@ def demo_checkpoint(cache_folder: Path | None = None, progress: Progress | None 
             f"{_NEEDED_BYTES // 1_000_000} MB there, or set COROLLA_CACHE to another folder."
         ) from error
     return folder
-
-
-def default_cache_folder() -> Path:
-    """`$COROLLA_CACHE`, else `$XDG_CACHE_HOME/corolla`, else `~/.cache/corolla`."""
-    own = os.environ.get("COROLLA_CACHE")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "corolla"
 
 
 def _find_gguf() -> Path:

@@ -219,7 +219,7 @@ def test_a_missing_checkpoint_is_refused(
 
 
 def test_a_file_is_no_checkpoint(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a file; point to the folder"):
+    with pytest.raises(CheckpointError, match="is no GGUF file; point to one, or to the folder"):
         Checkpoint.from_pretrained(str(folder / "config.json"))
 
 

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corolla.chassis.errors import CheckpointError
+from corolla.models.cache_folder import default_cache_folder
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.demo import default_cache_folder, demo_checkpoint
+from corolla.models.demo import demo_checkpoint
 from corolla.models.loading import LOADING
 
 CONVERT = "import sys, pathlib; from corolla.models.demo import demo_checkpoint; "

@@ -1,0 +1,13 @@
+"""Where what is made of models is kept on this machine."""
+
+import os
+from pathlib import Path
+
+
+def default_cache_folder() -> Path:
+    """`$COROLLA_CACHE`, else `$XDG_CACHE_HOME/corolla`, else `~/.cache/corolla`."""
+    own = os.environ.get("COROLLA_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "corolla"

@@ -1,0 +1,66 @@
+"""What every other checkpoint has next to its weights, written once for a GGUF file: a folder of some megabytes."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import transformers
+from filelock import FileLock
+
+from corolla.chassis.errors import CheckpointError
+from corolla.models.gguf.description import configuration, end_token_ids
+from corolla.models.gguf.header import GgufHeader
+from corolla.models.gguf.vocabulary import write_tokenizer
+
+# Raise it when the same file is to become another folder.
+_VERSION: Final = 1
+_FILE_MODE: Final = 0o644
+
+
+def settings_folder(header: GgufHeader, cache_folder: Path) -> Path:
+    """The folder with `config.json`, `generation_config.json` and the tokenizer that the file describes.
+
+    It is made at the first call, in a second or some. A folder under the final name is whole: it is built next to it and
+    renamed. Several processes may call at once.
+
+    Raises:
+        CheckpointError: the file's model or tokenizer is not served, or the cache folder cannot be written.
+    """
+    folders = cache_folder / "gguf"
+    folder = folders / f"{header.digest.hex()[:32]}-{transformers.__version__}-{_VERSION}"
+    if folder.is_dir():
+        return folder
+    config = configuration(header)
+    try:
+        folders.mkdir(parents=True, exist_ok=True)
+        with FileLock(folders / f".{folder.name}.lock"):
+            if not folder.is_dir():
+                building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.building-", dir=folders))
+                try:
+                    _write(header, config, building)
+                    building.rename(folder)
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"The model's settings cannot be written to {folders}: {error.strerror or 'the folder is not writable'}; "
+            "set COROLLA_CACHE to another folder."
+        ) from error
+    return folder
+
+
+def _write(header: GgufHeader, config: dict[str, object], folder: Path) -> None:
+    ends = end_token_ids(header.metadata)
+    generation: dict[str, object] = {
+        "eos_token_id": ends or None,
+        **{name: config[name] for name in ("bos_token_id", "pad_token_id") if name in config},
+    }
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_tokenizer(header, folder)
+    for path in folder.iterdir():
+        path.chmod(_FILE_MODE)
+    os.chmod(folder, 0o755)

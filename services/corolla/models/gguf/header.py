@@ -1,0 +1,250 @@
+"""What a GGUF file says of itself: its metadata, and where each tensor lies. Nothing is believed that the file's own
+length does not bear out, so a damaged or hostile file takes no more memory than it has bytes.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import hashlib
+import math
+import mmap
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from corolla.chassis.errors import CheckpointError
+
+_MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_BEGINNING: Final = struct.Struct("<4sIQQ")
+_STRING, _ARRAY = 8, 9
+_NUMBERS: Final = {
+    kind: struct.Struct(form)
+    for kind, form in {
+        0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
+    }.items()
+}  # fmt: skip
+_LENGTH: Final = struct.Struct("<Q")
+_KIND: Final = struct.Struct("<I")
+_ARRAY_HEAD: Final = struct.Struct("<IQ")
+_PLACE: Final = struct.Struct("<IQ")
+_DEFAULT_ALIGNMENT: Final = 32
+_MAX_DIMENSIONS: Final = 4
+_MAX_NAME_BYTES: Final = 256
+_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<total>\d{5})\.gguf")
+
+# Type number: name, numbers in a block, bytes of a block.
+TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where one tensor lies, and how it is stored.
+
+    Attributes:
+        path: the file, one of several where the model is split.
+        shape: as torch orders dimensions.
+        type_number: a key of `TYPES`.
+        offset: of its first byte in the file.
+        num_bytes: its length there.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    type_number: int
+    offset: int
+    num_bytes: int
+
+    @property
+    def type_name(self) -> str:
+        return TYPES[self.type_number][0]
+
+    @property
+    def num_weights(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """A model's metadata, by the keys of the format, and its tensors, by the names of the format.
+
+    Attributes:
+        digest: SHA-256 of all that was read to know these.
+    """
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+    digest: bytes
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Reads the beginnings of a file, or of all parts of a split one, of which `path` may be any.
+
+    Raises:
+        CheckpointError: one is missing, damaged, cut short, or has tensors of a type that is not served.
+    """
+    metadata: Mapping[str, Any] = {}
+    tensors: dict[str, GgufTensor] = {}
+    digest = hashlib.sha256()
+    parts = part_names(path)
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointError(f"{part} is missing; all {len(parts)} parts of a split model lie in one folder.")
+        own, held, own_digest = _read_part(part)
+        digest.update(own_digest)
+        # What describes the model stands in the first part.
+        metadata = metadata or own
+        if twice := tensors.keys() & held.keys():
+            raise CheckpointError(f"{part} holds the tensor {min(twice)!r} once more; fetch the model again.")
+        tensors |= held
+    promised = metadata.get("split.tensors.count", len(tensors))
+    if promised != len(tensors):
+        raise CheckpointError(f"{path} promises {promised} tensors and has {len(tensors)}; fetch the model again.")
+    return GgufHeader(metadata, tensors, digest.digest())
+
+
+def part_names(path: Path) -> list[Path]:
+    """All files of a model, in their order, whether they are there or not."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    total = int(match["total"])
+    return [path.with_name(f"{match['stem']}-{number:05}-of-{total:05}.gguf") for number in range(1, total + 1)]
+
+
+def raw_bytes(tensor: GgufTensor, start: int, num_bytes: int) -> bytes:
+    """At most so many bytes of a tensor as they lie in the file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has become shorter.
+    """
+    wanted = min(num_bytes, tensor.num_bytes - start)
+    try:
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.offset + start)
+            content = file.read(wanted)
+    except OSError as error:
+        raise CheckpointError(f"{tensor.path} cannot be read; check its permissions.") from error
+    if len(content) < wanted:
+        raise CheckpointError(f"{tensor.path} has become shorter; fetch it again.")
+    return content
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], bytes]:
+    damaged = CheckpointError(f"{path} is damaged, cut short or no GGUF file; fetch it again.")
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _Reader(path, content).read()
+    except (struct.error, ValueError, UnicodeDecodeError, OverflowError) as error:
+        raise damaged from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read; check its permissions.") from error
+
+
+class _Reader:
+    """Reads one file from its beginning. Raises struct.error or ValueError where it makes no sense."""
+
+    def __init__(self, path: Path, content: mmap.mmap) -> None:
+        self._path = path
+        self._content = content
+        self._position = 0
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor], bytes]:
+        magic, version, num_tensors, num_entries = self._take(_BEGINNING)
+        if magic != _MAGIC:
+            raise ValueError("no GGUF file")
+        if version not in _VERSIONS:
+            raise CheckpointError(f"{self._path} has version {version} of the format; convert it to version 3.")
+        metadata = self._many(num_entries, self._entry)
+        places = self._many(num_tensors, self._place)
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or not 1 <= alignment <= len(self._content):
+            raise ValueError("an alignment that cannot be")
+        start = -(-self._position // alignment) * alignment
+        digest = hashlib.sha256(self._content[: self._position]).digest()
+        return metadata, {name: self._tensor(name, start, *place) for name, place in places.items()}, digest
+
+    def _many(self, number: int, read: Callable[[], tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(number):
+            name, value = read()
+            if name in found:
+                raise ValueError("a name that stands twice")
+            found[name] = value
+        return found
+
+    def _entry(self) -> tuple[str, Any]:
+        key = self._string()
+        (kind,) = self._take(_KIND)
+        return key, self._value(kind)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._number(kind)
+        inner, number = self._take(_ARRAY_HEAD)
+        # Every value has a byte at least, so that no list is longer than the file.
+        if number > len(self._content) - self._position:
+            raise ValueError("a list that is longer than the file")
+        if inner == _STRING:
+            return [self._string() for _ in range(number)]
+        form = struct.Struct(f"<{number}{_NUMBERS[inner].format[1:]}") if inner in _NUMBERS else None
+        if form is None:
+            raise ValueError("a list of lists")
+        return list(self._take(form))
+
+    def _number(self, kind: int) -> Any:
+        if kind not in _NUMBERS:
+            raise ValueError("a value of an unknown type")
+        (value,) = self._take(_NUMBERS[kind])
+        return value
+
+    def _place(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+        name = self._string()
+        (num_dimensions,) = self._take(_KIND)
+        if num_dimensions > _MAX_DIMENSIONS or not 0 < len(name) <= _MAX_NAME_BYTES:
+            raise ValueError("a tensor that cannot be")
+        dimensions = self._take(struct.Struct(f"<{num_dimensions}Q"))
+        type_number, offset = self._take(_PLACE)
+        return name, (tuple(reversed(dimensions)), type_number, offset)
+
+    def _tensor(self, name: str, start: int, shape: tuple[int, ...], type_number: int, offset: int) -> GgufTensor:
+        if type_number not in TYPES:
+            known = ", ".join(label for label, *_ in TYPES.values())
+            raise CheckpointError(
+                f"{self._path} stores {name!r} in a type (number {type_number}) that is not served; take a file of one "
+                f"of these: {known}."
+            )
+        _, block_weights, block_bytes = TYPES[type_number]
+        if not shape or shape[-1] % block_weights:
+            raise ValueError("a row that is no whole number of blocks")
+        num_bytes = math.prod(shape) // block_weights * block_bytes
+        if start + offset + num_bytes > len(self._content):
+            raise ValueError("a tensor that ends behind the file")
+        return GgufTensor(self._path, shape, type_number, start + offset, num_bytes)
+
+    def _string(self) -> str:
+        (length,) = self._take(_LENGTH)
+        end = self._position + length
+        if end > len(self._content):
+            raise ValueError("a text that ends behind the file")
+        text = self._content[self._position : end].decode()
+        self._position = end
+        return text
+
+    def _take(self, form: struct.Struct) -> tuple[Any, ...]:
+        values = form.unpack_from(self._content, self._position)
+        self._position += form.size
+        return values

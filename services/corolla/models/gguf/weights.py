@@ -1,0 +1,97 @@
+"""The weights of a GGUF file as a checkpoint has them: what is in it, and what tells it from others.
+
+Needs neither torch nor the package `gguf` until a tensor is read.
+"""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PretrainedConfig
+
+from corolla.chassis.errors import CheckpointError
+from corolla.models.gguf.header import GgufHeader, part_names, raw_bytes
+
+if TYPE_CHECKING:
+    from corolla.models.gguf.tensors import GgufTensors
+
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+class GgufWeights:
+    """One model's.
+
+    Args:
+        path: the file, or any part of a split one.
+        header: what it says of itself.
+        config: of the model.
+
+    Raises:
+        CheckpointError: a block has no weights.
+    """
+
+    def __init__(self, path: Path, header: GgufHeader, config: PretrainedConfig) -> None:
+        self.path = path
+        self.header = header
+        self._config = config
+        self._check_blocks(int(config.num_hidden_layers))
+
+    @property
+    def name(self) -> str:
+        """What the model is called: as the file, without what says that it is one of several parts."""
+        return re.sub(r"-\d{5}-of-\d{5}$", "", part_names(self.path)[0].stem)
+
+    @property
+    def index(self) -> Mapping[str, Path]:
+        """Maps transformers' name of each tensor to the file that holds it; which they are is found out when asked."""
+        return _Index(self)
+
+    @functools.cached_property
+    def tensors(self) -> "GgufTensors":
+        """All weights by transformers' names. Raises as `GgufTensors`."""
+        from corolla.models.gguf.tensors import GgufTensors
+
+        return GgufTensors(self.header, self._config)
+
+    def num_weights(self, name: str) -> int:
+        """How many numbers the tensor of this name has."""
+        return sum(tensor.num_weights for tensor in self.tensors.stored(name))
+
+    def facts(self, num_bytes: int) -> Iterator[bytes]:
+        """Yields what identifies the weights and all else in the file cheaply.
+
+        That is its header, and `num_bytes` each from the beginning, middle and end of every tensor.
+        """
+        yield self.header.digest
+        for name in sorted(self.header.tensors):
+            tensor = self.header.tensors[name]
+            last = max(0, tensor.num_bytes - num_bytes)
+            for start in (0, last // 2, last):
+                yield raw_bytes(tensor, start, num_bytes)
+
+    def _check_blocks(self, num_blocks: int) -> None:
+        held = {int(match[1]) for name in self.header.tensors if (match := _BLOCK.match(name))}
+        absent = sorted(set(range(num_blocks)) - held)
+        if absent:
+            raise CheckpointError(
+                f"{self.path} has no weights for block {absent[0]} although it promises {num_blocks} blocks; fetch it "
+                "again."
+            )
+
+
+class _Index(Mapping[str, Path]):
+    """By transformers' names, which only a process with torch can find out."""
+
+    def __init__(self, weights: GgufWeights) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Path:
+        return self._weights.tensors.stored(name)[0].path
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights.tensors)
+
+    def __len__(self) -> int:
+        return len(self._weights.tensors)

@@ -1,0 +1,113 @@
+"""A damaged or hostile file is refused before memory is taken, and a good one is read."""
+
+import shutil
+import struct
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from corolla.chassis.errors import CheckpointError
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.gguf.header import read_header
+from tests.gguf_files import make_tiny_gguf
+
+MAX_BYTES = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_gguf("llama", tmp_path_factory.mktemp("gguf"), kind="Q8_0", num_blocks=1)[1]
+
+
+def test_a_header_is_what_the_package_gguf_reads(good: Path) -> None:
+    header, reader = read_header(good), gguf.GGUFReader(good)
+    assert list(header.tensors) == [tensor.name for tensor in reader.tensors]
+    for tensor in reader.tensors:
+        own = header.tensors[tensor.name]
+        facts = (own.type_name, own.offset, own.num_bytes, own.num_weights)
+        assert facts == (tensor.tensor_type.name, tensor.data_offset, tensor.n_bytes, tensor.n_elements)
+    fields = [key for key in reader.fields if not key.startswith("GGUF.")]
+    assert list(header.metadata) == fields
+    assert header.metadata["tokenizer.ggml.tokens"] == reader.fields["tokenizer.ggml.tokens"].contents()
+
+
+def refused(path: Path) -> bool:
+    """Whether a file is refused as a start that failed, without much memory."""
+    tracemalloc.start()
+    try:
+        read_header(path)
+    except CheckpointError:
+        return True
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < MAX_BYTES
+    return False
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_damaged_bytes_are_refused_or_still_make_sense(good: Path, tmp_path: Path, data: st.DataObject) -> None:
+    content = bytearray(good.read_bytes())
+    end = min(tensor.offset for tensor in read_header(good).tensors.values())
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, end - 8))
+        damage = data.draw(st.sampled_from([b"\xff" * 8, bytes(8), b"\xff" * 4, b"\x7f", struct.pack("<Q", 1 << 62)]))
+        content[position : position + len(damage)] = damage
+    (tmp_path / "damaged.gguf").write_bytes(content)
+    refused(tmp_path / "damaged.gguf")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+def test_a_file_that_was_cut_short_is_refused(good: Path, tmp_path: Path, share: float) -> None:
+    content = good.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(content[: int(share * len(content))])
+    assert refused(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        struct.pack("<4sIQQ", b"GGUF", 3, 1 << 60, 0),
+        struct.pack("<4sIQQ", b"GGUF", 3, 0, 1 << 60),
+        struct.pack("<4sIQQ", b"GGUF", 99, 0, 0),
+        struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q", 1 << 60),
+        struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1sIIQ", 1, b"a", 9, 9, 1 << 40),
+        struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1sIIQ", 1, b"a", 9, 4, 1 << 62),
+        struct.pack("<4sIQQ", b"GGUF", 3, 1, 0) + struct.pack("<Q1sIQQIQ", 1, b"a", 2, 1 << 40, 1 << 20, 0, 0),
+        struct.pack("<4sIQQ", b"GGUF", 3, 1, 0) + struct.pack("<Q1sI", 1, b"a", 1 << 30),
+        b"not a file of this kind at all, but long enough",
+    ],
+)
+def test_a_beginning_that_promises_too_much_is_refused(tmp_path: Path, beginning: bytes) -> None:
+    (tmp_path / "hostile.gguf").write_bytes(beginning + bytes(1000))
+    assert refused(tmp_path / "hostile.gguf")
+
+
+def test_a_type_that_is_not_served_is_named(good: Path, tmp_path: Path) -> None:
+    content = bytearray(good.read_bytes())
+    place = content.index(b"blk.0.ffn_down.weight") + len(b"blk.0.ffn_down.weight") + 4 + 16
+    content[place : place + 4] = struct.pack("<I", 19)
+    (tmp_path / "other.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"'blk.0.ffn_down.weight' in a type \(number 19\) that is not served"):
+        read_header(tmp_path / "other.gguf")
+
+
+def test_a_split_model_needs_all_its_parts(good: Path, tmp_path: Path) -> None:
+    first = tmp_path / "model-00001-of-00002.gguf"
+    shutil.copy(good, first)
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.gguf is missing"):
+        Checkpoint.from_pretrained(str(first))
+    shutil.copy(good, tmp_path / "model-00002-of-00002.gguf")
+    with pytest.raises(CheckpointError, match="once more"):
+        Checkpoint.from_pretrained(str(first))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="is no GGUF file"):
+        Checkpoint.from_pretrained(str(tmp_path / "model.bin"))

@@ -1,0 +1,112 @@
+"""A GGUF file is the model that it was made of."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import load_edges
+from corolla.models.gguf.header import TYPES, GgufTensor
+from corolla.models.gguf.tensors import expanded
+from corolla.models.loading import LOADING
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.gguf_files import ARCHITECTURES, make_tiny_gguf
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
+
+
+def logits(checkpoint: Checkpoint, token_ids: list[int], spans: list[Span]) -> torch.Tensor:
+    edges = load_edges(checkpoint, dtype=torch.float32)
+    positions = torch.arange(len(token_ids))
+    hidden = edges.embed(torch.tensor(token_ids), positions)[None]
+    for span in spans:
+        hidden = load_span(checkpoint, span, dtype=torch.float32).forward(hidden, positions[None])
+    return edges.head(hidden[0])
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_chain_of_a_file_equals_the_model_that_it_was_made_of(tmp_path: Path, family: str) -> None:
+    source, path = make_tiny_gguf(family, tmp_path)
+    checkpoint = Checkpoint.from_pretrained(str(path))
+    library: Any = AutoModelForCausalLM
+    with LOADING:
+        model = library.from_pretrained(source, dtype=torch.float32)
+    token_ids = list(range(5, 45))
+    with torch.no_grad():
+        expected = model(torch.tensor([token_ids])).logits[0]
+    for spans in ([Span(0, 4)], [Span(0, 1), Span(1, 4)], [Span(0, 1), Span(1, 3), Span(3, 4)]):
+        assert torch.equal(logits(checkpoint, token_ids, spans), expected)
+    assert checkpoint.config.model_type == family
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_numbers_in_blocks_are_what_the_format_says(tmp_path: Path, kind: str) -> None:
+    _, path = make_tiny_gguf("llama", tmp_path, kind=kind, num_blocks=1)
+    checkpoint = Checkpoint.from_pretrained(str(path))
+    reader = gguf.GGUFReader(path)
+    stored = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_down.weight")
+    expected = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type))
+    span = load_span(checkpoint, Span(0, 1), dtype=torch.float32)
+    held = next(module.down_proj.weight for module in span.modules() if hasattr(module, "down_proj"))
+    assert torch.equal(held, expected.float())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", TYPES)
+def test_every_type_is_expanded_as_the_package_gguf_does(tmp_path: Path, number: int) -> None:
+    name, block_weights, block_bytes = TYPES[number]
+    random = np.random.default_rng(number)
+    num_blocks = 24
+    raw = random.integers(0, 256, num_blocks * block_bytes, dtype=np.uint8)
+    if name in ("F32", "F16", "BF16"):
+        raw = np.frombuffer(random.standard_normal(num_blocks, dtype=np.float32).tobytes(), dtype=np.uint8)
+        raw = raw[: num_blocks * block_bytes]
+    (tmp_path / "raw").write_bytes(bytes(7) + raw.tobytes())
+    tensor = GgufTensor(tmp_path / "raw", (2, num_blocks // 2 * block_weights), number, 7, raw.nbytes)
+    rows = raw.reshape(2, -1)
+    with np.errstate(all="ignore"):
+        if name in ("F32", "F16"):
+            expected = rows.view({"F32": np.float32, "F16": np.float16}[name]).astype(np.float32)
+        else:
+            expected = gguf.dequantize(rows, gguf.GGMLQuantizationType(number))
+    np.testing.assert_allclose(expanded(tensor).numpy(), expected, rtol=1e-6, equal_nan=True)
+
+
+def test_the_tokenizer_and_what_ends_an_answer_come_from_the_file(tmp_path: Path) -> None:
+    source, path = make_tiny_gguf("llama", tmp_path)
+    checkpoint = Checkpoint.from_pretrained(str(path))
+    tokenizers: list[Any] = [AutoTokenizer.from_pretrained(folder) for folder in (source, checkpoint.folder)]
+    text = "the thin man<|end|> and <|user|>so on"
+    assert len({tuple(each.encode(text)) for each in tokenizers}) == 1
+    assert len({each.chat_template for each in tokenizers}) == 1
+    assert checkpoint.generation_config().eos_token_id == [tokenizers[0].eos_token_id]
+
+
+def test_configurations_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    for family in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text"):
+        _, path = make_tiny_gguf(family, tmp_path / family)
+        own = Checkpoint.from_pretrained(str(path)).config.to_dict()
+        theirs = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
+        same = {name for name in theirs if name not in {"_name_or_path", "_model_name_or_path", "dtype", "head_dim"}}
+        expected = {name: theirs[name] for name in same}
+        if family.startswith("gemma"):
+            expected["query_pre_attn_scalar"] = own["head_dim"]
+            for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+                expected[name] = own[name]
+        assert {name: own.get(name) for name in same} == expected
+
+
+def test_two_files_have_two_fingerprints_and_one_file_has_one_wherever_it_lies(tmp_path: Path) -> None:
+    paths = [make_tiny_gguf("llama", tmp_path / kind, kind=kind)[1] for kind in ("Q8_0", "Q4_0")]
+    moved = tmp_path / "elsewhere.gguf"
+    moved.write_bytes(paths[0].read_bytes())
+    fingerprints = [Checkpoint.from_pretrained(str(path)).fingerprint("float32") for path in (*paths, moved)]
+    assert fingerprints[0] == fingerprints[2] != fingerprints[1]
