@@ -32,6 +32,9 @@ NOT_FOUND = grpc.StatusCode.NOT_FOUND
 MAX_REQUEST_BYTES = 64 << 10
 MINE, OTHERS = "key-of-mine-0001", "key-of-others-01"
 
+A_CALL = pb.ToolCall(id="c", name="f", arguments="{}")
+CONTINUED, ARGUMENTS = "continue_last_message", "template_arguments"
+
 GENERATE = ("Generate", "GenerateStream")
 CHAT = ("Chat", "ChatStream")
 
@@ -68,6 +71,25 @@ def prompt(**fields: Any) -> pb.GenerateRequest:
 
 def chat(*messages: tuple[str, str], **fields: Any) -> pb.ChatRequest:
     return pb.ChatRequest(messages=[pb.ChatMessage(role=role, content=text) for role, text in messages], **fields)
+
+
+def chat_of(request: dict[str, Any] | None = None, **fields: Any) -> pb.ChatRequest:
+    """A chat of one message."""
+    return pb.ChatRequest(messages=[pb.ChatMessage(**{"role": "user", **fields})], **(request or {}))
+
+
+def with_arguments(arguments: dict[str, Any]) -> pb.ChatRequest:
+    request = chat(("user", "hi"))
+    request.template_arguments.update(arguments)
+    return request
+
+
+def nested(depth: int) -> Any:
+    return {"a": nested(depth - 1)} if depth else 1
+
+
+def with_tools(*tools: pb.Tool, **fields: Any) -> pb.ChatRequest:
+    return chat(("user", "hi"), tools=tools, **fields)
 
 
 def invalid(name: str, methods: tuple[str, ...], request: Message | Callable[[Sessions], Message], *fields: str) -> Row:
@@ -265,30 +287,84 @@ ROWS: list[Row] = [
     invalid("no messages in a session", CHAT, lambda held: chat(session_id=held.of_chat), "messages"),
     invalid("unknown role", CHAT, chat(("robot", "hi")), "messages[0].role"),
     invalid("no role", CHAT, chat(("", "hi")), "messages[0].role"),
-    invalid("assistant first", CHAT, chat(("assistant", "hi"), ("user", "hi")), "messages[0].role"),
-    invalid("assistant last", CHAT, chat(("user", "hi"), ("assistant", "hi")), "messages[1].role"),
-    invalid("only a system message", CHAT, chat(("system", "be brief")), "messages[0].role"),
-    invalid("system later", CHAT, chat(("user", "a"), ("system", "b"), ("user", "c")), "messages[1].role"),
-    invalid("two user messages", CHAT, chat(("user", "a"), ("user", "b")), "messages[1].role"),
     invalid("empty message", CHAT, chat(("user", "")), "messages[0].content"),
     invalid("empty system message", CHAT, chat(("system", ""), ("user", "a")), "messages[0].content"),
     invalid(
-        "system later in a session",
+        "unknown role in a session",
         CHAT,
-        lambda held: chat(("system", "b"), ("user", "c"), session_id=held.of_chat),
-        "messages[0].role",
-    ),
-    invalid(
-        "assistant last in a session",
-        CHAT,
-        lambda held: chat(("user", "b"), ("assistant", "c"), session_id=held.of_chat),
+        lambda held: chat(("user", "b"), ("robot", "c"), session_id=held.of_chat),
         "messages[1].role",
     ),
     invalid(
-        "wrong order to tokenize",
+        "unknown role to tokenize",
         ("Tokenize",),
-        pb.TokenizeRequest(chat=pb.Conversation(messages=[pb.ChatMessage(role="assistant", content="a")])),
+        pb.TokenizeRequest(chat=pb.Conversation(messages=[pb.ChatMessage(role="robot", content="a")])),
         "messages[0].role",
+    ),
+    invalid("text and parts", CHAT, chat_of(content="a", content_parts=["b"]), "messages[0].content_parts"),
+    invalid("empty parts", CHAT, chat_of(content_parts=["", ""]), "messages[0].content"),
+    invalid("a user who calls", CHAT, chat_of(content="a", tool_calls=[A_CALL]), "messages[0].tool_calls"),
+    invalid("a user who reasons", CHAT, chat_of(content="a", reasoning="b"), "messages[0].reasoning"),
+    invalid("a user who answers a call", CHAT, chat_of(content="a", tool_call_id="b"), "messages[0].tool_call_id"),
+    invalid("a long name", CHAT, chat_of(content="a", name="b" * 257), "messages[0].name"),
+    *(
+        invalid(
+            f"arguments {arguments[:12]!r}",
+            CHAT,
+            chat_of(role="assistant", tool_calls=[pb.ToolCall(name="f", arguments=arguments)]),
+            "messages[0].tool_calls[0].arguments",
+        )
+        for arguments in ("", "{", "[]", "1", '{"a": NaN}', "[" * 9999, '{"a":' * 40 + "1" + "}" * 40)
+    ),
+    invalid("2,049 parts", CHAT, chat_of(content_parts=["a"] * 2048), "messages"),
+    invalid("continuing a user's message", CHAT, chat(("user", "a"), continue_last_message=True), CONTINUED),
+    invalid(
+        "continuing a call",
+        CHAT,
+        chat_of(role="assistant", tool_calls=[A_CALL], request={"continue_last_message": True}),
+        CONTINUED,
+    ),
+    invalid(
+        "continuing an empty session",
+        CHAT,
+        lambda held: chat(session_id=held.fresh, continue_last_message=True),
+        "messages",
+    ),
+    invalid("n=17", CHAT, chat(("user", "hi"), num_completions=17), "num_completions"),
+    invalid("n=0", CHAT, chat(("user", "hi"), num_completions=0), "num_completions"),
+    invalid("n and a name", CHAT, chat(("user", "hi"), num_completions=2, request_id="a"), "num_completions"),
+    invalid(
+        "n in a session",
+        CHAT,
+        lambda held: chat(("user", "hi"), num_completions=2, session_id=held.fresh),
+        "num_completions",
+    ),
+    # Template arguments and tools.
+    *(
+        invalid(f"template argument {name}", CHAT, with_arguments({name: 1}), f"template_arguments.{name}")
+        for name in ("messages", "tools", "add_generation_prompt", "raise_exception", "bos_token", "eos_token")
+    ),
+    *(
+        invalid(f"template argument {name[:12]!r}", CHAT, with_arguments({name: 1}), "template_arguments")
+        for name in ("", "a b", "_a", "<|end|>", "a" * 20_000)
+    ),
+    invalid("33 template arguments", CHAT, with_arguments(dict.fromkeys(map("a{}".format, range(33)), 1)), ARGUMENTS),
+    invalid("an infinite argument", CHAT, with_arguments({"a": INF}), "template_arguments.a"),
+    invalid("a deep argument", CHAT, with_arguments({"a": nested(9)}), "template_arguments.a"),
+    invalid("129 tools", CHAT, with_tools(*(pb.Tool(name=f"f{i}") for i in range(129))), "tools"),
+    *(
+        invalid(f"tool {name[:8]!r}", CHAT, with_tools(pb.Tool(name=name)), "tools[0].name")
+        for name in ("", "a b", "é", "a" * 65)
+    ),
+    invalid("two tools of a name", CHAT, with_tools(pb.Tool(name="f"), pb.Tool(name="f")), "tools[1].name"),
+    *(
+        invalid(
+            f"parameters {parameters[:8]}",
+            CHAT,
+            with_tools(pb.Tool(name="f", parameters=parameters)),
+            "tools[0].parameters",
+        )
+        for parameters in ("{", "[]", "true", '{"a": Infinity}', '{"a":' * 40 + "1" + "}" * 40)
     ),
     # Bytes.
     Row(

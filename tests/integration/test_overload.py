@@ -15,7 +15,8 @@ import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QueueFull
-from corolla.client.text.chat import ChatTemplate, Message
+from corolla.client.text.chat import ChatTemplate
+from corolla.client.text.conversation import Message
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import generation_pb2 as pb

@@ -61,6 +61,28 @@ def session(record: router_pb2.SessionRecord) -> pb.Session:
     )
 
 
+def chat_completion(tokenizer: TextTokenizer, index: int, answer: "Collected") -> pb.ChatCompletion:
+    """One of a chat's answers."""
+    return pb.ChatCompletion(
+        index=index,
+        message=pb.ChatMessage(role="assistant", content=answer.text),
+        token_ids=[token.token_id for token in answer.tokens],
+        finish_reason=answer.finish_reason,
+        logprobs=logprobs(tokenizer, answer.tokens),
+    )
+
+
+def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta) -> pb.ChatChunk:
+    """What came of one of a chat's answers."""
+    return pb.ChatChunk(
+        index=index,
+        token_ids=[token.token_id for token in delta.tokens],
+        text_delta=delta.text,
+        logprobs=logprobs(tokenizer, delta.tokens),
+        finish_reason=finish_reason(delta.finish_reason),
+    )
+
+
 class Collected:
     """An answer put together for a unary reply."""
 

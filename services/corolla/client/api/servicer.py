@@ -15,7 +15,7 @@ from corolla.chassis.errors import InvalidRequest, ModelNotFound, QuotaExceeded
 from corolla.chassis.handlers import Call
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import trace_parent
-from corolla.client.api import replies, validation
+from corolla.client.api import conversations, replies, validation
 from corolla.client.api.keys import Scope
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Admission, Caller, Usage
@@ -23,7 +23,8 @@ from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering, AnswerOptions
 from corolla.client.generation.cache_salts import CacheSalts
 from corolla.client.quotas.keeper import QuotaKeeper
-from corolla.client.text.chat import ChatTemplate, Message, check_roles
+from corolla.client.text.chat import ChatTemplate
+from corolla.client.text.conversation import Message, check_conversation
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.v1 import generation_pb2 as pb
@@ -131,7 +132,7 @@ class GenerationServicer:
             ]
 
         return self._answering.continue_session(
-            caller, request.session_id, next_prompt, lambda record, text: None, options
+            caller, request.session_id, next_prompt, lambda record, answer: None, options
         )
 
     def _prompt_ids(self, prompt: str | Sequence[int], *, add_special_tokens: bool) -> Sequence[int]:
@@ -147,56 +148,59 @@ class GenerationServicer:
     # --- conversations --------------------------------------------------------------------------------------------
 
     async def Chat(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> pb.ChatResponse:
-        usage, collected = self._usage(call), replies.Collected()
-        async with aclosing(_with_good_key(call, self._answer(request, call, usage))) as deltas:
-            async for _, delta in deltas:
-                collected.add(delta)
+        usage = self._usage(call)
+        answers: dict[int, replies.Collected] = {}
+        async with aclosing(_with_good_key(call, self._chat_answers(request, call, usage))) as deltas:
+            async for index, delta in deltas:
+                answers.setdefault(index, replies.Collected()).add(delta)
+        first, *others = [replies.chat_completion(self._tokenizer, *each) for each in sorted(answers.items())]
         return pb.ChatResponse(
             model=self._model.name,
-            message=pb.ChatMessage(role="assistant", content=collected.text),
-            token_ids=[token.token_id for token in collected.tokens],
-            finish_reason=collected.finish_reason,
-            logprobs=replies.logprobs(self._tokenizer, collected.tokens),
+            message=first.message,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            logprobs=first.logprobs,
             usage=replies.usage(usage),
+            others=others,
         )
 
     async def ChatStream(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> AsyncGenerator[pb.ChatChunk, None]:
         usage = self._usage(call)
-        async with aclosing(_with_good_key(call, self._answer(request, call, usage))) as deltas:
-            async for _, delta in deltas:
-                yield pb.ChatChunk(
-                    token_ids=[token.token_id for token in delta.tokens],
-                    text_delta=delta.text,
-                    logprobs=replies.logprobs(self._tokenizer, delta.tokens),
-                    finish_reason=replies.finish_reason(delta.finish_reason),
-                    usage=None if delta.finish_reason is None else replies.usage(usage),
-                )
+        num_open = max(1, request.num_completions)
+        async with aclosing(_with_good_key(call, self._chat_answers(request, call, usage))) as deltas:
+            async for index, delta in deltas:
+                num_open -= delta.finish_reason is not None
+                chunk = replies.chat_chunk(self._tokenizer, index, delta)
+                if not num_open:
+                    chunk.usage.CopyFrom(replies.usage(usage))
+                yield chunk
 
-    def _answer(
+    def _chat_answers(
         self, request: pb.ChatRequest, call: Call[KeyHolder], usage: Usage
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         tenant = self._tenant(call, Scope.CHAT)
         validation.check_model(request.model, self._model.name)
-        messages = validation.messages(request.messages)
+        num_completions = validation.num_completions(request)
+        messages = conversations.messages(request.messages)
+        setting = conversations.setting(request, self._chat.reserved_names)
         options = self._options(request, tenant)
         caller = self._caller(tenant, request, usage, call)
         max_tokens = self._model.context_length
         if not request.session_id:
-            check_roles(messages)
-            encode = partial(self._chat.prompt_ids, messages, max_tokens=max_tokens)
-            return self._answering.complete(caller, encode, options, 1)
+            check_conversation(messages, setting)
+            encode = partial(self._chat.prompt_ids, messages, setting, max_tokens=max_tokens)
+            return self._answering.complete(caller, encode, options, num_completions)
 
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.token_log and not record.transcript:
                 raise InvalidRequest("session_id", "this session holds plain text; continue it with Generate")
             validation.check_turns(request, record.num_turns)
-            earlier = [Message(message.role, message.content) for message in record.transcript]
-            validation.check_new_messages(earlier, messages)
-            return self._chat.next_turn_ids(record.token_log, earlier, messages, max_tokens=max_tokens)
+            earlier = conversations.recorded(record)
+            check_conversation([*earlier, *messages] if setting.continues_last else messages, setting)
+            return self._chat.next_turn_ids(record.token_log, earlier, messages, setting, max_tokens=max_tokens)
 
-        def record_turn(record: router_pb2.SessionRecord, text: str) -> None:
-            for message in (*messages, Message("assistant", text)):
-                record.transcript.add(role=message.role, content=message.content)
+        def record_turn(record: router_pb2.SessionRecord, answer: Message) -> None:
+            conversations.record_messages(record, messages, answer, setting)
 
         return self._answering.continue_session(caller, request.session_id, next_prompt, record_turn, options)
 
@@ -238,9 +242,10 @@ class GenerationServicer:
                 add_special_tokens = not request.without_special_tokens
                 encode = partial(self._tokenizer.encode, request.text, add_special_tokens=add_special_tokens)
             case "chat":
-                conversation = validation.messages(request.chat.messages)
-                check_roles(conversation)
-                encode = partial(self._chat.prompt_ids, conversation)
+                conversation = conversations.messages(request.chat.messages)
+                setting = conversations.setting(request.chat, self._chat.reserved_names)
+                check_conversation(conversation, setting)
+                encode = partial(self._chat.prompt_ids, conversation, setting)
             case _:
                 raise InvalidRequest("input", "one of text and chat must be set")
         await self._quotas.check_request(tenant)

@@ -7,14 +7,11 @@ from typing import Final
 from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from corolla.client.generation.answering import AnswerOptions
 from corolla.client.generation.resumption import Resumption
-from corolla.client.text.chat import Message, check_roles
 from corolla.decoding.parameters import SamplingParams, SpeculationMode, SpeculationOptions
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.v1 import generation_pb2 as pb
 
 MAX_COMPLETIONS: Final = 16
-MAX_MESSAGES: Final = 2048
-"""A template takes some microseconds for each, in which the interpreter does nothing else."""
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_STOP_SEQUENCES: Final = 16
 MAX_STOP_CHARS: Final = 256
@@ -35,7 +32,7 @@ def check_model(given: str, served: str) -> None:
         raise ModelNotFound("this service does not have that model; see ListModels", given[:256])
 
 
-def num_completions(request: pb.GenerateRequest) -> int:
+def num_completions(request: pb.GenerateRequest | pb.ChatRequest) -> int:
     """How many answers the request wants. Raises InvalidRequest."""
     number = request.num_completions if request.HasField("num_completions") else 1
     if not 1 <= number <= MAX_COMPLETIONS:
@@ -47,34 +44,10 @@ def num_completions(request: pb.GenerateRequest) -> int:
     return number
 
 
-def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
-    """Plain values of the messages. Raises InvalidRequest where there are too many."""
-    if len(given) > MAX_MESSAGES:
-        raise InvalidRequest("messages", f"must be at most {MAX_MESSAGES}")
-    return tuple(Message(message.role, message.content) for message in given)
-
-
-def check_new_messages(earlier: Sequence[Message], new: Sequence[Message]) -> None:
-    """Checks the conversation as a whole, and names fields as the caller counts them. Raises InvalidRequest."""
-    if not new:
-        raise InvalidRequest("messages", "must not be empty")
-    try:
-        check_roles([*earlier, *new])
-    except InvalidRequest as error:
-        renamed = [(_shifted(field, len(earlier)), text) for field, text in error.violations]
-        raise InvalidRequest(*renamed[0], *renamed[1:]) from None
-
-
 def check_turns(request: pb.ChatRequest, num_turns: int) -> None:
     """Raises InvalidRequest: the session is not at the turn that its caller expects."""
     if request.HasField("expected_turns") and request.expected_turns != num_turns:
         raise InvalidRequest("expected_turns", f"the conversation has gone on: it has had {num_turns} turns")
-
-
-def _shifted(field: str, num_earlier: int) -> str:
-    prefix, _, rest = field.partition("[")
-    number, _, name = rest.partition("]")
-    return f"{prefix}[{int(number) - num_earlier}]{name}" if number.isdigit() else field
 
 
 def prompt(request: pb.GenerateRequest, vocab_size: int, context_length: int) -> str | Sequence[int]:

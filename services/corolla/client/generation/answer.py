@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from corolla.client.text.conversation import Message
 from corolla.client.text.detokenizer import Detokenizer
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
@@ -56,6 +57,11 @@ class Answer:
     def text(self) -> str:
         """All text of the deltas so far."""
         return "".join(self._parts)
+
+    @property
+    def message(self) -> Message:
+        """The answer so far as the next message of a conversation."""
+        return Message("assistant", self.text)
 
     def accept(self, token: SampledToken, elapsed_s: float) -> None:
         """Takes the next token, `elapsed_s` seconds after the request began, and decides whether the answer ends."""

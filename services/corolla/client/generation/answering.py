@@ -29,6 +29,7 @@ from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import Allowance, QuotaKeeper
+from corolla.client.text.conversation import Message
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.decoding.parameters import SamplingParams, SpeculationMode, SpeculationOptions
@@ -39,8 +40,8 @@ from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
 """A session's record to its new token log, and how many of its first tokens are those of the old one."""
 
-RecordTurn = Callable[[router_pb2.SessionRecord, str], None]
-"""Writes a finished turn's text into the record."""
+RecordTurn = Callable[[router_pb2.SessionRecord, Message], None]
+"""Writes a finished turn's answer into the record."""
 
 _DRAFT_SOURCES: Final = {
     SpeculationMode.PROMPT_LOOKUP: blocks_pb2.Drafts.SOURCE_PROMPT_LOOKUP,
@@ -435,7 +436,7 @@ def _write_back(
     turn_name: str,
     record_turn: RecordTurn,
 ) -> None:
-    record_turn(record, answer.text)
+    record_turn(record, answer.message)
     record.chain.CopyFrom(session.chain_to_record)
     record.position = session.position
     record.token_log[:] = [*prompt_ids, *answer.token_ids]

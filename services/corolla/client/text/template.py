@@ -4,16 +4,38 @@ It needs nothing but jinja2, so that the process that renders is small and start
 """
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from corolla.client.text.template_facts import facts_of
+
+RESERVED_NAMES: Final = frozenset(
+    {
+        *("add_generation_prompt", "continue_final_message", "documents", "messages", "tools"),
+        *("dict", "namespace", "raise_exception", "strftime_now"),
+    }
+)
+"""What a template is given in any case."""
+
+_MAX_SENTENCE_CHARS: Final = 300
+_END_MARK: Final = "\U000f0003"
+
+
+class TemplateRefusal(Exception):
+    """A template does not accept a conversation. `sentence` is its own, printable; empty where it gave none."""
+
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
 
 
 class Template:
@@ -35,18 +57,64 @@ class Template:
         environment.globals.update(
             raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
         )
+        self._facts = facts_of(environment.parse(source))
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """Raises anything: a template is a program of the checkpoint's."""
-        return self._template.render(
-            messages=messages,
-            tools=None,
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        continues_last: bool = False,
+    ) -> str:
+        """The text. Where the answer continues the last message, up to its content's end.
+
+        Raises:
+            TemplateRefusal: the template does not accept this conversation.
+            Exception: anything else. A template is a program of the checkpoint's.
+        """
+        adapted = [self._adapted(message) for message in messages]
+        mark = f"{_END_MARK}{secrets.token_hex(16)}{_END_MARK}"
+        if continues_last:
+            adapted[-1]["content"] = _ending_with(adapted[-1]["content"], f"{mark} ")
+        text = self._template.render(
+            messages=adapted,
+            tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
-            **self._special_tokens,
+            **{**self._special_tokens, **(arguments or {})},
         )
+        return _cut(text, messages[-1]["content"], mark) if continues_last else text
+
+    def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message in the words of this template."""
+        values = dict(message)
+        if values["role"] == "developer" and not self._facts.knows_developer:
+            values["role"] = "system"
+        if isinstance(parts := values["content"], list | tuple):
+            is_iterated = self._facts.iterates_content
+            values["content"] = [{"type": "text", "text": text} for text in parts] if is_iterated else "\n".join(parts)
+        if (reasoning := values.get("reasoning_content")) is not None:
+            values = {"thinking": reasoning, **values}
+        return values
+
+
+def _ending_with(content: Any, mark: str) -> Any:
+    if isinstance(content, str):
+        return content + mark
+    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
+
+
+def _cut(text: str, content: Any, mark: str) -> str:
+    """The text before the mark, as transformers cuts it: where the template trims messages, without spaces."""
+    before, found, behind = text.rpartition(mark)
+    last = content if isinstance(content, str) else content[-1]
+    if not found or last.strip() not in text:
+        raise TemplateRefusal("it changes the message that is to be continued")
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 class _Generation(Extension):
@@ -73,8 +141,11 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+def _raise_exception(message: object) -> None:
+    sentence = str(message)[:_MAX_SENTENCE_CHARS]
+    raise TemplateRefusal(
+        "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in sentence)
+    )
 
 
 def _strftime_now(form: str) -> str:

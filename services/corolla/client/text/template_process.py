@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, Final, cast
 
 from corolla.chassis.errors import InternalError, InvalidRequest, QueueFull
+from corolla.client.text.template import TemplateRefusal
 from corolla.client.text.template_worker import OUT_OF_MEMORY, read, write
 
 log = logging.getLogger(__name__)
@@ -37,21 +38,37 @@ class TemplateProcess:
         """None while it is not needed."""
         return self._process.pid if self._process is not None else None
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str | None:
-        """The text; None where the template refuses the messages.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        continues_last: bool = False,
+    ) -> str:
+        """As `Template.render`.
 
         Raises:
+            TemplateRefusal: the template does not accept the conversation, or fails.
             InvalidRequest: it takes too long, or too much memory.
             QueueFull: others' renderings take too long.
             InternalError: the process ends again and again.
         """
+        conversation = {
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "arguments": arguments,
+            "continues_last": continues_last,
+        }
         if not self._turn.acquire(timeout=self._longest_wait_s):
             raise QueueFull("other conversations take the model's chat template too long")
         try:
             for _ in range(2):  # once more where somebody else ended it
                 process = self._begun()
                 with contextlib.suppress(OSError, EOFError):
-                    return _answer(process, [list(messages), add_generation_prompt])
+                    return _answer(process, conversation)
                 status = self._ended()
                 self._begun()  # so that nobody waits for it
                 if status in (-signal.SIGPROF, OUT_OF_MEMORY):
@@ -93,12 +110,14 @@ class TemplateProcess:
             return process.wait()
 
 
-def _answer(process: subprocess.Popen[bytes], request: Any) -> str | None:
+def _answer(process: subprocess.Popen[bytes], request: Any) -> str:
     guard = threading.Timer(_LONGEST_S, process.kill)
     guard.start()
     try:
         write(cast(IO[bytes], process.stdin), request)
-        text: str | None = read(cast(IO[bytes], process.stdout))[0]
-        return text
+        answer: dict[str, str] = read(cast(IO[bytes], process.stdout))[0]
     finally:
         guard.cancel()
+    if "refusal" in answer:
+        raise TemplateRefusal(answer["refusal"])
+    return answer["text"]

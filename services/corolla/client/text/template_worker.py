@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any, Final
 
-from corolla.client.text.template import Template
+from corolla.client.text.template import Template, TemplateRefusal
 
 MOST_CPU_S: Final = 1.0
 MOST_BYTES: Final = 64 << 20
@@ -41,13 +41,13 @@ def read(stream: IO[bytes]) -> tuple[Any, int]:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Renders until no request comes any more: first a source and its special tokens, then conversations."""
+    """Renders until no request comes any more: first comes a template, then what `Template.render` takes."""
     own_bytes = _num_bytes()
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     (source, special_tokens), length = read(requests)
     template: Template | None = None
     while True:
-        (messages, add_generation_prompt), num_bytes = read(requests)
+        conversation, num_bytes = read(requests)
         if own_bytes:
             most_bytes = own_bytes + MOST_BYTES + BYTES_PER_BYTE * (length + num_bytes)
             resource.setrlimit(resource.RLIMIT_AS, (most_bytes, unlimited[1]))
@@ -55,13 +55,15 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
         try:
             template = template or Template(source, special_tokens)
-            text = str(template.render(messages, add_generation_prompt=add_generation_prompt))
+            answer = {"text": str(template.render(**conversation))}
         except MemoryError:
             raise
+        except TemplateRefusal as refusal:
+            answer = {"refusal": refusal.sentence}
         except Exception:  # a template is a program of the checkpoint's
-            text = None
+            answer = {"refusal": ""}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write(answers, text)
+        write(answers, answer)
         resource.setrlimit(resource.RLIMIT_AS, unlimited)
 
 

@@ -74,7 +74,7 @@ def test_texts_equal_those_of_transformers(
     )
     process = TemplateProcess(source, special_tokens)
     for _ in range(2):
-        assert process.render(MESSAGES, add_generation_prompt=add_generation_prompt) == expected
+        assert expected == rendered(lambda: process.render(MESSAGES, add_generation_prompt=add_generation_prompt))
     process.close()
 
 

@@ -1,0 +1,199 @@
+"""Conversations of requests to values, or refusals that name the field. Pure: nothing is called."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from google.protobuf import struct_pb2
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.client.text.conversation import ChatSetting, Message, Tool, ToolCall, check_messages
+from corolla.v1 import generation_pb2 as pb
+from corolla.v1 import router_pb2
+
+MAX_MESSAGES: Final = 2048
+"""A template takes some microseconds for each, in which the interpreter does nothing else."""
+MAX_TOOLS: Final = 128
+MAX_CALLS: Final = 128
+MAX_SCHEMA_CHARS: Final = 64 << 10
+MAX_JSON_DEPTH: Final = 32
+MAX_ARGUMENTS: Final = 32
+MAX_ARGUMENTS_BYTES: Final = 16 << 10
+MAX_ARGUMENT_DEPTH: Final = 8
+MAX_ID_CHARS: Final = 256
+TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
+    """The messages, each of them one that a template can read. Raises InvalidRequest."""
+    num_parts = sum(len(message.content_parts) + len(message.tool_calls) for message in given)
+    if len(given) + num_parts > MAX_MESSAGES:
+        raise InvalidRequest("messages", f"must be at most {MAX_MESSAGES}, parts and calls included")
+    read = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(given))
+    check_messages(read)
+    return read
+
+
+def _message(given: pb.ChatMessage, field: str) -> Message:
+    if given.content and given.content_parts:
+        raise InvalidRequest(f"{field}.content_parts", "must not stand next to content")
+    for name in ("tool_call_id", "name"):
+        if len(getattr(given, name)) > MAX_ID_CHARS:
+            raise InvalidRequest(f"{field}.{name}", f"must have at most {MAX_ID_CHARS} characters")
+    if len(given.tool_calls) > MAX_CALLS:
+        raise InvalidRequest(f"{field}.tool_calls", f"must be at most {MAX_CALLS}")
+    return Message(
+        role=given.role,
+        content=tuple(given.content_parts) or given.content,
+        reasoning=given.reasoning,
+        tool_calls=tuple(_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(given.tool_calls)),
+        tool_call_id=given.tool_call_id,
+        name=given.name,
+    )
+
+
+def _call(given: pb.ToolCall, field: str) -> ToolCall:
+    if not TOOL_NAME.fullmatch(given.name):
+        raise InvalidRequest(f"{field}.name", "must be 1 to 64 letters, digits, dashes or underscores")
+    if len(given.id) > MAX_ID_CHARS:
+        raise InvalidRequest(f"{field}.id", f"must have at most {MAX_ID_CHARS} characters")
+    _json_object(given.arguments, f"{field}.arguments")
+    return ToolCall(given.id, given.name, given.arguments)
+
+
+def setting(given: pb.ChatRequest | pb.Conversation, reserved_names: frozenset[str]) -> ChatSetting:
+    """What holds for the whole conversation. Raises InvalidRequest."""
+    return ChatSetting(
+        tools=_tools(given.tools),
+        continues_last=given.continue_last_message,
+        template_arguments=_template_arguments(given.template_arguments, reserved_names),
+    )
+
+
+def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
+    if len(given) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"must be at most {MAX_TOOLS}")
+    names: set[str] = set()
+    tools = []
+    for index, tool in enumerate(given):
+        if not TOOL_NAME.fullmatch(tool.name):
+            raise InvalidRequest(f"tools[{index}].name", "must be 1 to 64 letters, digits, dashes or underscores")
+        if tool.name in names:
+            raise InvalidRequest(f"tools[{index}].name", "another tool has this name")
+        names.add(tool.name)
+        parameters = _json_object(tool.parameters, f"tools[{index}].parameters") if tool.parameters else None
+        tools.append(Tool(tool.name, tool.description, parameters, tool.strict))
+    return tuple(tools)
+
+
+def _json_object(text: str, field: str) -> dict[str, Any]:
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise InvalidRequest(field, f"must have at most {MAX_SCHEMA_CHARS} characters")
+
+    def refuse(name: str) -> None:
+        raise InvalidRequest(field, f"{name} is no number in JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, "must be an object in JSON")
+    if _depth(value) > MAX_JSON_DEPTH:
+        raise InvalidRequest(field, f"must be at most {MAX_JSON_DEPTH} deep")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """1 for an object of plain values. No recursion: whoever asks decides how deep the value is."""
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth
+
+
+def _template_arguments(given: struct_pb2.Struct, reserved_names: frozenset[str]) -> dict[str, Any]:
+    field = "template_arguments"
+    if given.ByteSize() > MAX_ARGUMENTS_BYTES or len(given.fields) > MAX_ARGUMENTS:
+        raise InvalidRequest(field, f"must be at most {MAX_ARGUMENTS}, of {MAX_ARGUMENTS_BYTES} bytes together")
+    for name in given.fields:
+        if not name.isidentifier() or name.startswith("_"):
+            raise InvalidRequest(field, "names must be letters, digits and underscores, a letter first")
+        if name in reserved_names:
+            raise InvalidRequest(f"{field}.{name}", "the service itself gives this to the template")
+    return {
+        name: _plain(value, f"{field}.{name}", MAX_ARGUMENT_DEPTH - 1) for name, value in sorted(given.fields.items())
+    }
+
+
+def _plain(value: struct_pb2.Value, field: str, max_depth: int) -> Any:
+    """A value of JSON; whole numbers as such, which a Struct does not tell from others."""
+    if max_depth < 0:
+        raise InvalidRequest(field, f"must be at most {MAX_ARGUMENT_DEPTH} deep")
+    readers: dict[str | None, Callable[[], Any]] = {
+        "struct_value": lambda: {
+            name: _plain(each, field, max_depth - 1) for name, each in sorted(value.struct_value.fields.items())
+        },
+        "list_value": lambda: [_plain(each, field, max_depth - 1) for each in value.list_value.values],
+        "number_value": lambda: _number(value.number_value, field),
+        "string_value": lambda: value.string_value,
+        "bool_value": lambda: value.bool_value,
+    }
+    reader = readers.get(value.WhichOneof("kind"))
+    return None if reader is None else reader()
+
+
+def _number(number: float, field: str) -> int | float:
+    if not math.isfinite(number):
+        raise InvalidRequest(field, "must be a finite number")
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+def recorded(record: router_pb2.SessionRecord) -> list[Message]:
+    """The messages of a session so far."""
+    return [
+        Message(
+            role=each.role,
+            content=tuple(each.content_parts) or each.content,
+            reasoning=each.reasoning,
+            tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in each.tool_calls),
+            tool_call_id=each.tool_call_id,
+            name=each.name,
+        )
+        for each in record.transcript
+    ]
+
+
+def record_messages(
+    record: router_pb2.SessionRecord, new: Sequence[Message], answer: Message, chat: ChatSetting
+) -> None:
+    """Writes a finished turn's messages into the session's record."""
+    written = [*recorded(record), *new]
+    if chat.continues_last:
+        answer = _continued(written.pop(), answer)
+    del record.transcript[:]
+    for message in (*written, answer):
+        parts = () if isinstance(message.content, str) else message.content
+        record.transcript.add(
+            role=message.role,
+            content=message.content if isinstance(message.content, str) else "",
+            content_parts=parts,
+            reasoning=message.reasoning,
+            tool_calls=[
+                router_pb2.TranscriptToolCall(id=call.id, name=call.name, arguments=call.arguments)
+                for call in message.tool_calls
+            ],
+            tool_call_id=message.tool_call_id,
+            name=message.name,
+        )
+
+
+def _continued(begun: Message, answer: Message) -> Message:
+    """A message with what continued it."""
+    content, text = begun.content, str(answer.content)
+    content = content + text if isinstance(content, str) else (*content[:-1], content[-1] + text)
+    return replace(begun, content=content, reasoning=begun.reasoning + answer.reasoning, tool_calls=answer.tool_calls)

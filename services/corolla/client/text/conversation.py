@@ -1,0 +1,127 @@
+"""Conversations, as a chat template is given them. Pure."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from corolla.chassis.errors import InvalidRequest
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_MAY_BE_EMPTY: Final = frozenset({"assistant", "tool"})
+"""A model may end its answer at once, and a tool may have nothing to say."""
+_NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. `arguments` are JSON, as the model or the caller wrote them."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation. `role` is one of `ROLES`; `content` is a text, or several parts of text."""
+
+    role: str
+    content: str | tuple[str, ...] = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call; `parameters` is a JSON Schema of an object, None where it has none.
+
+    `is_strict`: arguments always fit the schema.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    is_strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSetting:
+    """What holds for a conversation as a whole.
+
+    Attributes:
+        continues_last: the last message is an assistant's, and the answer continues it.
+        template_arguments: handed to the template by these names.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    continues_last: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Refuses messages that no template could make sense of; in which order they may come, the template decides.
+
+    Raises:
+        InvalidRequest: names the first field that is wrong.
+    """
+    for index, message in enumerate(messages):
+        for name, problem in _problems(message):
+            raise InvalidRequest(f"messages[{index}].{name}", problem)
+
+
+def check_conversation(messages: Sequence[Message], setting: ChatSetting) -> None:
+    """Refuses a whole conversation that has nothing to answer. Raises InvalidRequest."""
+    if not messages:
+        raise InvalidRequest("messages", "must not be empty")
+    if setting.continues_last and (messages[-1].role != "assistant" or messages[-1].tool_calls):
+        raise InvalidRequest("continue_last_message", "the last message must be the assistant's, and call no tools")
+
+
+def _problems(message: Message) -> list[tuple[str, str]]:
+    if message.role not in ROLES:
+        return [("role", "must be system, developer, user, assistant or tool")]
+    rules = (
+        (message.role not in _MAY_BE_EMPTY and not any(message.content), "content", "must not be empty"),
+        (message.role != "assistant" and message.tool_calls, "tool_calls", "only an assistant calls tools"),
+        (message.role != "assistant" and message.reasoning, "reasoning", "only an assistant reasons"),
+        (message.role != "tool" and message.tool_call_id, "tool_call_id", "only a tool answers a call"),
+    )
+    return [(name, problem) for is_broken, name, problem in rules if is_broken]
+
+
+def message_values(message: Message) -> dict[str, Any]:
+    """A message as templates read it."""
+    content = message.content
+    values: dict[str, Any] = {"role": message.role, "content": content if isinstance(content, str) else list(content)}
+    if message.reasoning:
+        values["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        values["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
+            for call in message.tool_calls
+        ]
+    for name in ("tool_call_id", "name"):
+        if value := getattr(message, name):
+            values[name] = value
+    return values
+
+
+def tool_values(tool: Tool) -> dict[str, Any]:
+    """A tool as templates read it."""
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    function["parameters"] = dict(_NO_PARAMETERS if tool.parameters is None else tool.parameters)
+    return {"type": "function", "function": function}
+
+
+def _arguments(call: ToolCall) -> Any:
+    """The object that they spell; the text itself where a model was cut off in the middle of them."""
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return call.arguments
+    return arguments if isinstance(arguments, dict) else call.arguments

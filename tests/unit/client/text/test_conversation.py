@@ -1,0 +1,251 @@
+"""Conversations with tools, reasoning and parts of text render as in transformers; only the template is a template."""
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2 import Environment
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.client.text.chat import ChatTemplate
+from corolla.client.text.conversation import (
+    ChatSetting,
+    Message,
+    Tool,
+    ToolCall,
+    check_conversation,
+    check_messages,
+    message_values,
+    tool_values,
+)
+from corolla.client.text.template import Template
+from corolla.client.text.template_facts import facts_of
+from corolla.client.text.template_process import TemplateProcess
+from corolla.client.text.tokenizer import TextTokenizer
+from corolla.models.demo import demo_checkpoint
+from tests.chat_templates import LLAMA, MISTRAL, PARTS, QWEN
+
+TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL, "parts": PARTS}
+WEATHER = Tool(
+    "get_weather",
+    'The weather of a "city" <b>&</b> 你好.',
+    {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Paris", 'Zü"rich']}, "days": {"type": "integer"}},
+        "required": ["city"],
+    },
+)
+CLOCK = Tool("now")
+CALL = ToolCall("abcdefgh1", "get_weather", '{"city":"Paris", "days": 2, "x": [1.5, null, true]}')
+CONVERSATION = (
+    Message("system", "Be <brief>."),
+    Message("user", "How is the weather?"),
+    Message("assistant", "", reasoning="They ask for\nweather.", tool_calls=(CALL,)),
+    Message("tool", '{"sky": "blue"}', tool_call_id="abcdefgh1", name="get_weather"),
+    Message("assistant", "It is blue."),
+    Message("user", "And tomorrow?"),
+)
+
+
+def template_of(tokenizer: TextTokenizer, source: str, renderer: Any = Template) -> ChatTemplate:
+    hf_tokenizer: Any = copy.copy(tokenizer.hf_tokenizer)
+    hf_tokenizer.chat_template = source
+    return ChatTemplate(TextTokenizer(hf_tokenizer), renderer)
+
+
+def transformers_text(tokenizer: TextTokenizer, source: str | None, messages: Any, **options: Any) -> str:
+    text = tokenizer.hf_tokenizer.apply_chat_template(
+        [message_values(each) for each in messages], chat_template=source, tokenize=False, **options
+    )
+    return str(text)
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
+@pytest.mark.parametrize("tools", [(), (WEATHER,), (WEATHER, CLOCK)], ids=["none", "one", "two"])
+@pytest.mark.parametrize("length", [2, 3, 4, 6])
+def test_conversations_with_tools_equal_transformers(
+    byte_level_tokenizer: TextTokenizer, source: str, tools: tuple[Tool, ...], length: int
+) -> None:
+    setting = ChatSetting(tools, template_arguments={"enable_thinking": False, "date_string": "1 May 2031"})
+    messages = CONVERSATION[:length]
+    expected = transformers_text(
+        byte_level_tokenizer,
+        source,
+        messages,
+        tools=[tool_values(tool) for tool in tools] or None,
+        add_generation_prompt=True,
+        **setting.template_arguments,
+    )
+    chat = template_of(byte_level_tokenizer, source)
+    assert chat.render(messages, setting, add_generation_prompt=True) == expected
+    assert chat.prompt_ids(messages, setting) == byte_level_tokenizer.encode(expected, add_special_tokens=False)
+    own = template_of(byte_level_tokenizer, source, TemplateProcess)
+    assert own.render(messages, setting, add_generation_prompt=True) == expected
+    own.close()
+
+
+@pytest.mark.model
+def test_the_demo_models_template_equals_transformers() -> None:
+    tokenizer = TextTokenizer.load(demo_checkpoint())
+    setting = ChatSetting((WEATHER,))
+    expected = transformers_text(
+        tokenizer, None, CONVERSATION, tools=[tool_values(WEATHER)], add_generation_prompt=True
+    )
+    assert ChatTemplate(tokenizer).render(CONVERSATION, setting, add_generation_prompt=True) == expected
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
+@pytest.mark.parametrize("begun", ["It is", "It is ", " It is\n", "{", "It is blue."])
+def test_a_message_is_continued_as_in_transformers(
+    byte_level_tokenizer: TextTokenizer, source: str, begun: str
+) -> None:
+    messages = [Message("user", "How is it?"), Message("assistant", begun)]
+    expected = transformers_text(byte_level_tokenizer, source, messages, continue_final_message=True)
+    chat = template_of(byte_level_tokenizer, source)
+    setting = ChatSetting(continues_last=True)
+    assert chat.render(messages, setting, add_generation_prompt=False) == expected
+    assert chat.prompt_ids(messages, setting) == byte_level_tokenizer.encode(expected, add_special_tokens=False)
+
+
+def test_a_message_that_the_template_changes_is_not_continued(byte_level_tokenizer: TextTokenizer) -> None:
+    chat = template_of(byte_level_tokenizer, "{% for m in messages %}{{ m.role + m.content[:2] }}{% endfor %}")
+    with pytest.raises(InvalidRequest, match="changes the message"):
+        chat.prompt_ids([Message("assistant", "It is")], ChatSetting(continues_last=True))
+
+
+def test_parts_are_a_list_where_the_template_iterates_and_one_text_elsewhere(
+    byte_level_tokenizer: TextTokenizer,
+) -> None:
+    messages = [Message("user", ("Look:", "two parts"))]
+    parts = template_of(byte_level_tokenizer, PARTS).render(messages, add_generation_prompt=False)
+    assert parts == "<|im_start|>user\n[text]Look:[text]two parts<|im_end|>\n"
+    joined = template_of(byte_level_tokenizer, QWEN).render(messages, add_generation_prompt=False)
+    assert joined == "<|im_start|>user\nLook:\ntwo parts<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "source, iterates",
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{% for part in m.content %}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% for part in m['content'][1:] %}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% set c = m['content'] %}{% for p in c %}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% for p in m.content | selectattr('type') %}{% endfor %}{% endfor %}", True),
+        ("{% macro say(c) %}{% for p in c %}{% endfor %}{% endmacro %}{{ say(messages[0].content) }}", True),
+        ("{% macro say(c) %}{% for p in c %}{% endfor %}{% endmacro %}{{ say(tools) }}", False),
+        (LLAMA, False),
+        (MISTRAL, False),
+        (QWEN, False),
+        (PARTS, True),
+    ],
+)
+def test_templates_that_iterate_over_parts_are_known_by_their_syntax(source: str, iterates: bool) -> None:
+    assert facts_of(Environment().parse(source)).iterates_content == iterates
+
+
+def test_developers_are_systems_where_the_template_does_not_know_them(byte_level_tokenizer: TextTokenizer) -> None:
+    messages = [Message("developer", "Be brief."), Message("user", "Hi")]
+    text = template_of(byte_level_tokenizer, QWEN).render(messages, add_generation_prompt=False)
+    assert text.startswith("<|im_start|>system\nBe brief.")
+    knowing = "{% if messages[0].role in ['developer', 'x'] %}{{ messages[0].role }}{% endif %}"
+    assert template_of(byte_level_tokenizer, knowing).render(messages, add_generation_prompt=False) == "developer"
+
+
+@pytest.mark.parametrize("renderer", [Template, TemplateProcess])
+def test_a_templates_refusal_is_its_sentence(byte_level_tokenizer: TextTokenizer, renderer: Any) -> None:
+    chat = template_of(byte_level_tokenizer, MISTRAL, renderer)
+    with pytest.raises(InvalidRequest, match="roles must alternate user/assistant") as caught:
+        chat.prompt_ids([Message("user", "a"), Message("user", "b")])
+    assert [field for field, _ in caught.value.violations] == ["messages"]
+    chat.close()
+    long = template_of(byte_level_tokenizer, "{{ raise_exception('a\n\x1b[1m\u202e' + 'x' * 9999) }}")
+    with pytest.raises(InvalidRequest) as caught:
+        long.prompt_ids([Message("user", "a")])
+    assert r"a\n\x1b[1m\u202ex" in caught.value.message
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 500
+
+
+def test_a_template_of_its_own_for_tools_is_taken(byte_level_tokenizer: TextTokenizer) -> None:
+    hf_tokenizer: Any = copy.copy(byte_level_tokenizer.hf_tokenizer)
+    hf_tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}
+    chat = ChatTemplate(TextTokenizer(hf_tokenizer))
+    messages = [Message("user", "a")]
+    assert chat.render(messages, add_generation_prompt=True) == "plain"
+    assert chat.render(messages, ChatSetting((WEATHER,)), add_generation_prompt=True) == "get_weather"
+
+
+PIECES = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", 'a"b', "\\", "\n", "system", "é😀", " ")
+SPELLED = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join)
+SPECIALS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+
+
+@st.composite
+def spelled_conversations(draw: st.DrawFn) -> tuple[list[Message], ChatSetting]:
+    """A caller that writes special tokens wherever it can write at all."""
+    schema = {"type": "object", "properties": {draw(SPELLED): {"type": "string", "description": draw(SPELLED)}}}
+    call = ToolCall("abcdefgh1", "get_weather", json.dumps({draw(SPELLED): [draw(SPELLED)]}))
+    messages = [
+        Message("user", draw(SPELLED), name=draw(SPELLED)),
+        Message("assistant", draw(SPELLED), reasoning=draw(SPELLED), tool_calls=(call,)),
+        Message("tool", draw(SPELLED), tool_call_id=draw(SPELLED), name=draw(SPELLED)),
+    ]
+    tool = Tool("get_weather", draw(SPELLED), schema)
+    return messages, ChatSetting((tool,), template_arguments={"date_string": draw(SPELLED)})
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
+@given(conversation=spelled_conversations())
+def test_only_the_template_writes_special_tokens_wherever_a_caller_writes(
+    byte_level_tokenizer: TextTokenizer, source: str, conversation: tuple[list[Message], ChatSetting]
+) -> None:
+    messages, setting = conversation
+    chat = template_of(byte_level_tokenizer, source)
+    special_ids = {byte_level_tokenizer.hf_tokenizer.convert_tokens_to_ids(text) for text in SPECIALS}
+    harmless = [
+        Message("user", "x", name="x"),
+        Message("assistant", "x", reasoning="x", tool_calls=(replace(messages[1].tool_calls[0], arguments="{}"),)),
+        Message("tool", "x", tool_call_id="x", name="x"),
+    ]
+
+    def specials(ids: list[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id in special_ids]
+
+    ids = chat.prompt_ids(messages, setting)
+    assert specials(ids) == specials(chat.prompt_ids(harmless, ChatSetting((WEATHER,))))
+    # And its text is what it would be otherwise, inside of JSON, too.
+    assert byte_level_tokenizer.decode(ids, skip_special_tokens=False) == chat.render(
+        messages, setting, add_generation_prompt=True
+    )
+
+
+@pytest.mark.parametrize(
+    "message, field",
+    [
+        (Message("robot", "x"), "role"),
+        (Message("", "x"), "role"),
+        (Message("user", ""), "content"),
+        (Message("system", ("", "")), "content"),
+        (Message("developer", ""), "content"),
+        (Message("user", "x", tool_calls=(CALL,)), "tool_calls"),
+        (Message("tool", "x", reasoning="x"), "reasoning"),
+        (Message("assistant", "x", tool_call_id="x"), "tool_call_id"),
+    ],
+)
+def test_messages_that_no_template_can_read_are_refused(message: Message, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_messages([Message("user", "x"), message])
+    assert caught.value.violations[0][0] == f"messages[1].{field}"
+
+
+def test_conversations_in_any_order_are_the_templates_to_judge() -> None:
+    check_messages([Message("assistant"), Message("tool"), Message("user", ("x", "")), Message("system", "x")])
+    check_conversation([Message("assistant", "x")], ChatSetting(continues_last=True))
+    for messages, field in [((), "messages"), ((Message("user", "x"),), "continue_last_message")]:
+        with pytest.raises(InvalidRequest) as caught:
+            check_conversation(messages, ChatSetting(continues_last=True))
+        assert caught.value.violations[0][0] == field
