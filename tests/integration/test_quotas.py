@@ -40,6 +40,8 @@ LIMITS: dict[str, dict[str, Any]] = {
     "spent": {"generated_tokens_per_minute": 30},
     "large": {"reserved_tokens": 100},
     "hoarding": {"stored_sessions": 2},
+    "full": {"stored_session_bytes": 4000},
+    "streaming": {"open_streams": 1},
     "slow": {"answer_seconds": 0.3},
     "discreet": {"withhold_cached_tokens": True},
 }
@@ -245,6 +247,44 @@ async def test_no_more_sessions_are_stored_than_allowed(swarm: Swarm) -> None:
         assert refusals == 1
         await stub.DeleteSession(pb.DeleteSessionRequest(session_id=first.session_id), metadata=metadata)
         await stub.CreateSession(pb.CreateSessionRequest(), metadata=metadata)
+
+
+async def test_who_has_stored_its_bytes_begins_no_turn(swarm: Swarm) -> None:
+    metadata = key_metadata(key_of("full"))
+    async with open_channel(swarm.address_of(0)) as channel:
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        first, second = [
+            (await stub.CreateSession(pb.CreateSessionRequest(), metadata=metadata)).session_id for _ in range(2)
+        ]
+        long, short = asking(), asking()
+        long.tokens.ids[:] = [300] * 3000
+        long.session_id, short.session_id = first, second
+        long.request_id = "long"
+        answered = await answer(swarm, "full", long)
+        for client in (0, 1):
+            assert await refused(swarm, "full", short, client) == ("stored_session_bytes", 60)
+            quota, _ = await refused(swarm, "full", pb.CreateSessionRequest(), client, "CreateSession")
+            assert quota == "stored_session_bytes"
+        # An answer that is there is given again.
+        again = await answer(swarm, "full", long, client=1)
+        assert again.completions[0].token_ids == answered.completions[0].token_ids
+        refusals = await sample(
+            swarm.clients[1].metrics_port, "corolla_quota_refusals_total", quota="stored_session_bytes"
+        )
+        assert refusals == 2
+        await stub.DeleteSession(pb.DeleteSessionRequest(session_id=first), metadata=metadata)
+        assert (await answer(swarm, "full", short)).completions
+
+
+async def test_a_stream_is_open_until_its_answer_was_taken(swarm: Swarm) -> None:
+    async with long_answer(swarm, "streaming", client=1):
+        async with open_channel(swarm.address_of(0)) as channel:
+            refused = await refusal(channel, "GenerateStream", asking(), api_key=key_of("streaming"), timeout_s=60)
+        assert quota_of(refused) == ("open_streams", 1.0)
+        # One that comes as a whole is none.
+        await answer(swarm, "streaming", asking())
+    async with long_answer(swarm, "streaming", client=0):
+        pass
 
 
 async def test_an_answer_ends_when_its_seconds_are_over(swarm: Swarm) -> None:

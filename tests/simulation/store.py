@@ -201,6 +201,9 @@ class SimulatedRedis:
     def _hexists(self, key: bytes, field: bytes) -> int:
         return int(field in (self._find(key) or {}))
 
+    def _hstrlen(self, key: bytes, field: bytes) -> int:
+        return len((self._find(key) or {}).get(field, b""))
+
     def _hincrby(self, key: bytes, field: bytes, amount: bytes) -> int:
         values = self._made(key, dict)
         values[field] = b"%d" % (int(values.get(field, b"0")) + int(amount))
@@ -234,6 +237,12 @@ class SimulatedRedis:
 
     def _zcount(self, key: bytes, least: bytes, most: bytes) -> int:
         return sum(float(least) <= score <= float(most) for score in (self._find(key) or {}).values())
+
+    def _zrangebyscore(self, key: bytes, least: bytes, most: bytes, *limit: bytes) -> LuaTable:
+        scores = self._find(key) or {}
+        found = sorted((score, member) for member, score in scores.items() if float(least) <= score <= float(most))
+        first, count = int(limit[1]), int(limit[2])
+        return LuaTable.of(*(member for _, member in found[first:][: count if count >= 0 else None]))
 
     def _zscore(self, key: bytes, member: bytes) -> Any:
         score = (self._find(key) or {}).get(member)

@@ -58,11 +58,16 @@ class Transcripts:
         self.ttl_ms = round(session_ttl_s * 1000)
         self._tasks = tasks
 
-    async def create(self, tenant: str, max_sessions: int | None = None) -> pb.SessionRecord:
-        """Raises QuotaExceeded where the tenant has `max_sessions`, or as many as the router lets anybody have."""
+    async def create(
+        self, tenant: str, max_sessions: int | None = None, max_bytes: int | None = None
+    ) -> pb.SessionRecord:
+        """Raises QuotaExceeded where the tenant has `max_sessions`, `max_bytes`, or what the router allows anybody."""
         record = pb.SessionRecord(session_id=secrets.token_hex(16), tenant=tenant, model=self._control.model)
         request = pb.CreateSessionRecordRequest(
-            record=record, ttl_ms=self.ttl_ms, max_tenant_sessions=max_sessions or 0
+            record=record,
+            ttl_ms=self.ttl_ms,
+            max_tenant_sessions=max_sessions or 0,
+            max_tenant_bytes=max_bytes or 0,
         )
         return await self._control.call(self._control.stub.CreateSessionRecord, request)
 
@@ -79,17 +84,20 @@ class Transcripts:
         return await self._control.call(self._control.stub.DeleteSessionRecord, request)
 
     @asynccontextmanager
-    async def turn(self, session_id: str, tenant: str, name: str = "") -> AsyncIterator[Turn]:
+    async def turn(
+        self, session_id: str, tenant: str, name: str = "", max_bytes: int | None = None
+    ) -> AsyncIterator[Turn]:
         """Locks the session for one turn. A turn that is not committed leaves it as it was.
 
         Args:
             name: a turn of the same name that still holds the lock loses it.
+            max_bytes: that the tenant may have stored before it begins another turn.
 
         Raises:
-            SessionNotFound, SessionBusy, RouterUnavailable, StoreUnavailable
+            SessionNotFound, SessionBusy, QuotaExceeded, RouterUnavailable, StoreUnavailable
         """
         turn_id = f"{name}.{secrets.token_hex(15)}" if name else secrets.token_hex(16)
-        record = await self._begin(_checked(session_id), tenant, turn_id)
+        record = await self._begin(_checked(session_id), tenant, turn_id, max_bytes or 0)
         turn = Turn(record, lambda changed: self._write_back(changed, turn_id))
         renewing = self._tasks.start_restartable(partial(self._keep_lock, session_id, turn_id), "turn_lock")
         try:
@@ -106,9 +114,14 @@ class Transcripts:
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def _begin(self, session_id: str, tenant: str, turn_id: str) -> pb.SessionRecord:
+    async def _begin(self, session_id: str, tenant: str, turn_id: str, max_bytes: int) -> pb.SessionRecord:
         request = pb.BeginTurnRequest(
-            model=self._control.model, session_id=session_id, tenant=tenant, turn_id=turn_id, lock_ms=_LOCK_MS
+            model=self._control.model,
+            session_id=session_id,
+            tenant=tenant,
+            turn_id=turn_id,
+            lock_ms=_LOCK_MS,
+            max_tenant_bytes=max_bytes,
         )
         beginning = asyncio.ensure_future(self._control.call(self._control.stub.BeginTurn, request))
         try:

@@ -148,7 +148,9 @@ class RouterServicer:
 
     async def CreateSessionRecord(self, request: pb.CreateSessionRecordRequest, call: Call[Caller]) -> pb.SessionRecord:
         record = validation.check_record(request.record)
-        return await self._sessions.create(record, self._ttl_ms(request.ttl_ms), request.max_tenant_sessions)
+        return await self._sessions.create(
+            record, self._ttl_ms(request.ttl_ms), request.max_tenant_sessions, request.max_tenant_bytes
+        )
 
     async def GetSessionRecord(self, request: pb.GetSessionRecordRequest, call: Call[Caller]) -> pb.SessionRecord:
         return await self._sessions.get(*self._session(request), request.tenant)
@@ -156,7 +158,9 @@ class RouterServicer:
     async def BeginTurn(self, request: pb.BeginTurnRequest, call: Call[Caller]) -> pb.SessionRecord:
         session = self._session(request)
         turn_id = validation.check_name("turn_id", request.turn_id)
-        return await self._sessions.begin_turn(*session, request.tenant, turn_id, self._lock_ms(request.lock_ms))
+        return await self._sessions.begin_turn(
+            *session, request.tenant, turn_id, self._lock_ms(request.lock_ms), request.max_tenant_bytes
+        )
 
     async def RenewTurn(self, request: pb.RenewTurnRequest, call: Call[Caller]) -> pb.RenewTurnResponse:
         session = self._session(request)

@@ -23,18 +23,21 @@ class SessionRecords:
         self._store = store
         self._max_tenant_sessions = max_tenant_sessions
 
-    async def create(self, record: pb.SessionRecord, ttl_ms: int, max_tenant_sessions: int = 0) -> pb.SessionRecord:
-        """Raises InvalidRequest when the id is taken, and QuotaExceeded when the tenant has as many as it may."""
+    async def create(
+        self, record: pb.SessionRecord, ttl_ms: int, max_tenant_sessions: int = 0, max_tenant_bytes: int = 0
+    ) -> pb.SessionRecord:
+        """Bounds of 0 are none.
+
+        Raises:
+            InvalidRequest: the id is taken.
+            QuotaExceeded: the tenant has as many as it may, or as many bytes.
+        """
         bounds = [each for each in (self._max_tenant_sessions, max_tenant_sessions) if each]
         most = min(bounds, default=0)
         reply = await self._store.call(
-            "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms, most
-        )
-        if reply[0] == b"quota":
-            raise QuotaExceeded(
-                f"the tenant has {most} sessions; delete some, or let them expire",
-                metadata={"quota": "stored_sessions"},
-            )
+            "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms, most,
+            max_tenant_bytes,
+        )  # fmt: skip
         if reply[0] == b"taken":
             raise InvalidRequest("record.session_id", "is taken; draw another one")
         return _record(reply)
@@ -43,10 +46,17 @@ class SessionRecords:
         return _record(await self._store.call("get_session", model, session_id, tenant))
 
     async def begin_turn(
-        self, model: str, session_id: str, tenant: str, turn_id: str, lock_ms: int
+        self, model: str, session_id: str, tenant: str, turn_id: str, lock_ms: int, max_tenant_bytes: int = 0
     ) -> pb.SessionRecord:
-        """Locks the session for `turn_id`. Raises SessionBusy while another turn holds it."""
-        return _record(await self._store.call("begin_turn", model, session_id, tenant, turn_id, lock_ms))
+        """Locks the session for `turn_id`.
+
+        Raises:
+            SessionBusy: another turn holds it.
+            QuotaExceeded: the tenant has `max_tenant_bytes` stored, or more; 0 is no bound.
+        """
+        return _record(
+            await self._store.call("begin_turn", model, session_id, tenant, turn_id, lock_ms, max_tenant_bytes)
+        )
 
     async def renew_turn(self, model: str, session_id: str, turn_id: str, lock_ms: int) -> None:
         """Raises SessionBusy when the turn no longer holds the session."""
@@ -122,6 +132,11 @@ def _checked(reply: list[Any]) -> list[Any]:
             raise SessionBusy("another turn is running on the session")
         case b"lost":
             raise SessionBusy("this turn no longer holds the session; another one may have begun")
+        case b"quota":
+            raise QuotaExceeded(
+                "the tenant has stored as much as it may; delete some sessions, or let them expire",
+                metadata={"quota": reply[1].decode()},
+            )
     return reply
 
 

@@ -717,9 +717,12 @@ class CreateSessionRecordRequest(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     MAX_TENANT_SESSIONS_FIELD_NUMBER: _builtins.int
+    MAX_TENANT_BYTES_FIELD_NUMBER: _builtins.int
     ttl_ms: _builtins.int
     max_tenant_sessions: _builtins.int
     """How many the tenant may have stored. 0, or more than the router's own bound: that one."""
+    max_tenant_bytes: _builtins.int
+    """How many bytes its records may have come to before it makes another. 0: any number."""
     @_builtins.property
     def record(self) -> Global___SessionRecord: ...
     def __init__(
@@ -728,10 +731,11 @@ class CreateSessionRecordRequest(_message.Message):
         record: Global___SessionRecord | None = ...,
         ttl_ms: _builtins.int = ...,
         max_tenant_sessions: _builtins.int = ...,
+        max_tenant_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tenant_sessions", b"max_tenant_sessions", "record", b"record", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tenant_bytes", b"max_tenant_bytes", "max_tenant_sessions", b"max_tenant_sessions", "record", b"record", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -772,6 +776,7 @@ class BeginTurnRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     TURN_ID_FIELD_NUMBER: _builtins.int
     LOCK_MS_FIELD_NUMBER: _builtins.int
+    MAX_TENANT_BYTES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     session_id: _builtins.str
     tenant: _builtins.str
@@ -780,6 +785,10 @@ class BeginTurnRequest(_message.Message):
     over from one that holds the lock, whose writes are refused from then on.
     """
     lock_ms: _builtins.int
+    max_tenant_bytes: _builtins.int
+    """How many bytes the tenant's records may have come to before it begins a turn; one that is repeated begins all the
+    same. 0: any number.
+    """
     def __init__(
         self,
         *,
@@ -788,10 +797,11 @@ class BeginTurnRequest(_message.Message):
         tenant: _builtins.str = ...,
         turn_id: _builtins.str = ...,
         lock_ms: _builtins.int = ...,
+        max_tenant_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock_ms", b"lock_ms", "model", b"model", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock_ms", b"lock_ms", "max_tenant_bytes", b"max_tenant_bytes", "model", b"model", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -98,6 +98,12 @@ async def test_amounts_are_sums(tenant: Tenant) -> None:
     await tenant.take("c", hold(3))
 
 
+async def test_a_request_that_holds_nothing_of_a_quota_ends(tenant: Tenant) -> None:
+    await tenant.take("a", hold(0))
+    await tenant.end("a")
+    await tenant.take("b", hold(10))
+
+
 async def test_what_is_held_comes_back_when_nothing_more_is_heard(tenant: Tenant) -> None:
     await tenant.take("a", hold(10), flow(10), lease_ms=150)
     await tenant.refused("b", hold(1))

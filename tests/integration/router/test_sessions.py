@@ -5,9 +5,11 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import grpc
 import pytest
 from redis.commands.core import AsyncScript
 
+from corolla.chassis.status import from_rpc_error
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal
@@ -24,15 +26,17 @@ class Session:
     def record(self, **facts: Any) -> pb.SessionRecord:
         return pb.SessionRecord(session_id=self.session_id, tenant=self.tenant, model=self.model, **facts)
 
-    async def create(self, ttl_ms: int = 60_000, **facts: Any) -> Any:
+    async def create(self, ttl_ms: int = 60_000, max_tenant_bytes: int = 0, **facts: Any) -> Any:
         return await self._call("CreateSessionRecord", pb.CreateSessionRecordRequest(
-            record=self.record(**facts), ttl_ms=ttl_ms))  # fmt: skip
+            record=self.record(**facts), ttl_ms=ttl_ms, max_tenant_bytes=max_tenant_bytes))  # fmt: skip
 
     async def get(self) -> Any:
         return await self._call("GetSessionRecord", self._named(pb.GetSessionRecordRequest, tenant=self.tenant))
 
-    async def begin(self, turn_id: str, lock_ms: int = 10_000) -> Any:
-        request = self._named(pb.BeginTurnRequest, tenant=self.tenant, turn_id=turn_id, lock_ms=lock_ms)
+    async def begin(self, turn_id: str, lock_ms: int = 10_000, max_tenant_bytes: int = 0) -> Any:
+        request = self._named(
+            pb.BeginTurnRequest, tenant=self.tenant, turn_id=turn_id, lock_ms=lock_ms, max_tenant_bytes=max_tenant_bytes
+        )
         return await self._call("BeginTurn", request)
 
     async def renew(self, turn_id: str, lock_ms: int = 10_000) -> None:
@@ -108,6 +112,75 @@ TURN: dict[str, Any] = {
     "transcript": [pb.TranscriptMessage(role="user", content="grüß dich")],
     "num_turns": 1,
 }
+
+
+LARGE: dict[str, Any] = {"transcript": [pb.TranscriptMessage(role="user", content="x" * 5000)]}
+
+
+async def is_over(session: Session, turn_id: str = "", most: int = 5000) -> bool:
+    """Whether the tenant has so much stored that a turn of this session does not begin."""
+    turn_id = turn_id or secrets.token_hex(8)
+    try:
+        await session.begin(turn_id, max_tenant_bytes=most)
+    except grpc.aio.AioRpcError as error:
+        refused = from_rpc_error(error)
+        assert (refused.reason, refused.metadata) == ("QUOTA_EXCEEDED", {"quota": "stored_session_bytes"})
+        assert refused.retry_after_s == 60
+        return True
+    await session.end(turn_id, discard=True)
+    return False
+
+
+async def test_a_tenant_that_has_stored_its_bytes_begins_nothing_more(start_router: StartRouter, model: str) -> None:
+    """Whichever router it asks; what it has is written, read and deleted all the same."""
+    routers = [await start_router() for _ in range(2)]
+    full, small = (Session(router, model, "wordy") for router in routers)
+    for each in (full, small):
+        await each.create(max_tenant_bytes=5000)
+    await full.begin("turn", max_tenant_bytes=5000)
+    assert not await is_over(small)
+    await full.end("turn", **LARGE)
+    await full.end("turn", **LARGE)  # the same call again
+    assert await is_over(small)
+    assert await is_over(full)
+    assert (await refusal(Session(routers[0], model, "wordy").create(max_tenant_bytes=5000))).reason == "QUOTA_EXCEEDED"
+    assert not await is_over(small, most=12_000), "it counts once"
+    await Session(routers[1], model, "other").create(max_tenant_bytes=5000)
+    assert (await full.get()).transcript
+    await full.delete()
+    assert not await is_over(small)
+
+
+async def test_bytes_are_those_of_the_record_as_it_is_now(session: Session) -> None:
+    await session.create(**LARGE)
+    assert await is_over(session)
+    await session.begin("turn")
+    await session.end("turn")
+    assert not await is_over(session)
+
+
+async def test_bytes_of_sessions_that_have_expired_do_not_count(router: Router, model: str) -> None:
+    sessions = [Session(router, model) for _ in range(2)]
+    await sessions[1].create()
+    await sessions[0].create(ttl_ms=200, **LARGE)
+    assert await is_over(sessions[1])
+    await asyncio.sleep(0.4)
+    assert not await is_over(sessions[1])
+    # Nor after they were taken out of the books.
+    await Session(router, model).create()
+    assert not await is_over(sessions[1])
+    assert await is_over(sessions[1], most=50)
+
+
+async def test_a_turn_that_was_written_is_read_again_by_a_tenant_that_is_over(session: Session) -> None:
+    await session.create()
+    await session.begin("named.1", max_tenant_bytes=5000)
+    await session.end("named.1", **LARGE)
+    for number in range(2, 4):
+        assert not await is_over(session, f"named.{number}")
+    assert await is_over(session, "other.1")
+    # One that was not written began for nothing.
+    assert await is_over(session, "other.2")
 
 
 async def test_a_record_comes_back_as_it_was_written(session: Session) -> None:

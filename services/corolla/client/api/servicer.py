@@ -11,7 +11,7 @@ from typing import Final
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.session import ChainSessions
-from corolla.chassis.errors import InvalidRequest, ModelNotFound, QuotaExceeded
+from corolla.chassis.errors import InvalidRequest, ModelNotFound
 from corolla.chassis.handlers import Call
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import trace_parent
@@ -97,7 +97,7 @@ class GenerationServicer:
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
         usage = self._usage(call)
         num_open = max(1, request.num_completions)
-        async with aclosing(_with_good_key(call, self._generate(request, call, usage))) as deltas:
+        async with aclosing(_with_good_key(call, self._generate(request, call, usage, is_streamed=True))) as deltas:
             async for index, delta in deltas:
                 num_open -= delta.finish_reason is not None
                 yield pb.GenerateChunk(
@@ -110,14 +110,14 @@ class GenerationServicer:
                 )
 
     def _generate(
-        self, request: pb.GenerateRequest, call: Call[KeyHolder], usage: Usage
+        self, request: pb.GenerateRequest, call: Call[KeyHolder], usage: Usage, *, is_streamed: bool = False
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         tenant = self._tenant(call, Scope.GENERATE)
         validation.check_model(request.model, self._model.name)
         num_completions = validation.num_completions(request)
         prompt = validation.prompt(request, self._model.vocab_size, self._model.context_length)
         options = self._options(request, tenant)
-        caller = self._caller(tenant, request, usage, call)
+        caller = self._caller(tenant, request, usage, call, is_streamed)
         if not request.session_id:
             encode = partial(self._prompt_ids, prompt, add_special_tokens=True)
             return self._answering.complete(caller, encode, options, num_completions)
@@ -167,7 +167,7 @@ class GenerationServicer:
     async def ChatStream(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> AsyncGenerator[pb.ChatChunk, None]:
         usage = self._usage(call)
         num_open = max(1, request.num_completions)
-        async with aclosing(_with_good_key(call, self._chat_answers(request, call, usage))) as deltas:
+        async with aclosing(_with_good_key(call, self._chat_answers(request, call, usage, is_streamed=True))) as deltas:
             async for index, delta in deltas:
                 num_open -= delta.finish_reason is not None
                 chunk = replies.chat_chunk(self._tokenizer, index, delta)
@@ -176,7 +176,7 @@ class GenerationServicer:
                 yield chunk
 
     def _chat_answers(
-        self, request: pb.ChatRequest, call: Call[KeyHolder], usage: Usage
+        self, request: pb.ChatRequest, call: Call[KeyHolder], usage: Usage, *, is_streamed: bool = False
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         tenant = self._tenant(call, Scope.CHAT)
         validation.check_model(request.model, self._model.name)
@@ -184,7 +184,7 @@ class GenerationServicer:
         messages = conversations.messages(request.messages)
         setting = conversations.setting(request, self._chat.reserved_names)
         options = self._options(request, tenant)
-        caller = self._caller(tenant, request, usage, call)
+        caller = self._caller(tenant, request, usage, call, is_streamed)
         max_tokens = self._model.context_length
         if not request.session_id:
             check_conversation(messages, setting)
@@ -210,12 +210,10 @@ class GenerationServicer:
         tenant = self._tenant(call, Scope.SESSIONS)
         validation.check_model(request.model, self._model.name)
         await self._quotas.check_request(tenant)
-        most = self._quotas.limits(tenant).stored_sessions
-        try:
-            return replies.session(await self._transcripts.create(tenant, most))
-        except QuotaExceeded as refusal:
-            self._quotas.count_refusal(refusal)
-            raise
+        limits = self._quotas.limits(tenant)
+        with self._quotas.counted_refusals():
+            record = await self._transcripts.create(tenant, limits.stored_sessions, limits.stored_session_bytes)
+        return replies.session(record)
 
     async def GetSession(self, request: pb.GetSessionRequest, call: Call[KeyHolder]) -> pb.Session:
         return replies.session(await self._transcripts.get(request.session_id, self._tenant(call, Scope.SESSIONS)))
@@ -313,7 +311,12 @@ class GenerationServicer:
         return replace(options, time_limit_s=most_s)
 
     def _caller(
-        self, tenant: str, request: pb.GenerateRequest | pb.ChatRequest, usage: Usage, call: Call[KeyHolder]
+        self,
+        tenant: str,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        usage: Usage,
+        call: Call[KeyHolder],
+        is_streamed: bool,
     ) -> Caller:
         return Caller(
             tenant,
@@ -322,6 +325,7 @@ class GenerationServicer:
             self._until_s(call),
             "chat" if isinstance(request, pb.ChatRequest) else "text_completion",
             trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None,
+            is_streamed,
         )
 
     def _until_s(self, call: Call[KeyHolder]) -> float:

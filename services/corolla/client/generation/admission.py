@@ -53,6 +53,7 @@ class Caller:
         until_s: when it no longer waits, by the event loop's clock.
         operation: what it asks for, as OpenTelemetry's conventions call it.
         trace: the span of its own that it named, if it traces.
+        is_streamed: whether it takes its answer bit by bit.
     """
 
     tenant: str
@@ -61,6 +62,7 @@ class Caller:
     until_s: float = math.inf
     operation: Literal["chat", "text_completion"] = "text_completion"
     trace: TraceParent | None = None
+    is_streamed: bool = False
 
     def waits_until_s(self, time_limit_s: float | None) -> float:
         """When nobody waits any more for an answer that begins now."""

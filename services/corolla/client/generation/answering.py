@@ -185,7 +185,10 @@ class Answering:
             if ticket.is_waiting:
                 await self._check_turn(session_id, tenant, turn_name, next_prompt, options)
             await ticket.admitted()
-            turn = await stack.enter_async_context(self._transcripts.turn(session_id, tenant, turn_name))
+            with self._quotas.counted_refusals():
+                turn = await stack.enter_async_context(
+                    self._transcripts.turn(session_id, tenant, turn_name, allowance.limits.stored_session_bytes)
+                )
             record = turn.record
             if resumption is not None and record.last_turn == turn_name:
                 for delta in resumption.unsent_of(await self._last_answer(record, options, caller.usage)):
@@ -242,7 +245,9 @@ class Answering:
         """A request from its coming in to its end. Raises QuotaExceeded, QueueFull."""
         with self._traces.request(caller, options.sampling, options.max_tokens, num_sequences):
             async with (
-                self._quotas.running(caller.tenant, num_sequences, caller.usage) as allowance,
+                self._quotas.running(
+                    caller.tenant, num_sequences, caller.usage, is_streamed=caller.is_streamed
+                ) as allowance,
                 self._admission.enter(caller.tenant, caller.num_bytes, num_sequences) as ticket,
             ):
                 with RequestMeter(self._metrics, caller.usage) as meter:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,12 +144,19 @@ class QuotaKeeper:
         await self.take(tenant, request_id, uses, _BILL_LEASE_S)
         self._share.give_back(tenant, request_id)
 
-    def count_refusal(self, refusal: QuotaExceeded) -> None:
-        """Of a request, whoever refused it."""
-        self._metrics.quota_refusals.labels(refusal.metadata.get("quota", "")).inc()
+    @contextlib.contextmanager
+    def counted_refusals(self) -> Iterator[None]:
+        """Counts the refusal of a request, whoever refuses it."""
+        try:
+            yield
+        except QuotaExceeded as refusal:
+            self._metrics.quota_refusals.labels(refusal.metadata.get("quota", "")).inc()
+            raise
 
     @asynccontextmanager
-    async def running(self, tenant: str, num_sequences: int, usage: Usage) -> AsyncIterator["Allowance"]:
+    async def running(
+        self, tenant: str, num_sequences: int, usage: Usage, *, is_streamed: bool = False
+    ) -> AsyncIterator["Allowance"]:
         """What a request may use, from before it waits until its end. `usage` says what it has generated.
 
         Raises QuotaExceeded.
@@ -162,6 +169,7 @@ class QuotaKeeper:
             _RATE: 1,
             "running_requests": 1,
             "running_sequences": num_sequences,
+            "open_streams": int(is_streamed),
             "generated_tokens_per_minute": num_sequences,
         }
         request_id = secrets.token_hex(16)
@@ -227,16 +235,13 @@ class QuotaKeeper:
     async def take(self, tenant: str, request_id: str, uses: Sequence[Use], lease_s: float | None = None) -> None:
         """Counts what a request has used by now. Raises QuotaExceeded."""
         take = _Take(tenant, request_id, tuple(uses), lease_s or self._lease_s)
-        try:
+        with self.counted_refusals():
             try:
                 return await self._take(take)
             except QuotaExceeded as refusal:
                 if not take.may_fit_soon(refusal) or self._num_patient[tenant] >= _MOST_PATIENT:
                     raise
             return await self._take_patiently(take)
-        except QuotaExceeded as refusal:
-            self.count_refusal(refusal)
-            raise
 
     async def _take_patiently(self, take: _Take) -> None:
         self._num_patient[take.tenant] += 1

@@ -14,7 +14,10 @@ PERIODS_MS: Final = {
     "generated_tokens_per_minute": _MINUTE_MS,
 }
 """Of the quotas that flow; the others are held."""
-QUOTAS: Final = (*PERIODS_MS, "running_requests", "running_sequences", "reserved_tokens", "stored_sessions")
+COUNTED: Final = (*PERIODS_MS, "running_requests", "running_sequences", "open_streams", "reserved_tokens")
+"""What requests use, and the router counts."""
+QUOTAS: Final = (*COUNTED, "stored_sessions", "stored_session_bytes")
+"""The last two are counted where sessions are stored."""
 
 _Limit = Annotated[int, Field(ge=1, le=10**12)]
 
@@ -53,12 +56,19 @@ class TenantLimits(BaseModel):
     running_sequences: _Limit | None = Field(
         default=None, description="The same, one for each completion that a request asks for."
     )
+    open_streams: _Limit | None = Field(
+        default=None, description="Streamed answers at a time, each until its caller has taken all of it."
+    )
     reserved_tokens: _Limit | None = Field(
         default=None,
         description="Tokens that running answers may come to, prompts included: what block servers reserve pages for.",
     )
     stored_sessions: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
         default=None, description="Sessions stored at a time; the router's COROLLA_MAX_TENANT_SESSIONS holds as well."
+    )
+    stored_session_bytes: _Limit | None = Field(
+        default=None,
+        description="Bytes of all stored sessions; a tenant that has so many makes no further one, and begins no turn.",
     )
     answer_seconds: Annotated[float, Field(gt=0, le=86_400)] | None = Field(
         default=None, description="Seconds after which an answer ends as by the time limit of its request."
@@ -71,7 +81,7 @@ class TenantLimits(BaseModel):
     @property
     def are_counted(self) -> bool:
         """Whether anything has to be counted to keep them."""
-        return any(getattr(self, quota) is not None for quota in QUOTAS)
+        return any(getattr(self, quota) is not None for quota in COUNTED)
 
     def uses(self, amounts: dict[str, int], *, must_fit: bool) -> tuple[Use, ...]:
         """Amounts by quota; those without a limit are left out."""

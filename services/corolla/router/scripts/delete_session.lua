@@ -12,4 +12,5 @@ redis.call('RENAME', session_key(ARGV[1]), deleted_key(ARGV[3]))
 redis.call('PEXPIRE', deleted_key(ARGV[3]), REPEATED_WITHIN_MS)
 redis.call('ZREM', SESSIONS, ARGV[1])
 redis.call('ZREM', tenant_key(ARGV[2]), ARGV[1])
+count_bytes(ARGV[1], ARGV[2], 0)
 return reply

@@ -18,6 +18,7 @@ end
 -- First, and freeing: so a full store lets running turns end.
 redis.call('DEL', turn_key(ARGV[1]))
 redis.call('HSET', key, 'turn', ARGV[3])
-if ARGV[7] then redis.call('HSET', key, 'record', ARGV[7], 'chain', ARGV[8]) end
+if ARGV[7] then redis.call('HSET', key, 'record', ARGV[7], 'chain', ARGV[8], 'written', ARGV[3]) end
 keep(ARGV[1], tonumber(ARGV[4]))
+forget_expired(ARGV[2])
 return {'ok'}

@@ -15,8 +15,10 @@ local ORDER = PREFIX .. 'order'            -- hash with a TTL: the move under wa
 local PAUSE = PREFIX .. 'pause'            -- string with a TTL: moves that only make it faster have to wait
 local PATIENCE = PREFIX .. 'patience'      -- hash with a TTL: how long they waited last, and among which servers
 local TAKERS = PREFIX .. 'takers'          -- sorted set with a TTL: client service by the millisecond of its last take
+local ALL_SESSIONS = 'of all'             -- no session's id has a space
 local FORGOTTEN_AFTER_MS = 86400000        -- a model that nobody has served for so long is forgotten
 local MOST_SESSION_TTL_MS = 2592000000
+local MOST_EXPIRED = 256                   -- sessions that one call forgets; the next ones forget the others
 local REPEATED_WITHIN_MS = 30000           -- a call whose answer was lost
 
 -- String with a TTL: somebody reported that the server failed.
@@ -27,10 +29,12 @@ local function withheld_key(server_id) return PREFIX .. 'withheld:' .. server_id
 local function doubted_key(address) return PREFIX .. 'doubted:' .. (string.match(address, '.*:') or '') end
 -- String with a TTL: who alone does what one router is enough for.
 local function lead_key(task) return PREFIX .. 'lead:' .. task end
--- Hash with a TTL: tenant, record, chain, epoch, and the id of the turn that ended last.
+-- Hash with a TTL: tenant, record, chain, epoch, the id of the turn that ended last, and of the last one that wrote.
 local function session_key(session_id) return PREFIX .. 'session:' .. session_id end
 -- Sorted set with a TTL: the sessions of one tenant, by the millisecond at which they expire.
 local function tenant_key(tenant) return PREFIX .. 'tenant:' .. tenant end
+-- Hash with a TTL: session of one tenant -> bytes of its record and chain, and ALL_SESSIONS -> their sum.
+local function tenant_bytes_key(tenant) return PREFIX .. 'tenant_bytes:' .. tenant end
 -- Hash with a TTL: of one tenant, `level <quota>` and `since <quota>` of what flows, `held <quota>` of what is held.
 local function quotas_key(tenant) return PREFIX .. 'quotas:' .. tenant end
 -- Hash with a TTL: request of the tenant -> JSON, what it has taken of each quota: `spent` and `held`.
@@ -122,13 +126,48 @@ local function store_id()
   return id
 end
 
+-- A session of the tenant has so many bytes from now on.
+local function count_bytes(session_id, tenant, num_bytes)
+  local key = tenant_bytes_key(tenant)
+  local before = tonumber(redis.call('HGET', key, session_id) or '0')
+  redis.call('HINCRBY', key, ALL_SESSIONS, num_bytes - before)
+  if num_bytes > 0 then redis.call('HSET', key, session_id, num_bytes) else redis.call('HDEL', key, session_id) end
+end
+
+local function record_bytes(session_id)
+  return redis.call('HSTRLEN', session_key(session_id), 'record') + redis.call('HSTRLEN', session_key(session_id), 'chain')
+end
+
+-- Sessions of the tenant that have expired and are still counted.
+local function expired_sessions(tenant, most)
+  return redis.call('ZRANGEBYSCORE', tenant_key(tenant), '-inf', string.format('%.0f', now_ms()), 'LIMIT', 0, most)
+end
+
+-- Bytes that the tenant has stored. It writes nothing: it comes before what a full store may refuse.
+local function stored_bytes(tenant)
+  local key = tenant_bytes_key(tenant)
+  local sum = tonumber(redis.call('HGET', key, ALL_SESSIONS) or '0')
+  for _, id in ipairs(expired_sessions(tenant, -1)) do sum = sum - tonumber(redis.call('HGET', key, id) or '0') end
+  return sum
+end
+
+local function forget_expired(tenant)
+  for _, id in ipairs(expired_sessions(tenant, MOST_EXPIRED)) do
+    count_bytes(id, tenant, 0)
+    redis.call('ZREM', tenant_key(tenant), id)
+  end
+end
+
 local function keep(session_id, ttl_ms)
   local expires = string.format('%.0f', now_ms() + ttl_ms)
   redis.call('PEXPIREAT', session_key(session_id), expires)
   redis.call('ZADD', SESSIONS, expires, session_id)
-  local sessions = tenant_key(redis.call('HGET', session_key(session_id), 'tenant') or '')
+  local tenant = redis.call('HGET', session_key(session_id), 'tenant') or ''
+  local sessions = tenant_key(tenant)
   redis.call('ZADD', sessions, expires, session_id)
   if redis.call('PTTL', sessions) < ttl_ms then redis.call('PEXPIREAT', sessions, expires) end
+  count_bytes(session_id, tenant, record_bytes(session_id))
+  redis.call('PEXPIRE', tenant_bytes_key(tenant), redis.call('PTTL', sessions))
   store_id()
   redis.call('PEXPIRE', STORE_ID, MOST_SESSION_TTL_MS)
 end

@@ -13,7 +13,7 @@ local function give_back(id)
   local entry = redis.call('HGET', takes, id)
   if entry then
     for quota, amount in pairs(cjson.decode(entry).held) do
-      redis.call('HINCRBY', quotas, 'held ' .. quota, -amount)
+      redis.call('HINCRBY', quotas, 'held ' .. quota, 0 - amount)
     end
     redis.call('HDEL', takes, id)
   end

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
-from corolla.client.quotas.limits import NO_LIMITS, PERIODS_MS, QUOTAS, QuotaTable, TenantLimits, Use
+from corolla.client.quotas.limits import COUNTED, NO_LIMITS, PERIODS_MS, QUOTAS, QuotaTable, TenantLimits, Use
 
 
 def parse(value: Any) -> QuotaTable:
@@ -39,7 +39,7 @@ def test_without_a_default_others_have_no_limits() -> None:
         (NO_LIMITS, False),
         (TenantLimits(answer_seconds=1), False),
         (TenantLimits(withhold_cached_tokens=True), False),
-        *((TenantLimits.model_validate({quota: 1}), True) for quota in QUOTAS),
+        *((TenantLimits.model_validate({quota: 1}), quota in COUNTED) for quota in QUOTAS),
     ],
 )
 def test_only_what_has_to_be_counted_is(limits: TenantLimits, *, are_counted: bool) -> None:
