@@ -198,7 +198,7 @@ async def _send(places: Places, kind: type[Message], role: Role | None, folder: 
     trust = None
     if folder is not None:
         context = _context(folder)
-        trust = StreamTrust(lambda: context, lambda _: True, lambda _: lambda: True)
+        trust = StreamTrust(lambda: context, lambda: b"", lambda _: True, lambda _: lambda: True)
     stream = connect(places.streams, lambda _: receive, trust=trust)
     client_id = b"" if role is Role.BLOCK else secrets.token_bytes(16)
     stream.send(pb.Hello(client_id=client_id, fingerprint=places.fingerprint))

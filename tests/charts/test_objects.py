@@ -488,7 +488,10 @@ def test_all_services_send_traces_to_the_collector_and_no_other_pod_reaches_it(e
             assert names.index("POD_NAME") < names.index("OTEL_RESOURCE_ATTRIBUTES")
             data = named(objects, "ConfigMap", name)["data"]
             assert data["OTEL_EXPORTER_OTLP_ENDPOINT"] == endpoint
-            assert (data["OTEL_TRACES_SAMPLER"], data["OTEL_TRACES_SAMPLER_ARG"]) == ("parentbased_traceidratio", "0.25")
+            assert (data["OTEL_TRACES_SAMPLER"], data["OTEL_TRACES_SAMPLER_ARG"]) == (
+                "parentbased_traceidratio",
+                "0.25",
+            )
 
 
 def test_a_mirror_is_reached_at_its_port() -> None:

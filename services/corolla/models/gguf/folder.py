@@ -23,8 +23,8 @@ _FILE_MODE: Final = 0o644
 def settings_folder(header: GgufHeader, cache_folder: Path) -> Path:
     """The folder with `config.json`, `generation_config.json` and the tokenizer that the file describes.
 
-    It is made at the first call, in a second or some. A folder under the final name is whole: it is built next to it and
-    renamed. Several processes may call at once.
+    It is made at the first call, in a second or some. A folder under the final name is whole: it is built next to that
+    and renamed. Several processes may call at once.
 
     Raises:
         CheckpointError: the file's model or tokenizer is not served, or the cache folder cannot be written.
