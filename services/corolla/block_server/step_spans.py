@@ -42,7 +42,7 @@ class StepSpans:
             for row, session, _ in batch.rows:
                 index += 1
                 trace = session.request.trace
-                if trace is None or not (batch.work.step.span_id or completes_run(row)):
+                if trace is None or not is_shown(batch.work.step, row):
                     continue
                 output = outputs[index]
                 attributes = {
@@ -57,6 +57,8 @@ class StepSpans:
                 spans.record(name, trace.at(batch.work.step.span_id), seconds, attributes, failure)
 
 
-def completes_run(row: pb.StepRow) -> bool:
-    """Whether the tokens of a row are the last ones of a run of DECODE_RUN_TOKENS positions."""
+def is_shown(step: pb.Step, row: pb.StepRow) -> bool:
+    """Whether a row has a span: it is a piece of a prompt, or begins what goes round, or completes a run."""
+    if step.span_id and (step.samples or not is_decode(row)):
+        return True
     return row.position // DECODE_RUN_TOKENS != (row.position + row.num_tokens) // DECODE_RUN_TOKENS

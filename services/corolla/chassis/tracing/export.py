@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Final
 
+from corolla.chassis.errors import StartupError
 from corolla.chassis.tracing import spans
 
 log = logging.getLogger(__name__)
@@ -22,8 +23,8 @@ PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PR
 LAST_SPANS_S: Final = 2.0
 """What the last spans of a process may take to leave it."""
 
-# The API names what callers sent; a request is no reason for a line.
-_QUIET: Final = ("opentelemetry.trace", "opentelemetry.attributes")
+# They quote what callers sent, and headers for the collector, which may be keys.
+_QUIET: Final = ("opentelemetry.trace", "opentelemetry.attributes", "opentelemetry.util")
 
 
 def obstacle(environment: Mapping[str, str]) -> str | None:
@@ -49,13 +50,20 @@ def start(service: str) -> Callable[[], None]:
 
     Returns:
         What ends that, and waits for the last spans for LAST_SPANS_S at most.
+
+    Raises:
+        StartupError: a variable has a value that the SDK does not take.
     """
     sentence = obstacle(os.environ)
     if sentence is not None:
         if sentence:
             log.warning(sentence)
         return lambda: None
-    return _start(service)
+    try:
+        return _start(service)
+    except Exception:
+        # Their texts may quote a key.
+        raise StartupError("one of the variables OTEL_... has a value that OpenTelemetry does not take") from None
 
 
 def _start(service: str) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from corolla.chassis.errors import StartupError
 from corolla.chassis.tracing import export
 from tests.trace_collector import TraceCollector
 
@@ -96,6 +97,23 @@ def test_the_last_spans_of_a_process_are_sent() -> None:
         run(ONE_SPAN.format(extra=""), {ENDPOINT: f"http://{collector.address}", "OTEL_RESOURCE_ATTRIBUTES": "zone=a"})
         (span,) = collector.spans
     assert (span.service, span.name) == ("corolla-test", "request")
+
+
+def test_headers_for_the_collector_are_sent_and_those_that_are_none_not_logged() -> None:
+    with TraceCollector() as collector:
+        endpoint = {ENDPOINT: f"http://{collector.address}"}
+        for headers in ("x-key=secret%20word", "a secret word"):
+            _, log, _ = run(ONE_SPAN.format(extra=""), {**endpoint, "OTEL_EXPORTER_OTLP_HEADERS": headers})
+            assert "secret" not in log
+            assert collector.metadata.get("x-key") == ("secret word" if "=" in headers else None)
+
+
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_COMPRESSION"])
+def test_a_value_that_makes_no_sense_is_a_sentence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
+    monkeypatch.setenv(name, "soon")
+    with pytest.raises(StartupError, match=r"variables OTEL_\.\.\."):
+        export.start("corolla-test")
 
 
 def test_a_collector_that_says_nothing_holds_nothing_up() -> None:
