@@ -1,4 +1,4 @@
-"""Commands that ask a running stack: generate, chat, status."""
+"""Commands that ask a running stack: generate, chat, status, bench."""
 
 from typing import Annotated
 
@@ -16,6 +16,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(rich_help_panel=_PANEL)(generate)
     app.command(rich_help_panel=_PANEL)(chat)
     app.command(rich_help_panel=_PANEL)(status)
+    app.command(rich_help_panel=_PANEL)(bench)
 
 
 def generate(
@@ -116,3 +117,41 @@ def status(
     from corolla.cli.status import run_status
 
     return run_status(router, model, as_json=json)
+
+
+def bench(
+    server: ask.Server = ask.DEFAULT_SERVER,
+    api_key: ask.ApiKey = None,
+    tls: ask.Tls = False,
+    ca_file: ask.CaFile = None,
+    model: ask.Model = "",
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests a second, at random times.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For so long requests are sent.")] = 30.0,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests under way at a time; more wait here.", show_default=False)
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, drawn at random.")] = 128,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    first_token_slo: Annotated[float, typer.Option(help="Good answers begin within so many seconds.")] = 2.0,
+    inter_token_slo: Annotated[float, typer.Option(help="And none of their tokens takes longer.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of prompts and times.")] = 0,
+    json: Json = False,
+) -> int:
+    """Loads a service, and measures its answers.
+
+    Requests are sent when they are due, whether or not the service keeps up (open loop). Ctrl-C prints what was
+    measured so far.
+    """
+    from corolla.cli.bench import BenchOptions, run_bench
+    from corolla.cli.bench_load import ServiceLevel
+    from corolla.sdk.async_client import AsyncClient
+
+    options = BenchOptions(rate, seconds, concurrency, prompt_tokens, answer_tokens, seed)
+    shown = ask.credentials(tls, ca_file)
+    return run_bench(
+        lambda: AsyncClient(server, api_key=api_key, credentials=shown),
+        model,
+        options,
+        ServiceLevel(first_token_slo, inter_token_slo),
+        as_json=json,
+    )

@@ -1,5 +1,6 @@
 """The command's manners: help at once, wrong calls and failures in one sentence, exit statuses."""
 
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,8 @@ from tests.generation_server import GenerationServer
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["generate"], ["chat"], ["status"], ["up"], ["demo"], ["router"], ["block-server"], ["client"]]
+    "arguments",
+    [[], ["generate"], ["chat"], ["status"], ["bench"], ["up"], ["demo"], ["router"], ["block-server"], ["client"]],
 )
 def test_every_command_has_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--help"]) == 0
@@ -92,3 +94,23 @@ def test_a_reader_that_closes_its_pipe_is_no_failure(server: GenerationServer) -
 def test_draining_an_unreachable_server_gives_no_advice_for_clients(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drain", "127.0.0.1:1", "--timeout-s", "5"]) == 1
     assert capsys.readouterr().err == "corolla: no block server answers at 127.0.0.1:1\n"
+
+
+def completed(words: str) -> list[str]:
+    """What bash offers behind these words."""
+    environment = {"_COROLLA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-m", "corolla"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    assert completed("corolla b") == ["bench", "block-server"]
+    assert completed("corolla bench --first") == ["--first-token-slo"]
+
+
+def test_the_script_for_a_shell_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--show-completion", "bash"])
+    assert ended.value.code == 0
+    assert "complete -o default -F _corolla_completion corolla" in capsys.readouterr().out

@@ -1,0 +1,176 @@
+"""`corolla bench`: open-loop load on a running service."""
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from corolla.chassis.errors import CorollaError, InvalidRequest
+from corolla.cli.bench_load import PERCENTILES, REFUSED, AnswerTimes, Load, ServiceLevel, arrivals_s
+from corolla.cli.interruption import EXIT_INTERRUPTED
+from corolla.sdk.async_client import AsyncClient
+
+_EXIT_FAILED = 1
+_FIRST_WORD = 256
+"""Lower ids are often special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What is asked for.
+
+    Attributes:
+        rate: requests a second.
+        seconds: in which they are sent.
+        max_concurrency: requests under way at a time; what comes then waits here, and its time runs. None: any number.
+        prompt_tokens, answer_tokens: of each request.
+        seed: of prompts and arrivals.
+    """
+
+    rate: float
+    seconds: float
+    max_concurrency: int | None
+    prompt_tokens: int
+    answer_tokens: int
+    seed: int
+
+
+def run_bench(
+    client: Callable[[], AsyncClient], model: str, options: BenchOptions, level: ServiceLevel, *, as_json: bool
+) -> int:
+    """Prints what was measured, also after Ctrl-C. Exit status 1 where no request had an answer."""
+    load = Load()
+    with _progress(as_json=as_json) as show:
+        elapsed_s, is_interrupted = asyncio.run(_Bench(options, load, show).run(client, model))
+    if as_json:
+        sys.stdout.write(json.dumps(load.summary(level, elapsed_s)) + "\n")
+    else:
+        Console(highlight=False).print(_table(load.summary(level, elapsed_s), level))
+    if is_interrupted:
+        return EXIT_INTERRUPTED
+    return 0 if load.answers else _EXIT_FAILED
+
+
+class _Bench:
+    def __init__(self, options: BenchOptions, load: Load, show: Callable[[float, Load], None]) -> None:
+        self._options = options
+        self._load = load
+        self._show = show
+        self._random = random.Random(options.seed)
+        most = options.max_concurrency
+        self._places = asyncio.Semaphore(most) if most is not None else contextlib.nullcontext()
+
+    async def run(self, client: Callable[[], AsyncClient], model: str) -> tuple[float, bool]:
+        """Seconds until the last answer, and whether Ctrl-C ended it before."""
+        async with client() as asked:
+            models = await asked.models()
+            found = next((each for each in models if model in ("", each.name)), models[0])
+            needed = self._options.prompt_tokens + self._options.answer_tokens
+            if needed > found.context_length:
+                raise InvalidRequest("prompt", f"{needed} tokens exceed the context of {found.context_length}")
+            began_s = time.perf_counter()
+            sending = asyncio.create_task(self._send(asked, model, found.vocab_size, began_s))
+            async with _interrupted(sending.cancel) as is_interrupted:
+                while not sending.done():
+                    await asyncio.wait({sending}, timeout=0.2)
+                    self._show(time.perf_counter() - began_s, self._load)
+            if not sending.cancelled():
+                sending.result()
+            return time.perf_counter() - began_s, is_interrupted()
+
+    async def _send(self, client: AsyncClient, model: str, vocab_size: int, began_s: float) -> None:
+        async with asyncio.TaskGroup() as group:
+            for arrival_s in arrivals_s(self._options.seconds, lambda: self._random.expovariate(self._options.rate)):
+                meant_s = began_s + arrival_s
+                await asyncio.sleep(max(0.0, meant_s - time.perf_counter()))
+                lowest = min(_FIRST_WORD, vocab_size // 2)
+                highest = max(vocab_size, 2) - 1
+                prompt = [self._random.randint(lowest, highest) for _ in range(self._options.prompt_tokens)]
+                self._load.num_sent += 1
+                group.create_task(self._ask(client, model, prompt, meant_s))
+
+    async def _ask(self, client: AsyncClient, model: str, prompt: list[int], meant_s: float) -> None:
+        stamps_s: list[float] = []
+        async with self._places:
+            try:
+                stream = client.stream(
+                    prompt, model=model, max_tokens=self._options.answer_tokens, temperature=0.0, ignore_eos=True
+                )
+                async for chunk in stream:
+                    stamps_s += [time.perf_counter()] * len(chunk.token_ids)
+            except CorollaError as failure:
+                label = REFUSED if failure.code.name == REFUSED else failure.reason
+                self._load.failures[label] += 1
+                return
+        if stamps_s:
+            self._load.answers.append(AnswerTimes(meant_s, stamps_s))
+
+
+@asynccontextmanager
+async def _interrupted(stop: Callable[[], object]) -> AsyncIterator[Callable[[], bool]]:
+    """Ctrl-C stops, and whether it came."""
+    came = False
+
+    def on_signal() -> None:
+        nonlocal came
+        came = True
+        stop()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, on_signal)
+    try:
+        yield lambda: came
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+@contextmanager
+def _progress(*, as_json: bool) -> Iterator[Callable[[float, Load], None]]:
+    """Shows how far it is on standard error, where somebody is looking."""
+    if as_json or not sys.stderr.isatty():
+        yield lambda elapsed_s, load: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("0 requests")
+
+        def show(elapsed_s: float, load: Load) -> None:
+            what = f"{load.num_done} of {load.num_sent} requests, {load.failures.total()} failed"
+            progress.update(task, description=what, completed=load.num_done, total=max(1, load.num_sent))
+
+        yield show
+
+
+def _table(summary: dict[str, Any], level: ServiceLevel) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
+    table.add_column("")
+    for percent in PERCENTILES:
+        table.add_column(f"p{percent}", justify="right")
+    for name, key in (("first token", "first_token_s"), ("between tokens", "inter_token_s"), ("answer", "answer_s")):
+        table.add_row(f"{name}, ms", *(f"{1000 * value:.1f}" for value in summary[key].values()))
+    table.add_section()
+    failures = ", ".join(f"{number} {label}" for label, number in summary["failures"].items()) or "0"
+    kept = f"first token in {level.first_token_s:g} s, others in {level.inter_token_s:g} s"
+    for name, value in (
+        ("requests", f"{summary['requests']} in {summary['seconds']:.1f} s"),
+        ("answers", f"{summary['answers']}, {summary['answers_per_s']:.2f}/s"),
+        ("unfinished", str(summary["unfinished"])),
+        ("failed", failures),
+        ("tokens/s", f"{summary['tokens_per_s']:.1f}"),
+        (f"goodput, tokens/s ({kept})", f"{summary['goodput_tokens_per_s']:.1f}"),
+        ("goodput, answers/s", f"{summary['goodput_answers_per_s']:.2f}"),
+    ):
+        table.add_row(name, value)
+    return table
