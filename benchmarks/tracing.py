@@ -3,24 +3,36 @@
     python -m benchmarks.tracing --rounds 5
 
 Speed is all tokens over the time from the first request to the last answer; processor time is that of all processes of
-the chain. Two chains without a collector show how much of a difference is noise.
+the chain. Two chains without a collector show how much of a difference is noise. What a hop and a request pay by
+themselves is measured in this process, by the clock of its thread.
 """
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import grpc
+from opentelemetry.sdk.trace import TracerProvider, sampling
 
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_least, at_most, figure, ratio
+from corolla.block_server.hop_session import HopSession, OpenRequest
+from corolla.block_server.iteration import Admitted, StepWork
+from corolla.block_server.row_sampling import ChosenTokens
+from corolla.block_server.step_spans import StepSpans
+from corolla.chassis.tracing import spans
+from corolla.chassis.tracing.carriers import TraceParent, trace_parent
 from corolla.models.checkpoint import Checkpoint
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.span import Span
 
 _PROMPT_TOKENS = 64
+_ROWS = 8
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 _OFF, _AGAIN = "off", "off, again"
 
@@ -51,6 +63,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
             name: partial(_speed, chain, prompts, options.tokens, processor_ms[name]) for name, chain in chains.items()
         }
         speeds = interleaved(sides, options.rounds)
+    yield from _parts()
     what = f"{options.streams} streams, {options.servers} hops"
     # Behind the round that warms up.
     processor_ms = {name: each[-options.rounds :] for name, each in processor_ms.items()}
@@ -60,6 +73,43 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     for name, least, most in ((_AGAIN, None, None), ("1 %", at_least(0.99), at_most(1.01)), ("100 %", None, None)):
         yield ratio(f"{what}, {name} / {_OFF}", speeds[name], speeds[_OFF], least)
         yield ratio(f"{what}, {name} / {_OFF}, processor time", processor_ms[name], processor_ms[_OFF], most)
+
+
+def _parts() -> Iterator[Figure]:
+    """What a hop does after an iteration of 8 decode steps, and a client service for a request."""
+    rows = [pb.StepRow(session_id=bytes(16), epoch=1, position=95, num_tokens=1, num_result_tokens=1)] * _ROWS
+    step, outputs = pb.Step(rows=rows, samples=True), [ChosenTokens()] * _ROWS
+    parent = trace_parent({"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+
+    def admitted(trace: TraceParent | None, num_rows: int) -> list[Admitted]:
+        request = OpenRequest(bytes(16), 1, "", bytes(16), False, 128, Span(0, 2), 60.0, False, trace=trace)
+        session: Any = HopSession(request, cast(Any, None))
+        return [Admitted(StepWork(step, b"", None), [(row, session, 0) for row in step.rows[:num_rows]])]
+
+    def request() -> None:
+        with spans.request("request", None, trusts_caller=False), spans.span("open"), spans.span("prefill"):
+            pass
+
+    hop = StepSpans("a" * 32, "127.0.0.1:1")
+    plain, traced = admitted(None, _ROWS), admitted(parent, 1)
+    yield figure("a request and two spans of it, off", "us", _thread_us(request))
+    provider = TracerProvider(sampling.ALWAYS_ON, shutdown_on_exit=False)
+    spans.use(provider.get_tracer("benchmark"))
+    yield figure(f"a hop, {_ROWS} rows that are not traced", "us", _thread_us(lambda: hop.record(plain, outputs, 1e-3)))
+    yield figure("a hop, a span of a decode step, of which one in 32 has one", "us",
+                 _thread_us(lambda: hop.record(traced, outputs, 1e-3)))  # fmt: skip
+    yield figure("a request and two spans of it, sampled", "us", _thread_us(request))
+    spans.use(None)
+
+
+def _thread_us(work: Callable[[], None], num_times: int = 2000, num_rounds: int = 7) -> list[float]:
+    found = []
+    for _ in range(num_rounds):
+        began_s = time.thread_time()
+        for _ in range(num_times):
+            work()
+        found.append((time.thread_time() - began_s) / num_times * 1e6)
+    return found
 
 
 def _speed(chain: Chain, prompts: list[list[int]], num_tokens: int, processor_ms: list[float]) -> float:
