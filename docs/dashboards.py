@@ -172,7 +172,7 @@ RECOVERY: Final = (
     Panel("Redis scripts", "Duration of the routers' scripts, 99 in 100 are shorter.", "s", (
         (f"histogram_quantile(0.99, {rate('corolla_redis_script_seconds_bucket', 'script, le')})", "{{script}}"),
     )),
-    Panel("Issuer of tokens", "1 while a client service has its key set, else it takes keys that it knows.", "short", (
+    Panel("Issuer of tokens", "1 while a client service has its key set. At 0 it takes the keys it knows.", "short", (
         (gauge("corolla_issuer_up", "instance", "min"), "{{instance}}"),
     )),
     Panel("Kubernetes", "1 while a router knows the states of its block servers' pods, and its calls of the Kubernetes "

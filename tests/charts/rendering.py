@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -95,3 +96,10 @@ def pod_labels(objects: Sequence[Object]) -> dict[str, dict[str, str]]:
         for each in of_kind(objects, "Deployment", "StatefulSet")
     }
     return labels | {each["metadata"]["name"]: each["metadata"]["labels"] for each in of_kind(objects, "Pod")}
+
+
+def quantity(text: str) -> float:
+    """Kubernetes' way to write a number: 250m, 1536Mi."""
+    units = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+    number, unit = re.fullmatch(r"([\d.]+)(\D*)", str(text)).groups()  # type: ignore[union-attr]
+    return float(number) * units[unit] if unit else float(number)

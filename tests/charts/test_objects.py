@@ -20,6 +20,7 @@ from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.errors import StoreUnavailable
 from corolla.chassis.settings import PREFIX
 from corolla.client.settings import ClientSettings
+from corolla.client.text.template_worker import MOST_BYTES
 from corolla.local.redis_server import find_redis_server
 from corolla.router.cluster.pods import COST_ANNOTATION, SPAN_LABEL
 from corolla.router.metrics import RouterMetrics
@@ -39,6 +40,7 @@ from tests.charts.rendering import (
     of_kind,
     pod_labels,
     pod_specs,
+    quantity,
     render,
 )  # fmt: skip
 from tests.integration.waiting import until
@@ -168,11 +170,15 @@ def test_the_defaults_start_on_two_processors_and_six_gib() -> None:
     assert memory <= 6 * 2**30 * 0.95
 
 
-def quantity(text: str) -> float:
-    """Kubernetes' way to write a number: 250m, 1536Mi."""
-    units = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-    number, unit = re.fullmatch(r"([\d.]+)(\D*)", str(text)).groups()  # type: ignore[union-attr]
-    return float(number) * units[unit] if unit else float(number)
+@pytest.mark.parametrize("file", [None, *CI_VALUES], ids=lambda file: file.stem if file else "defaults")
+def test_client_pods_have_room_for_the_renderer_and_for_what_they_hold(file: Path | None) -> None:
+    """As measured in a pod: 141 MiB while it starts, 96 then, and 21 for the process that renders conversations."""
+    objects = render(files=[file] if file else [])
+    given = named(objects, "ConfigMap", "rel-corolla-client")["data"]
+    held = int(given.get("COROLLA_MAX_HELD_REQUEST_BYTES", ClientSettings().max_held_request_bytes))
+    resources = pod_specs(objects)["rel-corolla-client"]["containers"][0]["resources"]
+    assert quantity(resources["requests"]["memory"]) >= (141 + 21) << 20
+    assert quantity(resources["limits"]["memory"]) >= ((141 + 21) << 20) + MOST_BYTES + held
 
 
 def test_the_pod_of_helm_test_gets_one_key_and_no_tenants_list() -> None:

@@ -82,7 +82,8 @@ PORTS: Final = (
 
 # Redis' image has no Python. What a policy drops gets no answer.
 _TRY: Final = """
-for each in "$@"; do (timeout 2 bash -c "</dev/tcp/${each/://}" 2>/dev/null && echo "$each") & done; wait
+patience=$1; shift
+for each in "$@"; do (timeout $patience bash -c "</dev/tcp/${each/://}" 2>/dev/null && echo "$each") & done; wait
 """
 _ESTABLISHED: Final = "01"
 
@@ -92,14 +93,14 @@ def expected(without: str = "") -> set[Way]:
     return {each.way for each in PATHS if without not in each.policies} | OPENED.get(without, frozenset())
 
 
-def open_ways() -> set[Way]:
-    """What is open: every pod tries every port of every other one."""
+def open_ways(patience_s: int) -> set[Way]:
+    """What is open: every pod tries every port of every other one, and takes no answer in that time for a no."""
     pods = {component: release.pods(component) for component in COMPONENTS}
 
     def reached(source: str) -> Iterator[Way]:
         # The last pod of a component is another one than the first.
         targets = {f"{_ip(pods[target][-1])}:{port}": (target, port) for target, port in PORTS}
-        command = ("bash", "-c", _TRY, "bash")
+        command = ("bash", "-c", _TRY, "bash", str(patience_s))
         if source in BYSTANDERS:
             said = BYSTANDERS[source].run(*command, *targets)
         else:

@@ -8,12 +8,18 @@ from typing import Final
 import pytest
 
 from corolla import Client
+from tests.charts.rendering import quantity
 from tests.cluster import release
 from tests.cluster.asking import GREEDY, answer_of, load
 from tests.cluster.bystanders import TESTER, standing
 from tests.golden import GoldenAnswer
 
 INSIDE: Final = Path(__file__).with_name("inside.py")
+# The brackets keep it from finding itself; the files are those of both versions of control groups.
+MEMORY: Final = """
+grep -al 'template_[w]orker' /proc/[0-9]*/cmdline | wc -l
+cat /sys/fs/cgroup/memory/memory.usage_in_bytes /sys/fs/cgroup/memory.current 2>/dev/null; true
+"""
 WAITING: Final = ("--wait", "--timeout", "5m")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -66,6 +72,16 @@ def test_a_conversation_goes_on_at_another_client_service(whole: None) -> None:
                 assert reply.usage.cached_tokens > 0
                 texts.append(reply.text)
         assert texts[0] == texts[1]
+
+
+def test_client_services_use_no_more_memory_than_they_ask_for(whole: None) -> None:
+    """Runs after the one above: each has rendered a conversation, for which it keeps a process."""
+    for pod in release.pods("client"):
+        said = release.kubectl("exec", pod["metadata"]["name"], "--", "sh", "-c", MEMORY).split()
+        num_renderers, num_bytes = map(int, said)
+        assert num_renderers == 1
+        asked = pod["spec"]["containers"][0]["resources"]["requests"]["memory"]
+        assert num_bytes <= quantity(asked), f"{num_bytes >> 20} MiB"
 
 
 def delete_gracefully(pod: str) -> None:
