@@ -175,7 +175,8 @@ def test_client_pods_have_room_for_the_renderer_and_for_what_they_hold(file: Pat
     """As measured in a pod: 141 MiB while it starts, 96 then, and 21 for the process that renders conversations."""
     objects = render(files=[file] if file else [])
     given = named(objects, "ConfigMap", "rel-corolla-client")["data"]
-    held = int(given.get("COROLLA_MAX_HELD_REQUEST_BYTES", ClientSettings().max_held_request_bytes))
+    usual = ClientSettings.model_fields["max_held_request_bytes"].default
+    held = int(given.get("COROLLA_MAX_HELD_REQUEST_BYTES", usual))
     resources = pod_specs(objects)["rel-corolla-client"]["containers"][0]["resources"]
     assert quantity(resources["requests"]["memory"]) >= (141 + 21) << 20
     assert quantity(resources["limits"]["memory"]) >= ((141 + 21) << 20) + MOST_BYTES + held

@@ -10,10 +10,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
 from corolla import Client
+from corolla.chassis.errors import SpanRefused
+from corolla.chassis.status import from_rpc_error
+from corolla.trust.loopback import tls_dir
+from corolla.trust.workload import Role
+from corolla.v1 import router_pb2
+from corolla.v1.router_pb2_grpc import RouterServiceStub
+from corolla.wire.network import Network
 from tests.integration.running_up import COROLLA, RunningUp
 
 pytestmark = pytest.mark.model
@@ -102,6 +110,20 @@ def test_the_status_shows_every_block_covered(up: RunningUp) -> None:
     assert facts["uncovered"] == []
     table = corolla("status", "--router", up.addresses["router"])
     assert f"{'1' * 30} 30 of 30 blocks" in table.stdout
+
+
+async def test_the_router_takes_block_servers_of_the_stacks_model_only(up: RunningUp) -> None:
+    router = up.addresses["router"]
+    operator = tls_dir(router, Role.OPERATOR)
+    assert operator is not None
+    async with Network.of(operator).open_channel(router) as channel:
+        placement = await RouterServiceStub(channel).GetPlacement(router_pb2.GetPlacementRequest())
+    server = placement.servers[0].server
+    server.model, server.server_id, server.address = "another", "0" * 32, "127.0.0.1:1"
+    async with Network.of(operator.with_name("server-1")).open_channel(router) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await RouterServiceStub(channel).RegisterServer(router_pb2.RegisterServerRequest(server=server))
+    assert from_rpc_error(refused.value).reason == SpanRefused.reason
 
 
 def test_two_stacks_do_not_share_a_port(up: RunningUp, tmp_path: Path) -> None:

@@ -195,7 +195,8 @@ class Stack:
             self.redis_url = write_configuration(configuration, options.log_folder, redis_port)
             address = f"{LOOPBACK}:{redis_port}" if redis_port else str(private)
             planned.append(processes.redis_process(options.log_folder, address, configuration))
-        planned.append(processes.router_process(options.log_folder, router_port, ports.free()))
+        self._router = processes.router_process(options.log_folder, router_port, ports.free())
+        planned.append(self._router)
         client = processes.client_process(options, client_port, ports.free(), self.router_address)
         self.client_address = client.address
         self._client = client
@@ -210,8 +211,8 @@ class Stack:
         if options.redis_url:
             self._check_given_redis(options.redis_url)
         for process in self.processes:
-            self.launch(process)
-        # The router needs none of it, and comes up meanwhile.
+            if process is not self._router:
+                self.launch(process)
         self._fork_server.warm(_HEAVY_MODULES)
 
     def _check_given_redis(self, url: str) -> None:
@@ -223,7 +224,11 @@ class Stack:
             raise StartupError("no Redis answers at the given address; start it, or leave --redis-url out")
 
     def _prepare_model(self) -> tuple[int, float]:
-        """Finds, fetches or converts the model. Returns its number of blocks, and how many the head is like."""
+        """Finds, fetches or converts the model, and starts the router, which takes only block servers of this model.
+
+        Returns:
+            Its number of blocks, and how many the head is like.
+        """
         if self._fork_server is None:
             raise StartupError("the stack was stopped")
         log = LogFile(self.options.log_folder / "model.log")
@@ -243,6 +248,9 @@ class Stack:
                 else:
                     self._report(StackEvent("progress", "model", "ready", 1.0))
                     self.model_name = facts["name"]
+                    self._expect(self.model_name, int(facts["num_blocks"]))
+                    # It comes up while the fork server imports what it has no need of.
+                    self.launch(self._router)
                     family = facts["model_type"]
                     self._fork_server.warm([f"transformers.models.{family}.modeling_{family}"])
                     return int(facts["num_blocks"]), float(facts["head_blocks"])
@@ -250,6 +258,11 @@ class Stack:
                 raise StartupError(_with_log("the model could not be opened", log))
             self._check_alive()
             time.sleep(_POLL_S)
+
+    def _expect(self, model: str, num_blocks: int) -> None:
+        """Has the router refuse other models, unless the surroundings say which ones there may be."""
+        if not {",", "="} & set(model):
+            self._environment.setdefault("COROLLA_MODELS", f"{model}={num_blocks}")
 
     def _start_data_plane(self, num_blocks: int, head_blocks: float) -> None:
         options = self.options
