@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -87,6 +88,19 @@ def test_an_old_cluster_gets_kinds_and_probes_that_it_knows() -> None:
             assert "grpc" not in container.get("readinessProbe", {}), name
     container = pod_specs(old)["rel-corolla-router"]["containers"][0]
     assert container["readinessProbe"]["exec"]["command"] == ["python", "-m", "corolla.chassis.probe", "50050"]
+
+
+def test_quotas_reach_those_who_keep_them() -> None:
+    quotas = {"tenants": {"acme": {"guaranteed_tokens": 4096, "guaranteed_sequences": 8}}}
+    objects = render({"client": {"quotas": quotas}})
+    assert json.loads(named(objects, "ConfigMap", "rel-corolla-quotas")["data"]["quotas.json"]) == quotas
+    for name in ("client", "block-server-main"):
+        settings = named(objects, "ConfigMap", f"rel-corolla-{name}")["data"]
+        spec = pod_specs(objects)[f"rel-corolla-{name}"]
+        (folder,) = [each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "quotas"]
+        assert settings["COROLLA_QUOTAS_FILE"] == f"{folder['mountPath']}/quotas.json"
+        assert {"name": "quotas", "configMap": {"name": "rel-corolla-quotas"}} in spec["volumes"]
+    assert "quotas" not in json.dumps([*pod_specs(render()).values()])
 
 
 def test_a_current_cluster_asks_for_grpc_health_by_itself() -> None:

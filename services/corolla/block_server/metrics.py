@@ -28,6 +28,13 @@ class BlockServerMetrics:
             ["state"],
             registry=registry,
         )
+        self.guaranteed_pages = Gauge(
+            "corolla_kv_guaranteed_pages",
+            "KV pages that tenants are guaranteed, by state: kept (free for tenants that hold less than they are "
+            "guaranteed, and for nobody else), missing (more than this server has).",
+            ["state"],
+            registry=registry,
+        )
         self.usage = Gauge(
             "corolla_kv_cache_usage_ratio",
             "Share of the KV pages that sessions use or have reserved, 0 to 1.",
@@ -139,6 +146,8 @@ class BlockServerMetrics:
         }
         for state, num_pages in states.items():
             self.pages.labels(state).set(num_pages)
+        self.guaranteed_pages.labels("kept").set(sessions.num_kept_pages)
+        self.guaranteed_pages.labels("missing").set(sessions.guarantees.num_missing)
         self.usage.set(1 - pool.num_available / pool.num_pages)
         self.cache_bytes.set(pool.num_used * page_bytes)
         self._export(self.prefix_queries, pool.num_prefix_tokens_asked)

@@ -21,6 +21,7 @@ from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
+from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
@@ -39,6 +40,7 @@ from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
+from corolla.chassis.tenant_limits import QuotaTable
 from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import weight_format
 from corolla.decoding.draft_model import DraftModel, num_weights
@@ -47,6 +49,7 @@ from corolla.models.edges import Edges, fetch_edges, load_edges
 from corolla.models.hub import Hub
 from corolla.models.span_model import SpanModel, fetch_span, load_span
 from corolla.models.threads import available_cores
+from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.network import Network
 from corolla.wire.span import Span
@@ -214,7 +217,7 @@ class BlockServer:
         edges = await asyncio.to_thread(self._load_edges, checkpoint, span)
         draft_model = await asyncio.to_thread(self._load_draft_model, checkpoint, span)
         pool = runner.store.pool
-        self._sessions = SessionTable(pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
+        self._sessions = self._make_sessions(runner)
         outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
         self._sessions.on_forget = outputs.forget
         self._relay = self._make_relay(fingerprint, self._registration)
@@ -313,6 +316,25 @@ class BlockServer:
         if self._registration is not None:
             await self._registration.close()
         self._metrics_endpoint.close()
+
+    def _make_sessions(self, runner: Runner) -> SessionTable[SessionCache]:
+        settings = self.settings
+        sessions = SessionTable(runner.store.pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
+        if (file := settings.quotas_file) is None:
+            return sessions
+
+        def take(contents: Contents) -> None:
+            wanted = {
+                tenant: sessions.pages_of_any(num_tokens)
+                for tenant, num_tokens in QuotaTable.parse(contents[0]).guaranteed("guaranteed_tokens").items()
+            }
+            guarantees = sessions.guarantees = PageGuarantees(wanted, sessions.pool.num_pages)
+            if guarantees.num_missing:
+                log.error("tenants are guaranteed more than there is", extra={"pages_missing": guarantees.num_missing})
+
+        files = WatchedFiles("COROLLA_QUOTAS_FILE", file.parent, (file.name,), take, named=file)
+        self._tasks.start_restartable(files.run, "watched_files")
+        return sessions
 
     def _make_relay(self, fingerprint: str, registration: Registration) -> Relay:
         neighbours = Neighbours(registration.placement, self._tasks)

@@ -1,6 +1,7 @@
 """The sessions that this hop holds: epochs, owners, leases and reserved pages. Pure: time is passed in."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Generic
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Generic
 from corolla.block_server.hop_session import AnyCache, HopSession, OpenRequest, SessionEvent, SessionState
 from corolla.block_server.kv.pages import PagePool, too_few_pages
 from corolla.block_server.kv.prefixes import salt_of
+from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.chassis.errors import HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
 
@@ -23,19 +25,23 @@ _NUM_ENDED: Final = 4096
 class SessionTable(Generic[AnyCache]):
     """All sessions of the hop.
 
-    Invariant: the pages that sessions were promised and the pool's available ones add up to the pool.
+    Invariants: the pages that sessions were promised and the pool's available ones add up to the pool. While guarantees
+    stay the same, the pages that are available, or that idle sessions have, are no fewer than those that are kept for
+    tenants; so a tenant always has what it is guaranteed.
 
     Args:
         max_prompt_bytes: of the trained prompts of all sessions together.
 
     Attributes:
         on_forget: is called for each session whose tokens are all forgotten, so that nothing of them stays elsewhere.
+        guarantees: of pages, by tenant.
         is_draining: no session comes any more; those that are held may be reopened until they leave.
     """
 
     def __init__(self, pool: PagePool, new_cache: Callable[[], AnyCache], *, max_prompt_bytes: int = 0) -> None:
         self.pool = pool
         self.on_forget: Callable[[bytes], None] = lambda session_id: None
+        self.guarantees = PageGuarantees()
         self._new_cache = new_cache
         self._max_prompt_bytes = max_prompt_bytes
         # Least recently used first.
@@ -58,9 +64,18 @@ class SessionTable(Generic[AnyCache]):
         return self.pool.num_available + sum(session.num_pages for session in self if session.is_idle)
 
     @property
+    def num_kept_pages(self) -> int:
+        """Pages of these that are kept for tenants that hold less than they are guaranteed."""
+        return self.guarantees.num_kept(self._held_pages()) if self.guarantees else 0
+
+    @property
     def max_session_tokens(self) -> int:
-        """Tokens of the longest session that could be opened now."""
-        return self._new_cache().max_tokens_within(self.num_available_pages)
+        """Tokens of the longest session that any tenant could open now."""
+        return self._new_cache().max_tokens_within(max(0, self.num_available_pages - self.num_kept_pages))
+
+    def pages_of_any(self, num_tokens: int) -> int:
+        """Pages of so many tokens, into however many sessions of whole pages they are divided."""
+        return len(self._new_cache().tables) * self.pool.pages_for(num_tokens)
 
     def tenant_tokens(self, rows: Iterable["pb.StepRow"]) -> Mapping[str, int]:
         """How many tokens of these rows are whose; of a session that is not held, nobody's: the empty name."""
@@ -97,7 +112,7 @@ class SessionTable(Generic[AnyCache]):
         Raises:
             OutOfPages: there is none.
         """
-        self._make_room(self._new_cache().worst_case(num_tokens), keep=b"")
+        self._make_room(self._new_cache().worst_case(num_tokens))
 
     def get(self, session_id: bytes) -> HopSession[AnyCache] | None:
         return self._sessions.get(session_id)
@@ -120,7 +135,8 @@ class SessionTable(Generic[AnyCache]):
         if request.prompts is not None:
             self._check_prompts(request.prompts, except_of=request.session_id)
         cache = self._new_cache() if session is None else session.cache
-        self._make_room(cache.worst_case(request.max_tokens) - cache.num_pages, keep=request.session_id)
+        num_pages = cache.worst_case(request.max_tokens)
+        self._make_room(num_pages - cache.num_pages, self._num_kept_from(request, num_pages), request.session_id)
         if session is None:
             session = HopSession(request, cache)
         elif not request.resume or session.state is SessionState.ARRIVING or not session.request.agrees_with(request):
@@ -332,10 +348,29 @@ class SessionTable(Generic[AnyCache]):
         if prompts.nbytes + sum(each.prompts.nbytes for each in others if each.prompts) > self._max_prompt_bytes:
             raise OutOfPages("the trained prompts of all sessions do not fit into the memory for them")
 
-    def _make_room(self, num_pages: int, keep: bytes) -> None:
+    def _held_pages(self, except_of: bytes = b"") -> Counter[str]:
+        """Pages by tenant that only the end of its sessions makes available."""
+        held = Counter[str]()
+        for session in self:
+            if not session.is_idle and session.request.session_id != except_of:
+                held[session.request.tenant] += session.num_pages
+        return held
+
+    def _num_kept_from(self, request: OpenRequest, num_pages: int) -> int:
+        """Pages that are to stay free for other tenants when a session comes to hold so many."""
+        if not self.guarantees or num_pages <= self.num_pages_in_use(request.session_id):
+            return 0
+        held = self._held_pages(except_of=request.session_id)
+        held[request.tenant] += num_pages
+        return self.guarantees.num_kept_from(request.tenant, held)
+
+    def _make_room(self, num_pages: int, num_kept: int = 0, keep: bytes = b"") -> None:
+        """Room for `num_pages` more, with `num_kept` left free; the session `keep` is not evicted."""
         idle = [session for session in self if session.is_idle and session.request.session_id != keep]
-        if num_pages > self.pool.num_available + sum(session.num_pages for session in idle):
-            self.pool.promise(num_pages)  # says what is missing; evicting would not have helped
+        num_available = self.pool.num_available + sum(session.num_pages for session in idle)
+        if num_pages + num_kept > num_available:
+            # Evicting would not help.
+            raise too_few_pages(num_pages, max(0, num_available - num_kept))
         for session in idle:
             if num_pages <= self.pool.num_available:
                 return

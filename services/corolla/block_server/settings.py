@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, field_validator
@@ -119,6 +120,11 @@ class BlockServerSettings(ServiceSettings):
     max_queued_steps: int = Field(1024, ge=1, description="Steps that may wait; further ones are refused.")
     admin_host: str = Field("127.0.0.1", description="Address that AdminService is served on.")
     admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 serves none.")
+    quotas_file: Path | None = Field(
+        None,
+        description="File with the quotas of tenants, in JSON: docs/security.md#quotas. The server keeps the pages "
+        "free that it guarantees; changes are taken within five seconds. Without it there are no guarantees.",
+    )
     grace_s: float = Field(
         25.0, ge=0, le=600, description="Seconds to hand sessions over, or to serve those nobody takes, before it ends."
     )

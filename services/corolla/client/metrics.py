@@ -15,7 +15,7 @@ from corolla.chassis.metrics import (
     TIME_TO_FIRST_TOKEN_BUCKETS,
     TOKEN_COUNT_BUCKETS,
 )
-from corolla.client.quotas.limits import QUOTAS
+from corolla.chassis.tenant_limits import QUOTAS
 
 
 class ClientMetrics:

@@ -79,7 +79,12 @@ class ClientService:
         self._certificate = PublicCertificate(settings.public_tls_dir) if settings.public_tls_dir else None
         self._registry = new_registry()
         self._metrics = ClientMetrics(self._registry)
-        self._quotas = QuotaKeeper(settings.quotas_file, self._metrics, timeout_s=settings.quota_timeout_ms / 1000)
+        self._quotas = QuotaKeeper(
+            settings.quotas_file,
+            self._metrics,
+            max_running=settings.max_running_requests,
+            timeout_s=settings.quota_timeout_ms / 1000,
+        )
         self._rpc = RpcServer(
             settings.host,
             settings.port,
@@ -167,11 +172,10 @@ class ClientService:
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
         min_shares = 2 if self._tenants.are_several else 1
-        admission, tokenizations = (
-            Admission(max_running, settings.max_waiting_requests, settings.max_held_request_bytes, min_shares)
-            # One after the other: threads that look up tokens take time from the one that serves answers.
-            for max_running in (settings.max_running_requests, 1)
-        )
+        bounds = settings.max_waiting_requests, settings.max_held_request_bytes, min_shares
+        admission = Admission(settings.max_running_requests, *bounds, self._quotas.guaranteed_sequences)
+        # One after the other: threads that look up tokens take time from the one that serves answers.
+        tokenizations = Admission(1, *bounds)
         answering = Answering(
             sessions,
             transcripts,

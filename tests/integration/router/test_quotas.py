@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from corolla.chassis.errors import QuotaExceeded
-from corolla.client.quotas.limits import Use
+from corolla.chassis.tenant_limits import Use
 from corolla.client.quotas.share import LocalShare
 from corolla.router import store
 from corolla.router.metrics import RouterMetrics

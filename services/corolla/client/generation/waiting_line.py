@@ -1,12 +1,15 @@
 """Who runs, who waits and who is refused, when more come than can run. Pure."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Final, Generic, TypeVar
 
 from corolla.chassis.errors import QueueFull, ShareExceeded
 
 Ticket = TypeVar("Ticket", bound=Hashable)
+
+_PARTS: Final = 16
+"""One of so many parts of the places is for tenants that have no more than that."""
 
 
 class WaitingLine(Generic[Ticket]):
@@ -14,8 +17,12 @@ class WaitingLine(Generic[Ticket]):
 
     A ticket takes a place for each of its sequences. The next places go to the tenant that has the fewest (of several,
     to the one whose last turn is longest ago), and within a tenant to who came first. So each of T tenants that wait
-    comes to its share of 1/T of the places. Nobody overtakes a ticket that waits for several places; one that takes
-    more than there are runs alone.
+    comes to its share of 1/T of the places. Nobody overtakes a ticket that waits for several places; one for more than
+    its tenant can come to has as many as that.
+
+    A tenant may be guaranteed places. They stay free for it, so that a ticket within its guarantee comes in and runs at
+    once, whatever others do. Where there may be several tenants, a part of the places is for those that have no more
+    than this part; so no tenant has all places.
 
     Where the line is full, the newest tickets of the tenant that has the largest share of it make room for who comes,
     as long as that share is larger than the newcomer's own. A share is that of the tickets or of the bytes, whichever
@@ -25,19 +32,31 @@ class WaitingLine(Generic[Ticket]):
         max_running: places.
         max_bytes: what all tickets hold, those that run and those that wait.
         min_shares: in how many shares the whole is divided at least, however few tenants are there at the moment.
+        guarantees: places by tenant as they are now, fewer than there are places in all.
     """
 
-    def __init__(self, max_running: int, max_waiting: int, max_bytes: int, min_shares: int = 1) -> None:
+    def __init__(
+        self,
+        max_running: int,
+        max_waiting: int,
+        max_bytes: int,
+        min_shares: int = 1,
+        guarantees: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
         self._min_shares = min_shares
+        self._guarantees = guarantees
+        self._small_part = max_running // _PARTS if min_shares > 1 else 0
         self._running: dict[Ticket, str] = {}
         # By tenant, in order of arrival; no tenant without tickets.
         self._waiting: dict[str, list[Ticket]] = {}
-        # Bytes and sequences of all tickets.
+        # Bytes of all tickets, and places that they take or wait for.
         self._sizes: dict[Ticket, int] = {}
-        self._num_sequences: dict[Ticket, int] = {}
+        self._places: dict[Ticket, int] = {}
+        # Places of the tickets that run.
+        self._held: Counter[str] = Counter()
         # When the tenants that run or wait had their last turn; those that had none yet are missing.
         self._last_turns: dict[str, int] = {}
         self._num_turns = 0
@@ -49,7 +68,7 @@ class WaitingLine(Generic[Ticket]):
     @property
     def num_taken_places(self) -> int:
         """Of those who run."""
-        return sum(self._num_sequences[ticket] for ticket in self._running)
+        return self._held.total()
 
     @property
     def num_waiting(self) -> int:
@@ -67,49 +86,69 @@ class WaitingLine(Generic[Ticket]):
 
         Raises QueueFull, and changes nothing, where there is no room and no other tenant has a larger share.
         """
-        displaced = self._displaced(tenant, num_bytes, num_sequences)
+        num_places = min(num_sequences, self._most_places(tenant))
+        displaced = self._displaced(tenant, num_bytes, num_places)
         refusals = [(theirs, self._refusal(loser, tenant)) for loser, theirs in displaced]
         for loser, theirs in displaced:
             self._remove(loser, theirs)
         self._waiting.setdefault(tenant, []).append(ticket)
         self._sizes[ticket] = num_bytes
-        self._num_sequences[ticket] = num_sequences
+        self._places[ticket] = num_places
         return refusals
 
     def admit(self) -> list[Ticket]:
         """Those who run from now on."""
         admitted: list[Ticket] = []
-        num_places = Counter[str]()
-        for ticket, tenant in self._running.items():
-            num_places[tenant] += self._num_sequences[ticket]
         while self._waiting:
-            tenant = min(self._waiting, key=lambda each: (num_places[each], self._last_turns.get(each, 0)))
+            tenant = min(self._waiting, key=self._turn)
             ticket = self._waiting[tenant][0]
-            if not self._may_run(self._num_sequences[ticket]):
+            if not self._may_run(tenant, self._places[ticket]):
                 break
             self._stop_waiting(tenant, ticket)
             self._running[ticket] = tenant
             self._num_turns += 1
             self._last_turns[tenant] = self._num_turns
-            num_places[tenant] += self._num_sequences[ticket]
+            self._held[tenant] += self._places[ticket]
             admitted.append(ticket)
         return admitted
 
-    def _may_run(self, num_sequences: int) -> bool:
-        return not self._running or self.num_taken_places + num_sequences <= self._max_running
+    def _turn(self, tenant: str) -> tuple[bool, int, int]:
+        """The lowest of all tenants that wait is next."""
+        is_guaranteed = self._is_guaranteed(tenant, self._places[self._waiting[tenant][0]])
+        return not is_guaranteed, self._held[tenant], self._last_turns.get(tenant, 0)
+
+    def _is_guaranteed(self, tenant: str, num_more: int) -> bool:
+        return self._held[tenant] + num_more <= self._guarantees().get(tenant, 0)
+
+    def _most_places(self, tenant: str) -> int:
+        """That a tenant can come to."""
+        guarantees = self._guarantees()
+        others = sum(places for each, places in guarantees.items() if each != tenant)
+        return max(1, guarantees.get(tenant, 0), self._max_running - others - self._small_part)
+
+    def _may_run(self, tenant: str, num_more: int) -> bool:
+        num_free = self._max_running - self.num_taken_places - num_more
+        if self._is_guaranteed(tenant, num_more):
+            return num_free >= 0
+        num_kept = sum(max(0, n - self._held[each]) for each, n in self._guarantees().items() if each != tenant)
+        if self._held[tenant] + num_more > self._small_part:
+            num_kept += self._small_part
+        return num_free >= num_kept
 
     def leave(self, ticket: Ticket) -> None:
         """A ticket is done with, whether it ran, waited or was displaced."""
         tenant = self._running.pop(ticket, None)
         if tenant is not None:
+            self._held[tenant] -= self._places[ticket]
             self._forget(ticket)
         else:
             tenant = next((each for each, tickets in self._waiting.items() if ticket in tickets), None)
             if tenant is None:
                 return
             self._remove(tenant, ticket)
-        if tenant not in self._waiting and tenant not in self._running.values():
+        if tenant not in self._waiting and not self._held[tenant]:
             self._last_turns.pop(tenant, None)
+            del self._held[tenant]
 
     def _remove(self, tenant: str, ticket: Ticket) -> None:
         self._stop_waiting(tenant, ticket)
@@ -121,12 +160,15 @@ class WaitingLine(Generic[Ticket]):
             del self._waiting[tenant]
 
     def _forget(self, ticket: Ticket) -> None:
-        del self._sizes[ticket], self._num_sequences[ticket]
+        del self._sizes[ticket], self._places[ticket]
 
-    def _displaced(self, tenant: str, num_bytes: int, num_sequences: int) -> list[tuple[str, Ticket]]:
+    def _displaced(self, tenant: str, num_bytes: int, num_more: int) -> list[tuple[str, Ticket]]:
         """Who must leave for a newcomer. Raises QueueFull."""
+        runs_at_once = self._may_run(tenant, num_more)
+        if runs_at_once and self._is_guaranteed(tenant, num_more) and tenant not in self._waiting:
+            return []
         num_places = self._max_waiting - self.num_waiting
-        if not self._waiting and self._may_run(num_sequences):
+        if not self._waiting and runs_at_once:
             num_places += 1
         num_free_bytes = self._max_bytes - self.num_bytes
         displaced: list[tuple[str, Ticket]] = []
@@ -149,7 +191,7 @@ class WaitingLine(Generic[Ticket]):
         """Says whether the tenant met its own share of the service, or a service that all of them together fill."""
         running = [each for each, owner in self._running.items() if owner == tenant]
         waiting = self._waiting.get(tenant, [])
-        num_places = sum(self._num_sequences[each] for each in running) + len(waiting)
+        num_places = self._held[tenant] + len(waiting)
         num_shares = max(self._min_shares, len({newcomer, *self._waiting, *self._running.values()}))
         fair_places = -(-(self._max_running + self._max_waiting) // num_shares)
         fair_bytes = self._max_bytes / num_shares

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +14,9 @@ from typing import Final
 from corolla.chain.control import ControlPlane
 from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import CorollaError, QuotaExceeded
+from corolla.chassis.tenant_limits import QuotaTable, TenantLimits, Use
 from corolla.client.generation.admission import Usage
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.limits import QuotaTable, TenantLimits, Use
 from corolla.client.quotas.share import LocalShare
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import router_pb2 as pb
@@ -87,6 +87,7 @@ class QuotaKeeper:
 
     Args:
         quotas_file: as `QuotaTable` reads it; None: no quotas.
+        max_running: places of this client service; more than that, less one, it guarantees nobody.
         timeout_s: after which a router counts as away.
         lease_s: for which the router holds what a request has, should this client service be gone.
 
@@ -102,13 +103,16 @@ class QuotaKeeper:
         quotas_file: Path | None,
         metrics: ClientMetrics,
         *,
+        max_running: int | None = None,
         timeout_s: float = _TIMEOUT_S,
         lease_s: float = _LEASE_S,
     ) -> None:
         self._metrics = metrics
+        self._max_running = max_running
         self._timeout_s = timeout_s
         self._lease_s = lease_s
         self._table = QuotaTable()
+        self._guaranteed_sequences: Mapping[str, int] = {}
         self.files: WatchedFiles | None = None
         if quotas_file is not None:
             self.files = WatchedFiles(
@@ -132,6 +136,10 @@ class QuotaKeeper:
 
     def limits(self, tenant: str) -> TenantLimits:
         return self._table.of(tenant)
+
+    def guaranteed_sequences(self) -> Mapping[str, int]:
+        """Places by tenant."""
+        return self._guaranteed_sequences
 
     def start(self, control: ControlPlane) -> None:
         """From now on a router is asked."""
@@ -331,7 +339,14 @@ class QuotaKeeper:
         self._num_unbilled_tokens.clear()
 
     def _parse(self, contents: Contents) -> None:
-        self._table = QuotaTable.parse(contents[0])
+        table = QuotaTable.parse(contents[0])
+        guaranteed = table.guaranteed("guaranteed_sequences")
+        if self._max_running is not None and sum(guaranteed.values()) >= self._max_running:
+            raise ValueError(
+                f"tenants: guaranteed_sequences add up to {sum(guaranteed.values())}, and must leave others one of the "
+                f"{self._max_running} places of COROLLA_MAX_RUNNING_REQUESTS"
+            )
+        self._table, self._guaranteed_sequences = table, guaranteed
 
     @staticmethod
     def _now_s() -> float:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from corolla.client.quotas.limits import Use
+from corolla.chassis.tenant_limits import Use
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,20 @@ from corolla.chassis.errors import QueueFull, ShareExceeded
 from corolla.client.generation.waiting_line import WaitingLine
 
 TENANTS = ("ada", "bob", "cyd")
+GUARANTEED = "cyd"
 MAX_BYTES = 100
 
 
 class Line(RuleBasedStateMachine):
     """A waiting line, with a plain record of its expected contents."""
 
-    @initialize(max_running=st.integers(1, 4), max_waiting=st.integers(0, 6))
-    def open(self, max_running: int, max_waiting: int) -> None:
+    @initialize(max_running=st.integers(1, 5), max_waiting=st.integers(0, 6), guaranteed=st.integers(0, 4))
+    def open(self, max_running: int, max_waiting: int, guaranteed: int) -> None:
         self.max_running, self.max_waiting = max_running, max_waiting
-        self.line: WaitingLine[int] = WaitingLine(max_running, max_waiting, MAX_BYTES)
+        self.guaranteed = min(guaranteed, max_running - 1)
+        self.line: WaitingLine[int] = WaitingLine(
+            max_running, max_waiting, MAX_BYTES, guarantees=lambda: {GUARANTEED: self.guaranteed}
+        )
         self.running: dict[int, str] = {}
         self.waiting: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
@@ -31,11 +35,17 @@ class Line(RuleBasedStateMachine):
     def places(self, tenants: tuple[str, ...] = TENANTS) -> int:
         return sum(self.num_sequences[each] for each, its in self.running.items() if its in tenants)
 
-    def may_run(self, num_sequences: int) -> bool:
-        return not self.running or self.places() + num_sequences <= self.max_running
+    def may_run(self, tenant: str, num_sequences: int) -> bool:
+        num_kept = 0 if tenant == GUARANTEED else max(0, self.guaranteed - self.places((GUARANTEED,)))
+        return self.places() + num_sequences + num_kept <= self.max_running
 
-    def fits(self, num_bytes: int, num_sequences: int) -> bool:
-        has_place = len(self.waiting) < self.max_waiting or (not self.waiting and self.may_run(num_sequences))
+    def is_guaranteed(self, tenant: str, num_sequences: int) -> bool:
+        return tenant == GUARANTEED and self.places((tenant,)) + num_sequences <= self.guaranteed
+
+    def fits(self, tenant: str, num_bytes: int, num_sequences: int) -> bool:
+        if self.is_guaranteed(tenant, num_sequences) and tenant not in self.waiting.values():
+            return True
+        has_place = len(self.waiting) < self.max_waiting or (not self.waiting and self.may_run(tenant, num_sequences))
         return has_place and self.num_bytes + num_bytes <= MAX_BYTES
 
     def share(self, tenant: str, num_more: int = 0, num_more_bytes: int = 0) -> float:
@@ -46,9 +56,10 @@ class Line(RuleBasedStateMachine):
     def admit(self) -> None:
         for ticket in self.line.admit():
             tenant = self.waiting.pop(ticket)
-            least = self.places((tenant,))
-            assert all(least <= self.places((other,)) for other in self.waiting.values()), "passed over"
-            assert self.may_run(self.num_sequences[ticket])
+            least, num_sequences = self.places((tenant,)), self.num_sequences[ticket]
+            if not self.is_guaranteed(tenant, num_sequences):
+                assert all(least <= self.places((other,)) for other in self.waiting.values()), "passed over"
+            assert self.may_run(tenant, num_sequences)
             assert all(ticket < other for other, its in self.waiting.items() if its == tenant), "overtaken"
             self.running[ticket] = tenant
 
@@ -59,24 +70,27 @@ class Line(RuleBasedStateMachine):
     )
     def enter(self, tenant: str, num_bytes: int, num_sequences: int) -> None:
         self.number += 1
+        num_sequences = min(num_sequences, self.max_running - (self.guaranteed if tenant != GUARANTEED else 0))
+        is_guaranteed = self.is_guaranteed(tenant, num_sequences) and tenant not in self.waiting.values()
         own_share = self.share(tenant, 1, num_bytes)
         try:
             displaced = [ticket for ticket, _ in self.line.enter(tenant, self.number, num_bytes, num_sequences)]
         except QueueFull:
-            assert not self.fits(num_bytes, num_sequences)
+            assert not self.fits(tenant, num_bytes, num_sequences)
             num_running_bytes = sum(self.sizes[each] for each in self.running)
             assert own_share > (1 - num_running_bytes / MAX_BYTES) / len(TENANTS), "less than its part was refused"
             return
         for loser in displaced:
-            assert not self.fits(num_bytes, num_sequences), "left for nothing"
+            assert not self.fits(tenant, num_bytes, num_sequences), "left for nothing"
             its_tenant = self.waiting[loser]
             assert self.share(its_tenant) == max(map(self.share, TENANTS)) > own_share
             assert loser == max(each for each, its in self.waiting.items() if its == its_tenant)
             del self.waiting[loser]
-        assert self.fits(num_bytes, num_sequences)
+        assert self.fits(tenant, num_bytes, num_sequences)
         self.waiting[self.number], self.sizes[self.number] = tenant, num_bytes
         self.num_sequences[self.number] = num_sequences
         self.admit()
+        assert not is_guaranteed or self.number in self.running
 
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
@@ -95,15 +109,18 @@ class Line(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_and_nothing_too_much(self) -> None:
         assert (self.line.num_running, self.line.num_waiting) == (len(self.running), len(self.waiting))
-        assert self.line.num_bytes == self.num_bytes <= MAX_BYTES
+        assert self.line.num_bytes == self.num_bytes
+        assert self.num_bytes <= MAX_BYTES * (1 + self.guaranteed)
         assert self.line.num_taken_places == self.places()
-        assert len(self.running) <= 1 or self.places() <= self.max_running
+        assert self.places() <= self.max_running
+        others = tuple({*TENANTS} - {GUARANTEED})
+        assert self.places(others) <= self.max_running - self.guaranteed
         assert len(self.waiting) <= self.max_waiting
         if self.waiting:
             least = min(self.places((tenant,)) for tenant in self.waiting.values())
             first_of_each = {tenant: ticket for ticket, tenant in sorted(self.waiting.items(), reverse=True)}
             in_turn = [ticket for tenant, ticket in first_of_each.items() if self.places((tenant,)) == least]
-            is_stuck = any(not self.may_run(self.num_sequences[ticket]) for ticket in in_turn)
+            is_stuck = any(not self.may_run(self.waiting[ticket], self.num_sequences[ticket]) for ticket in in_turn)
             assert is_stuck, "a place stays empty while somebody waits for it"
 
 
@@ -142,6 +159,48 @@ def test_a_tenant_that_runs_many_sequences_comes_after_one_that_runs_few() -> No
         line.admit()
     line.leave("b0")
     assert line.admit() == ["b2"]
+
+
+def test_a_guaranteed_place_is_there_however_many_others_come() -> None:
+    line: WaitingLine[str] = WaitingLine(8, 2, 100, 2, lambda: {"quiet": 2})
+    for number in range(4):
+        line.enter("noisy", f"n{number}", 25, 3)
+        line.admit()
+    assert (line.num_taken_places, line.num_waiting, line.num_bytes) == (6, 2, 100)
+    for ticket in ("q0", "q1"):
+        # Whatever the line holds, nobody leaves it for this one.
+        assert line.enter("quiet", ticket, 10) == []
+        assert line.admit() == [ticket]
+    with pytest.raises(QueueFull):
+        line.enter("other", "o0", 100)
+    line.leave("q1")
+    assert line.admit() == []
+    line.leave("n0")
+    assert line.admit() == ["n2"]
+
+
+def test_who_is_guaranteed_a_place_goes_before_who_runs_less() -> None:
+    guarantees: dict[str, int] = {}
+    line: WaitingLine[str] = WaitingLine(4, 10, 100, 1, lambda: guarantees)
+    for ticket in ("q0", "q1", "n0", "n1", "o0", "q2"):
+        line.enter(ticket[0], ticket, 1)
+        line.admit()
+    guarantees["q"] = 3
+    line.leave("n0")
+    assert line.admit() == ["q2"]
+    line.leave("n1")
+    assert line.admit() == ["o0"]
+
+
+def test_no_tenant_has_all_places_where_there_are_several() -> None:
+    for min_shares, most in ((1, 64), (2, 60)):
+        line: WaitingLine[str] = WaitingLine(64, 100, 1000, min_shares)
+        for number in range(70):
+            line.enter("noisy", f"n{number}", 1)
+            line.admit()
+        assert line.num_taken_places == most
+        line.enter("quiet", "q0", 1, 4)
+        assert line.admit() == (["q0"] if min_shares == 2 else [])
 
 
 def test_few_large_requests_make_room_for_small_ones_of_others() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from corolla.chassis.errors import SettingsError
+from corolla.chassis.tenant_limits import COUNTED, NO_LIMITS, PERIODS_MS, QUOTAS, QuotaTable, TenantLimits, Use
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
-from corolla.client.quotas.limits import COUNTED, NO_LIMITS, PERIODS_MS, QUOTAS, QuotaTable, TenantLimits, Use
 
 
 def parse(value: Any) -> QuotaTable:
@@ -55,6 +56,13 @@ def test_only_what_has_to_be_counted_is(limits: TenantLimits, *, are_counted: bo
         ({"tenants": {"": {}}}, "tenants"),
         ({"default": {"answer_seconds": -1}}, "default.answer_seconds"),
         ({"acme": {}}, "acme"),
+        ({"default": {"guaranteed_tokens": 5}}, "default"),
+        ({"default": {"guaranteed_sequences": 5}}, "default"),
+        ({"tenants": {"acme": {"guaranteed_tokens": 9, "reserved_tokens": 8}}}, "tenants.acme.guaranteed_tokens"),
+        (
+            {"default": {"running_sequences": 8}, "tenants": {"acme": {"guaranteed_sequences": 9}}},
+            "tenants.acme.guaranteed_sequences",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_its_place(value: Any, place: str) -> None:
@@ -76,8 +84,18 @@ def test_only_what_is_limited_is_counted() -> None:
 
 
 def test_every_other_field_is_a_quota() -> None:
-    assert {*QUOTAS, "answer_seconds", "withhold_cached_tokens"} == TenantLimits.model_fields.keys()
+    others = {"answer_seconds", "withhold_cached_tokens", "guaranteed_tokens", "guaranteed_sequences"}
+    assert {*QUOTAS} | others == TenantLimits.model_fields.keys()
     assert set(PERIODS_MS) <= set(QUOTAS)
+
+
+def test_no_more_places_are_guaranteed_than_there_are(tmp_path: Path) -> None:
+    file = tmp_path / "quotas"
+    file.write_text('{"tenants": {"acme": {"guaranteed_sequences": 5}, "free": {"guaranteed_sequences": 3}}}')
+    quotas = QuotaKeeper(file, ClientMetrics(CollectorRegistry()), max_running=9)
+    assert quotas.guaranteed_sequences() == {"acme": 5, "free": 3}
+    with pytest.raises(SettingsError, match=r"add up to 8.*COROLLA_MAX_RUNNING_REQUESTS"):
+        QuotaKeeper(file, ClientMetrics(CollectorRegistry()), max_running=8)
 
 
 def test_a_file_that_breaks_later_leaves_the_limits_that_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

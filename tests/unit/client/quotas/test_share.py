@@ -1,6 +1,6 @@
 """What a client service enforces by itself while no router counts."""
 
-from corolla.client.quotas.limits import Use
+from corolla.chassis.tenant_limits import Use
 from corolla.client.quotas.share import LocalShare, Shortage
 
 

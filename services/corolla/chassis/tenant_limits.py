@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Final, Self
+from itertools import product
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 _SECOND_MS: Final = 1000
 _MINUTE_MS: Final = 60_000
@@ -18,6 +19,8 @@ COUNTED: Final = (*PERIODS_MS, "running_requests", "running_sequences", "open_st
 """What requests use, and the router counts."""
 QUOTAS: Final = (*COUNTED, "stored_sessions", "stored_session_bytes")
 """The last two are counted where sessions are stored."""
+_GUARANTEES: Final = {"guaranteed_tokens": "reserved_tokens", "guaranteed_sequences": "running_sequences"}
+"""And the quota that bounds the same."""
 
 _Limit = Annotated[int, Field(ge=1, le=10**12)]
 
@@ -70,6 +73,15 @@ class TenantLimits(BaseModel):
         default=None,
         description="Bytes of all stored sessions; a tenant that has so many makes no further one, and begins no turn.",
     )
+    guaranteed_tokens: _Limit | None = Field(
+        default=None,
+        description="Tokens whose pages every block server keeps free for this tenant, counted in whole pages of its "
+        "sessions.",
+    )
+    guaranteed_sequences: _Limit | None = Field(
+        default=None,
+        description="Places for running sequences that every client service keeps free for this tenant.",
+    )
     answer_seconds: Annotated[float, Field(gt=0, le=86_400)] | None = Field(
         default=None, description="Seconds after which an answer ends as by the time limit of its request."
     )
@@ -95,10 +107,16 @@ class TenantLimits(BaseModel):
 NO_LIMITS: Final = TenantLimits()
 
 
+def _guarantees_nothing(limits: TenantLimits) -> TenantLimits:
+    if any(getattr(limits, each) is not None for each in _GUARANTEES):
+        raise ValueError("guarantees are of tenants that are named")
+    return limits
+
+
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    default: TenantLimits = NO_LIMITS
+    default: Annotated[TenantLimits, AfterValidator(_guarantees_nothing)] = NO_LIMITS
     tenants: dict[Annotated[str, Field(min_length=1, max_length=256)], TenantLimits] = {}
 
 
@@ -118,10 +136,20 @@ class QuotaTable:
             file = _File.model_validate_json(text)
         except ValidationError as failure:
             raise ValueError("; ".join(_sentences(failure))) from None
-        return cls(file.default, file.tenants)
+        table = cls(file.default, file.tenants)
+        for (guarantee, bound), (tenant, limits) in product(_GUARANTEES.items(), table._tenants.items()):
+            promised, most = getattr(limits, guarantee), getattr(limits, bound)
+            if promised is not None and most is not None and promised > most:
+                raise ValueError(f"tenants.{tenant}.{guarantee}: is more than {bound}, which is {most}")
+        return table
 
     def of(self, tenant: str) -> TenantLimits:
         return self._tenants.get(tenant, self._default)
+
+    def guaranteed(self, guarantee: Literal["guaranteed_tokens", "guaranteed_sequences"]) -> dict[str, int]:
+        """By tenant; those without are left out."""
+        given = {tenant: getattr(limits, guarantee) for tenant, limits in self._tenants.items()}
+        return {tenant: amount for tenant, amount in given.items() if amount is not None}
 
 
 def _sentences(failure: ValidationError) -> Iterator[str]:

@@ -1,0 +1,39 @@
+"""How many pages a server keeps free for tenants that it guarantees some. Pure."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+_NOBODY: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+class PageGuarantees:
+    """Pages by tenant. Others may fill only what is left when every tenant has its own.
+
+    Where the server has fewer pages than are guaranteed in all, each tenant has its part of those that there are.
+
+    Attributes:
+        num_missing: so many guaranteed pages this server does not have.
+    """
+
+    def __init__(self, wanted: Mapping[str, int] = _NOBODY, num_pages: int = 0) -> None:
+        num_wanted = sum(wanted.values())
+        self.num_missing = max(0, num_wanted - num_pages)
+        self._pages = (
+            {tenant: each * num_pages // num_wanted for tenant, each in wanted.items()}
+            if self.num_missing
+            else dict(wanted)
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._pages)
+
+    def num_kept(self, held: Mapping[str, int]) -> int:
+        """Pages that are kept free, when tenants hold so many."""
+        return sum(max(0, each - held.get(tenant, 0)) for tenant, each in self._pages.items())
+
+    def num_kept_from(self, tenant: str, held: Mapping[str, int]) -> int:
+        """Pages that a tenant has to leave free for others, when it comes to hold as many as `held` says."""
+        if held.get(tenant, 0) <= self._pages.get(tenant, 0):
+            return 0
+        return self.num_kept(held)
