@@ -6,6 +6,7 @@ may be under way, so that no hop idles.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -47,6 +48,11 @@ class _Route:
     @property
     def num_rows_under_way(self) -> int:
         return sum(len(microbatch.rows) for microbatch in self.under_way.values())
+
+    def num_leaving(self, names: Sequence[bytes]) -> int:
+        """How many of the waiting rows leave now, if they wait in this order."""
+        sizes = [self.waiting[name].num_tokens for name in names]
+        return self.rules.num_leaving(sizes, len(self.under_way), self.num_rows_under_way)
 
 
 _RouteKey = tuple[Span, bytes]
@@ -134,15 +140,32 @@ class FirstHop:
         route = self._routes.get(key)
         if route is None:
             return
-        while num_leaving := route.rules.num_leaving(
-            [row.num_tokens for row in route.waiting.values()], len(route.under_way), route.num_rows_under_way
-        ):
-            rows = [route.waiting.pop(name) for name in list(route.waiting)[:num_leaving]]
+        while leaving := self._leaving(route):
+            rows = [route.waiting.pop(name) for name in leaving]
             self._newest_number += 1
             route.under_way[self._newest_number] = _Microbatch(rows, self._clock())
             self._submit(self._step(route, rows))
         if not route.waiting and not route.under_way:
             del self._routes[key]
+
+    def _leaving(self, route: _Route) -> Sequence[bytes]:
+        """The sessions whose rows leave now as one microbatch. Where not all can, tenants take turns."""
+        names = list(route.waiting)
+        num_leaving = route.num_leaving(names)
+        if 0 < num_leaving < len(names):
+            names = self._in_turn(names)
+            num_leaving = route.num_leaving(names)
+        return names[:num_leaving]
+
+    def _in_turn(self, names: Sequence[bytes]) -> list[bytes]:
+        """First the oldest row of each tenant, then the second one of each."""
+        num_before, ranks = Counter[str](), {}
+        for name in names:
+            session = self._sessions.get(name)
+            tenant = "" if session is None else session.request.tenant
+            ranks[name] = num_before[tenant]
+            num_before[tenant] += 1
+        return sorted(names, key=ranks.__getitem__)
 
     def _step(self, route: _Route, rows: Sequence[pb.StepRow]) -> pb.Step:
         blocks = common_pb2.BlockSpan(start=route.blocks.start, end=route.blocks.end)

@@ -45,10 +45,12 @@ class Ring:
             lambda address, message: self.relayed.append((address, message)),
         )
 
-    def open(self, name: bytes, epoch: int = 1, credit_end: int = 100, blocks: Span = SPAN) -> HopSession[SessionPages]:
+    def open(
+        self, name: bytes, epoch: int = 1, credit_end: int = 100, blocks: Span = SPAN, tenant: str = "t"
+    ) -> HopSession[SessionPages]:
         request = OpenRequest(
-            session_id=name * 16, epoch=epoch, tenant="t", client_id=CLIENT, resume=True, max_tokens=12, blocks=blocks,
-            lease_s=10.0, transient=True,
+            session_id=name * 16, epoch=epoch, tenant=tenant, client_id=CLIENT, resume=True, max_tokens=12,
+            blocks=blocks, lease_s=10.0, transient=True,
         )  # fmt: skip
         session = self.sessions.open(request, 0.0)
         session.ring = RingPlace("a:1", ROUTE, 8, credit_end)
@@ -84,6 +86,22 @@ def test_as_many_microbatches_are_under_way_as_hops_and_rows_wait_for_one_of_the
     step = ring.steps[-1]
     assert (step.route[0], step.samples, step.client_id) == (ROUTE[0], True, b"")
     assert [row.client_id for row in step.rows] == [CLIENT] * 2
+
+
+def test_a_tenants_many_rows_do_not_go_before_another_ones_few() -> None:
+    ring = Ring()
+    noisy = [bytes([each]) for each in b"abcdefghijklmnopqrstuvwx"]
+    for name in noisy:
+        ring.open(name)
+        ring.come_round(0, name)
+    for name in (b"1", b"2"):
+        ring.open(name, tenant="quiet")
+        ring.come_round(0, name)
+    # More wait than a microbatch may have: eight, and each tenant in the order in which its own came.
+    ring.come_round(1, b"a", position=6)
+    assert ring.sent[2:] == [(3, b"c1d2efgh")]
+    ring.come_round(2, b"b", position=6)
+    assert ring.sent[3:] == [(4, b"ijklmnop")]
 
 
 def test_what_comes_round_twice_or_late_begins_nothing() -> None:
