@@ -40,7 +40,7 @@ SET_BY_THE_CHART: Final = {
     ),
     "client": frozenset(
         {
-            "api_keys_file", "cache_secret", "dtype", "metrics_port", "model", "offline", "oidc_audience",
+            "api_keys_file", "cache_secret", "dtype", "http_port", "metrics_port", "model", "offline", "oidc_audience",
             "oidc_ca_file", "oidc_issuer", "oidc_jwks", "oidc_tenant_claim", "port", "quantization", "revision",
             "router",
         }
@@ -80,6 +80,7 @@ _BY_NAME: Final[dict[str, Schema]] = {
 }
 _BY_PATH: Final[dict[str, Schema]] = {
     "auth.mode": {"enum": ["", "keys", "oidc", "none"]},
+    "client.service.httpPort": {"type": "integer", "minimum": 0, "maximum": 65535},
     "client.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "image.digest.client": _DIGEST,
     "image.digest.server": _DIGEST,

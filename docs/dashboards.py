@@ -63,6 +63,15 @@ OVERVIEW: Final = (
     Panel("Errors", "Calls that failed, by method and status.", "reqps", (
         (rate("corolla_rpcs_total", "method, code", 'code!="OK"'), "{{method}} {{code}}"),
     )),
+    Panel("HTTP requests", "Requests over HTTP by route and status; 499: the caller left.", "reqps", (
+        (rate("corolla_http_requests_total", "route, status"), "{{route}} {{status}}"),
+    )),
+    Panel("HTTP streams and connections", "Answers that are being streamed over HTTP, and open connections.", "short", (
+        (f"sum(corolla_http_open_streams{{{HERE}}})", "streams"),
+        (f"sum(corolla_http_connections{{{HERE}}})", "connections"),
+    )),
+    Panel("HTTP duration", "From the head of a request to the end of its reply, streams included.", "s",
+          quantiles("corolla_http_request_seconds", 0.5, 0.95, 0.99)),
     Panel("Time to first token", "From the request to its first token.", "s",
           quantiles("corolla_time_to_first_token_seconds", 0.5, 0.95, 0.99)),
     Panel("Inter-token latency", "Between one token of an answer and the next.", "s",

@@ -17,6 +17,7 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.metrics import RpcMetrics, TaskMetrics
 from corolla.chassis.settings import PREFIX, ServiceSettings
+from corolla.client.http.metrics import HttpMetrics
 from corolla.client.metrics import ClientMetrics
 from corolla.client.settings import ClientSettings
 from corolla.router.metrics import RouterMetrics
@@ -25,7 +26,10 @@ from corolla.router.settings import RouterSettings
 SERVICES: dict[str, tuple[type[BaseSettings], Callable[[CollectorRegistry], object]]] = {
     "Block server": (BlockServerSettings, BlockServerMetrics),
     "Router": (RouterSettings, RouterMetrics),
-    "Client service": (ClientSettings, ClientMetrics),
+    "Client service": (
+        ClientSettings,
+        lambda registry: (ClientMetrics(registry), HttpMetrics(registry, RpcMetrics(CollectorRegistry()))),
+    ),
 }
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.chassis.metrics import RpcMetrics, TaskMetrics
+from corolla.client.http.metrics import HttpMetrics
 from corolla.client.metrics import ClientMetrics
 from corolla.router.metrics import RouterMetrics
 from corolla.router.roster import Roster
@@ -44,7 +46,8 @@ def queries() -> Iterator[tuple[str, str]]:
 def exported() -> dict[str, set[str]]:
     """The labels of every series that the services export, by its name."""
     found: dict[str, set[str]] = {}
-    for collectors in (BlockServerMetrics, ClientMetrics, RouterMetrics, RpcMetrics, TaskMetrics):
+    http = partial(HttpMetrics, rpc=RpcMetrics(CollectorRegistry()))
+    for collectors in (BlockServerMetrics, ClientMetrics, http, RouterMetrics, RpcMetrics, TaskMetrics):
         registry = CollectorRegistry()
         collectors(registry)
         for names, collector in ((registry._collector_to_names[each], each) for each in registry._collector_to_names):
@@ -87,6 +90,7 @@ def test_a_query_asks_for_buckets_that_exist() -> None:
     assert asked
     registry = CollectorRegistry()
     ClientMetrics(registry)
+    HttpMetrics(registry, RpcMetrics(registry))
     there = {
         (each.name.removesuffix("_bucket"), each.labels["le"])
         for family in registry.collect()
@@ -150,6 +154,7 @@ def test_a_release_judges_its_own_namespace(tmp_path: Path) -> None:
 # What every answer counts, or the routers' own days: whoever looks has seen it before.
 NEVER_RARE: Final = {
     "corolla_hop_batch_rows", "corolla_hop_faults_total", "corolla_hop_step_seconds_bucket", "corolla_hop_tokens_total",
+    "corolla_http_request_seconds_bucket", "corolla_http_requests_total",
     "corolla_kubernetes_calls_total", "corolla_redis_script_seconds_bucket", "corolla_request_success_total",
     "corolla_rpcs_total",
 }  # fmt: skip
@@ -162,6 +167,7 @@ def test_rare_counters_begin_at_zero() -> None:
     RpcMetrics(servers)
     TaskMetrics(servers).restarts.labels("turn_lock")  # by each task as it starts
     ClientMetrics(clients)
+    HttpMetrics(clients, RpcMetrics(clients))
     RouterMetrics(routers).observe(Roster("m", 1, 2), num_sessions=0)
     present = {
         sample.name for each in (servers, clients, routers) for family in each.collect() for sample in family.samples

@@ -41,6 +41,7 @@ TASKS: Final[dict[EssentialTask, tuple[str, int, int]]] = {
     "placement_statistics": ("router", 10, 60),
     "rebalancing": ("router", 3, 12),
     "placement_feed": ("router", 5, 40),
+    "http": ("client", 5, 40),
     "placement_watch": ("client", 3, 8),
 }
 

@@ -96,6 +96,9 @@ def client(
     model: Model = None,
     router: Router = None,
     port: Port = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="Port of HTTP, in OpenAI's dialect; 0 takes a free one.", show_default=False)
+    ] = None,
     host: Host = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
@@ -117,7 +120,7 @@ def client(
     from corolla.client.__main__ import run
 
     return run(
-        model=model, router=router, port=port, host=host, dtype=dtype, quantization=quantization,
+        model=model, router=router, port=port, http_port=http_port, host=host, dtype=dtype, quantization=quantization,
         api_keys_file=api_keys_file, metrics_port=metrics_port, log_level=log_level,
     )  # fmt: skip
 

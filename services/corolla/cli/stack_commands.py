@@ -34,6 +34,10 @@ def up(
         int | None,
         typer.Option(min=0, max=65535, help="Of the client service.  [default: 50051, or a free one]"),
     ] = None,
+    http_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Of its HTTP, in OpenAI's dialect.  [default: 8080, or a free one]"),
+    ] = None,
     router_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Of the router.  [default: 50050, or a free one]")
     ] = None,
@@ -59,9 +63,9 @@ def up(
     if blocks not in ("", "auto") and servers is not None and servers != blocks.count(",") + 1:
         raise typer.BadParameter(f"--servers {servers} contradicts the number of spans in --blocks")
     options = StackOptions(
-        model=model, num_servers=2 if servers is None else servers, blocks=blocks, port=port, router_port=router_port,
-        host=host, redis_url=redis_url, dtype=full_dtype_name(dtype), quantization=quantization, num_threads=threads,
-        log_folder=log_folder or new_log_folder(),
+        model=model, num_servers=2 if servers is None else servers, blocks=blocks, port=port, http_port=http_port,
+        router_port=router_port, host=host, redis_url=redis_url, dtype=full_dtype_name(dtype),
+        quantization=quantization, num_threads=threads, log_folder=log_folder or new_log_folder(),
     )  # fmt: skip
     return run_up(options, verbose=verbose, as_json=json)
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 from starlette.types import ASGIApp
 
@@ -217,9 +216,10 @@ class ClientService:
         if self._tokens is not None:
             await self._tokens.keys.ready()
         await self._rpc.start()
-        await self._rpc.ready()
         if self._http is not None:
-            self._tasks.start_essential(partial(self._http.run, self._http_app(servicer, checkpoint.name)), "http")
+            await self._http.start(self._http_app(servicer, checkpoint.name))
+            self._tasks.start_essential(self._http.run, "http")
+        await self._rpc.ready()
         log.info(
             "ready",
             extra={
@@ -261,7 +261,7 @@ class ClientService:
         held = HeldBytes(settings.max_held_request_bytes)
         limits = Limits(settings.max_request_bytes, held, settings.http_read_timeout_s, settings.reader_timeout_s)
         door = Door(self._tenants.authenticate, self._http_metrics, limits)
-        return router(door, Surface(servicer, model), lambda: self._rpc.is_serving)
+        return router(door, Surface(servicer, model, lambda: self._rpc.is_serving))
 
 
 def _tokens(settings: ClientSettings) -> Tokens | None:

@@ -9,6 +9,7 @@ from corolla.chassis.errors import SettingsError
 
 DEFAULT_ROUTER_PORT = 50050
 DEFAULT_CLIENT_PORT = 50051
+DEFAULT_HTTP_PORT = 8080
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class StackOptions:
         num_servers: block servers; without `blocks` they get even parts of the model.
         blocks: spans such as "0:10,10:30", one server for each; "auto" lets the router choose; empty is even parts.
         port: of the client service; None takes the usual one if it is free, 0 any free one.
+        http_port: of the client service's HTTP, likewise.
         router_port: of the router, likewise.
         redis_url: of a running Redis; None starts an embedded one.
         host: address that the client service listens on; everything else stays on the loopback address.
@@ -38,6 +40,7 @@ class StackOptions:
     num_servers: int = 2
     blocks: str = ""
     port: int | None = 0
+    http_port: int | None = 0
     router_port: int | None = 0
     redis_url: str | None = None
     host: str = "127.0.0.1"

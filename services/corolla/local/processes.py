@@ -11,7 +11,7 @@ from corolla.local.ports import Ports
 from corolla.trust.workload import Role
 
 LOOPBACK = "127.0.0.1"
-_OF_ONE_PROCESS = frozenset({"COROLLA_PORT", "COROLLA_HOST", "COROLLA_TLS_DIR"})
+_OF_ONE_PROCESS = frozenset({"COROLLA_PORT", "COROLLA_HTTP_PORT", "COROLLA_HOST", "COROLLA_TLS_DIR"})
 SERVICE_MODULE = "corolla.cli.app"
 
 
@@ -92,9 +92,9 @@ def block_server_process(
     )  # fmt: skip
 
 
-def client_process(options: StackOptions, port: int, metrics_port: int, router: str) -> ManagedProcess:
+def client_process(options: StackOptions, port: int, http_port: int, metrics_port: int, router: str) -> ManagedProcess:
     arguments = ["client", "--model", options.model, "--router", router, "--port", str(port), "--host", options.host]
-    arguments += ["--metrics-port", str(metrics_port)]
+    arguments += ["--http-port", str(http_port), "--metrics-port", str(metrics_port)]
     arguments += ["--dtype", options.dtype, "--quantization", options.quantization]
     # Whoever listens on every interface is reached on the loopback one from here.
     host = LOOPBACK if options.host in ("0.0.0.0", "") else options.host  # noqa: S104

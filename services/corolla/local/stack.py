@@ -17,7 +17,13 @@ from corolla.local.events import Report, StackEvent, ignore
 from corolla.local.fork_server import Exit, ForkServer
 from corolla.local.identities import StackIdentities
 from corolla.local.log_files import LogFile
-from corolla.local.options import DEFAULT_CLIENT_PORT, DEFAULT_ROUTER_PORT, StackOptions, server_blocks
+from corolla.local.options import (
+    DEFAULT_CLIENT_PORT,
+    DEFAULT_HTTP_PORT,
+    DEFAULT_ROUTER_PORT,
+    StackOptions,
+    server_blocks,
+)
 from corolla.local.ports import Ports
 from corolla.local.processes import LOOPBACK, ManagedProcess
 from corolla.local.redis_server import write_configuration
@@ -41,6 +47,7 @@ class Stack:
 
     Attributes:
         client_address: host:port of the client service.
+        http_address: host:port of its HTTP.
         router_address: host:port of the router.
         redis_url: of the Redis that it uses.
         model_name: what the services call the model; known once `start` returned.
@@ -50,6 +57,7 @@ class Stack:
     def __init__(self, options: StackOptions) -> None:
         self.options = options
         self.client_address = ""
+        self.http_address = ""
         self.router_address = ""
         self.redis_url = options.redis_url or ""
         self.model_name = ""
@@ -179,6 +187,7 @@ class Stack:
         options, ports = self.options, self._ports
         router_port = _choose(ports, options.router_port, DEFAULT_ROUTER_PORT, "router", LOOPBACK)
         client_port = _choose(ports, options.port, DEFAULT_CLIENT_PORT, "client service", options.host)
+        http_port = _choose(ports, options.http_port, DEFAULT_HTTP_PORT, "client service's HTTP", options.host)
         self.router_address = f"{LOOPBACK}:{router_port}"
         try:
             options.log_folder.mkdir(parents=True, exist_ok=True)
@@ -197,8 +206,9 @@ class Stack:
             planned.append(processes.redis_process(options.log_folder, address, configuration))
         self._router = processes.router_process(options.log_folder, router_port, ports.free())
         planned.append(self._router)
-        client = processes.client_process(options, client_port, ports.free(), self.router_address)
+        client = processes.client_process(options, client_port, http_port, ports.free(), self.router_address)
         self.client_address = client.address
+        self.http_address = f"{client.address.rpartition(':')[0]}:{http_port}"
         self._client = client
         self._plan(planned)
 

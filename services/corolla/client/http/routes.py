@@ -1,46 +1,30 @@
 """The paths of HTTP."""
 
 import json
-from collections.abc import Callable
+from functools import partial
+from itertools import groupby
 
 from starlette.routing import Route, Router
 
-from corolla.chassis.errors import ServiceUnavailable
-from corolla.client.http.door import Behaviour, Door
+from corolla.client.http.door import Door
 from corolla.client.http.exchange import Exchange
-from corolla.client.http.openapi import document
-from corolla.client.http.surface import PART_OF_MODEL, PART_OF_SESSION, Health, Surface
+from corolla.client.http.openapi import OPERATIONS, document
+from corolla.client.http.surface import Surface
 
 
-def router(door: Door, surface: Surface, is_serving: Callable[[], bool]) -> Router:
+def router(door: Door, surface: Surface) -> Router:
     """The application that serves all of them."""
-
-    async def health(exchange: Exchange, call: object) -> None:
-        """Whether the service takes requests."""
-        await exchange.without_body()
-        if not is_serving():
-            raise ServiceUnavailable("the service does not take requests now")
-        await exchange.reply(Health().model_dump_json().encode())
-
     described = json.dumps(document()).encode()
 
     async def openapi(exchange: Exchange, call: object) -> None:
-        """What can be asked."""
         await exchange.without_body()
         await exchange.reply(described)
 
-    asked: dict[str, dict[str, Behaviour]] = {
-        "/v1/models": {"GET": surface.list_models},
-        f"/v1/models/{{{PART_OF_MODEL}:path}}": {"GET": surface.get_model},
-        "/v1/chat/completions": {"POST": surface.chat},
-        "/v1/completions": {"POST": surface.complete},
-        "/v1/responses": {"POST": surface.respond},
-        "/v1/sessions": {"POST": surface.create_session},
-        f"/v1/sessions/{{{PART_OF_SESSION}}}": {"GET": surface.get_session, "DELETE": surface.delete_session},
-        "/tokenize": {"POST": surface.tokenize},
-        "/detokenize": {"POST": surface.detokenize},
-    }
-    routes = [Route(path, door.endpoint(path, behaviours)) for path, behaviours in asked.items()]
-    for path, behaviour in {"/health": health, "/openapi.json": openapi}.items():
-        routes.append(Route(path, door.endpoint(path, {"GET": behaviour}, is_open=True)))
+    routes = [Route("/openapi.json", door.endpoint("/openapi.json", {"GET": openapi}, is_open=True))]
+    for path, found in groupby(OPERATIONS, lambda each: each.path):
+        operations = list(found)
+        behaviours = {each.method: partial(each.does, surface) for each in operations}
+        endpoint = door.endpoint(path, behaviours, is_open=operations[0].is_open)
+        # Names of models of a hub have slashes.
+        routes.append(Route(path.replace("{model}", "{model:path}"), endpoint))
     return Router(routes, redirect_slashes=False, default=door.not_found)

@@ -1,10 +1,8 @@
 """Listens for HTTP: uvicorn in the service's own event loop, within bounds, and without a say over the process."""
 
 import asyncio
-import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
 from typing import Any, Final
 
 import uvicorn
@@ -29,7 +27,7 @@ _FULL: Final = (
 
 
 class HttpServer:
-    """Serves an ASGI application. Holds its port from the beginning, and listens from `run` on.
+    """Serves an ASGI application. Holds its port from the beginning, and listens from `start` on.
 
     Args:
         host: address to listen on; empty: all.
@@ -59,20 +57,26 @@ class HttpServer:
         self._socket = _bind(host, port)
         self.port: int = self._socket.getsockname()[1]
 
-    async def run(self, app: ASGIApp) -> None:
-        """Serves until `stop`, which cancels nothing of this."""
+    async def start(self, app: ASGIApp) -> None:
+        """Takes connections from now on."""
         config = uvicorn.Config(
             app, http=H11Protocol, ws="none", lifespan="off", loop="none", log_config=None, log_level="critical",
             access_log=False, proxy_headers=False, server_header=False, timeout_keep_alive=_KEEP_ALIVE_S,
             h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         )  # fmt: skip
+        config.load()
         self._server = _Server(config, self)
-        await self._server.serve()
+        await self._server.startup()
+
+    async def run(self) -> None:
+        """Looks after what `start` began, for ever."""
+        if self._server is not None:
+            await self._server.main_loop()
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new connection, gives requests that run `grace_s` seconds, and ends them then."""
         server, self._server = self._server, None
-        if server is None or not server.started:
+        if server is None:
             self._socket.close()
             return
         await server.leave(grace_s)
@@ -93,15 +97,11 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, without its hand on the signals of the process."""
+    """uvicorn's, which listens and leaves as its owner says; what takes signals of the process is never called."""
 
     def __init__(self, config: uvicorn.Config, owner: HttpServer) -> None:
         super().__init__(config)
         self._owner = owner
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         def connection(_loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Protocol:

@@ -1,14 +1,14 @@
 """The routes of HTTP over the servicer of gRPC: a request is read, asked of the servicer, and its answer written."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from corolla.chassis.calls import Call
-from corolla.chassis.errors import CorollaError
+from corolla.chassis.errors import CorollaError, ServiceUnavailable
 from corolla.chassis.merge import merge
 from corolla.client.api.servicer import GenerationServicer
 from corolla.client.api.tenants import KeyHolder
@@ -22,9 +22,6 @@ from corolla.client.http.responses import ResponseRequest, Turn, check_stored, n
 from corolla.client.http.sessions import DeletedSession, SessionRequest, facts_of
 from corolla.client.http.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from corolla.v1 import generation_pb2 as pb
-
-PART_OF_MODEL: Final = "model"
-PART_OF_SESSION: Final = "session_id"
 
 
 class ModelFacts(BaseModel):
@@ -52,12 +49,21 @@ class Surface:
 
     Args:
         model: the name of the model that is served.
+        is_serving: what health says.
     """
 
-    def __init__(self, servicer: GenerationServicer, model: str) -> None:
+    def __init__(self, servicer: GenerationServicer, model: str, is_serving: Callable[[], bool]) -> None:
         self._servicer = servicer
         self._model = model
+        self._is_serving = is_serving
         self._created = now_s()
+
+    async def health(self, exchange: Exchange, call: object) -> None:
+        """Whether the service takes requests."""
+        await exchange.without_body()
+        if not self._is_serving():
+            raise ServiceUnavailable("the service does not take requests now")
+        await _reply(exchange, Health())
 
     async def list_models(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """The models that the service has."""
@@ -68,7 +74,7 @@ class Surface:
     async def get_model(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """One of them."""
         await exchange.without_body()
-        request = pb.GetModelRequest(model=exchange.path_parameters[PART_OF_MODEL])
+        request = pb.GetModelRequest(model=exchange.path_parameters["model"])
         await _reply(exchange, self._facts(await self._servicer.GetModel(request, call)))
 
     async def chat(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
@@ -158,13 +164,13 @@ class Surface:
     async def get_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Tells how a session is."""
         await exchange.without_body()
-        request = pb.GetSessionRequest(session_id=exchange.path_parameters[PART_OF_SESSION])
+        request = pb.GetSessionRequest(session_id=exchange.path_parameters["session_id"])
         await _reply(exchange, facts_of(await self._servicer.GetSession(request, call)))
 
     async def delete_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
         """Ends a session."""
         await exchange.without_body()
-        session_id = exchange.path_parameters[PART_OF_SESSION]
+        session_id = exchange.path_parameters["session_id"]
         await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), call)
         await _reply(exchange, DeletedSession(id=session_id))
 
