@@ -75,6 +75,11 @@ class Chain:
         return self._stack.client_address
 
     @property
+    def http_address(self) -> str:
+        """`host:port` of its HTTP."""
+        return self._stack.http_address
+
+    @property
     def servers(self) -> list[ManagedProcess]:
         """The block servers, in the order of their blocks."""
         return list(self._stack.servers)

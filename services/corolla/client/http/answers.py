@@ -6,7 +6,7 @@ A token's event is put together from parts that are ready and one escaped string
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any, Final
 
@@ -77,6 +77,11 @@ def now_s() -> int:
 def compact(value: Any) -> str:
     """JSON without blanks."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def ids_text(token_ids: Iterable[int]) -> str:
+    """A list of numbers in JSON."""
+    return f"[{','.join(map(str, token_ids))}]"
 
 
 def logprob_facts(entries: Sequence[pb.TokenLogprob]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from corolla.client.http.answers import (
     Usage,
     compact,
     escaped,
+    ids_text,
     logprob_facts,
     new_id,
     now_s,
@@ -171,5 +172,5 @@ def _more(chunk: pb.ChatChunk, has_logprobs: bool, has_token_ids: bool) -> str:
     if has_logprobs and chunk.logprobs:
         text += f',"logprobs":{compact({"content": logprob_facts(chunk.logprobs), "refusal": None})}'
     if has_token_ids and chunk.token_ids:
-        text += f',"token_ids":{compact(list(chunk.token_ids))}'
+        text += f',"token_ids":{ids_text(chunk.token_ids)}'
     return text

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from corolla.client.http.answers import DONE, FINISH_REASONS, Usage, compact, escaped, new_id, now_s, usage_of
+from corolla.client.http.answers import DONE, FINISH_REASONS, Usage, compact, escaped, ids_text, new_id, now_s, usage_of
 from corolla.v1 import generation_pb2 as pb
 
 
@@ -91,7 +91,7 @@ async def events(
                 found = _logprob_facts(chunk.logprobs, offsets.get(index, 0))
                 offsets[index] = offsets.get(index, 0) + sum(map(len, found["tokens"]))
                 logprobs = compact(found)
-            token_ids = f',"token_ids":{compact(list(chunk.token_ids))}' if has_token_ids else ""
+            token_ids = f',"token_ids":{ids_text(chunk.token_ids)}' if has_token_ids else ""
             if not (chunk.text_delta or reason or token_ids or logprobs != "null"):
                 continue
             end = f'"{reason}"' if reason else "null"
