@@ -33,6 +33,7 @@ MAX_REQUEST_BYTES = 64 << 10
 MINE, OTHERS = "key-of-mine-0001", "key-of-others-01"
 
 A_CALL = pb.ToolCall(id="c", name="f", arguments="{}")
+A_TOOL, REQUIRED = pb.Tool(name="f"), pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)
 CONTINUED, ARGUMENTS = "continue_last_message", "template_arguments"
 
 GENERATE = ("Generate", "GenerateStream")
@@ -365,6 +366,26 @@ ROWS: list[Row] = [
             "tools[0].parameters",
         )
         for parameters in ("{", "[]", "true", '{"a": Infinity}', '{"a":' * 40 + "1" + "}" * 40)
+    ),
+    invalid("calls required of nobody", CHAT, chat(("user", "hi"), tool_choice=REQUIRED), "tool_choice.mode"),
+    invalid("an unknown choice", CHAT, with_tools(A_TOOL, tool_choice=pb.ToolChoice(mode=9)), "tool_choice.mode"),  # type: ignore[arg-type]
+    invalid(
+        "an unknown tool",
+        CHAT,
+        with_tools(A_TOOL, tool_choice=pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name="g")),
+        "tool_choice.name",
+    ),
+    invalid(
+        "a name that is not asked for",
+        CHAT,
+        with_tools(A_TOOL, tool_choice=pb.ToolChoice(name="f")),
+        "tool_choice.name",
+    ),
+    invalid(
+        "a form of required calls",
+        CHAT,
+        with_tools(A_TOOL, tool_choice=REQUIRED, response_format=pb.ResponseFormat(regex="a")),
+        "response_format",
     ),
     # Bytes.
     Row(

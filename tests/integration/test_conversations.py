@@ -161,3 +161,37 @@ async def test_an_answer_that_was_cut_is_continued_in_its_session(stub: Any) -> 
     log = [*log, *second.token_ids, *await ids_of(stub, "<|end|><|user|>user:b<|end|><|assistant|>")]
     assert third.token_ids == await answer_to(stub, log)
     assert third.usage.prompt_tokens == len(log)
+
+
+async def test_calls_and_reasoning_are_kept_apart_and_recorded(stub: Any) -> None:
+    """A turn that was begun elsewhere goes on in the middle of a call; asked for again, it is the same, ids and all."""
+    session_id = (await stub.CreateSession(pb.CreateSessionRequest())).session_id
+    begun = await ids_of(stub, 'Well. <tool_call>{"name": "f", "arguments": {"a": ')
+    rest = await ids_of(stub, "[1]}}</tool_call>")
+    tools = [pb.Tool(name="f")]
+    request = pb.ChatRequest(
+        session_id=session_id, messages=[a_message("user", "a")], tools=tools, request_id="mine", stopping=SHORT
+    )
+    request.stopping.max_tokens = len(begun) + len(rest) + 1
+    request.received.ids.extend([*begun, *rest])
+    request.resume_from_index = len(begun) + len(rest)
+    last = await stub.Chat(request)
+    assert last.message.tool_calls == []
+    request.ClearField("received")
+    request.resume_from_index = 0
+    whole = await stub.Chat(request)
+    assert whole.token_ids == [*begun, *rest, *last.token_ids]
+    assert whole.message.content == "Well." + last.message.content
+    (call,) = whole.message.tool_calls
+    assert (call.name, call.arguments) == ("f", '{"a": [1]}')
+    streamed = [chunk async for chunk in stub.ChatStream(request)]
+    deltas = [delta for chunk in streamed for delta in chunk.tool_calls]
+    assert [(delta.index, delta.id, delta.name) for delta in deltas if delta.name] == [(0, call.id, "f")]
+    assert "".join(delta.arguments_delta for delta in deltas) == call.arguments
+    # The next turn knows the call.
+    result = a_message("tool", "ok", tool_call_id=call.id)
+    following = await stub.Chat(pb.ChatRequest(session_id=session_id, messages=[result], tools=tools, stopping=SHORT))
+    said = f'<|user|>user:a<|end|><|user|>assistant:{whole.message.content}!{call.id}f{{"a": [1]}}<|end|>'
+    prompt = await ids_of(stub, f"{said}<|user|>tool:ok{call.id}<|end|>f<|assistant|>")
+    assert following.usage.prompt_tokens == len(prompt)
+    assert following.token_ids == await answer_to(stub, prompt)

@@ -15,6 +15,7 @@ class FinishReason(StrEnum):
     STOP_SEQUENCE = "stop_sequence"
     CANCELLED = "cancelled"
     TIME_LIMIT = "time_limit"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any, Final
 from google.protobuf import struct_pb2
 
 from corolla.chassis.errors import InvalidRequest
+from corolla.client.speech.call_rules import CallRules
 from corolla.client.text.conversation import ChatSetting, Message, Tool, ToolCall, check_messages
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
@@ -24,6 +25,12 @@ MAX_ARGUMENTS: Final = 32
 MAX_ARGUMENTS_BYTES: Final = 16 << 10
 MAX_ARGUMENT_DEPTH: Final = 8
 MAX_ID_CHARS: Final = 256
+_REQUIRING_MODES: Final = frozenset({pb.ToolChoice.MODE_REQUIRED, pb.ToolChoice.MODE_NAMED})
+_MODES: Final = _REQUIRING_MODES | {
+    pb.ToolChoice.MODE_UNSPECIFIED,
+    pb.ToolChoice.MODE_NONE,
+    pb.ToolChoice.MODE_AUTO,
+}
 TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -71,6 +78,29 @@ def setting(given: pb.ChatRequest | pb.Conversation, reserved_names: frozenset[s
         continues_last=given.continue_last_message,
         template_arguments=_template_arguments(given.template_arguments, reserved_names),
     )
+
+
+def call_rules(request: pb.ChatRequest, tools: Sequence[Tool]) -> CallRules:
+    """Which tools the answer may call, or must. Raises InvalidRequest."""
+    choice = request.tool_choice
+    several = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True
+    if choice.mode not in _MODES:
+        raise InvalidRequest("tool_choice.mode", "is none that this service knows")
+    if choice.name and choice.mode != pb.ToolChoice.MODE_NAMED:
+        raise InvalidRequest("tool_choice.name", "only MODE_NAMED has a name")
+    if choice.mode not in _REQUIRING_MODES:
+        is_none = choice.mode == pb.ToolChoice.MODE_NONE
+        return CallRules(() if is_none else tuple(tools), may_be_several=several)
+    if not tools:
+        raise InvalidRequest("tool_choice.mode", "there are no tools to call")
+    if request.HasField("response_format"):
+        raise InvalidRequest("response_format", "is of an answer's text, and calls are required")
+    if choice.mode == pb.ToolChoice.MODE_REQUIRED:
+        return CallRules(tuple(tools), is_required=True, may_be_several=several)
+    named = tuple(tool for tool in tools if tool.name == choice.name)
+    if not named:
+        raise InvalidRequest("tool_choice.name", "must be that of one of the tools")
+    return CallRules(named, is_required=True, may_be_several=False)
 
 
 def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:

@@ -5,6 +5,8 @@ from typing import Final
 
 from corolla.client.generation.admission import Usage
 from corolla.client.generation.answer import Delta
+from corolla.client.speech.pieces import Piece, Said
+from corolla.client.text.conversation import Message
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason
@@ -65,7 +67,7 @@ def chat_completion(tokenizer: TextTokenizer, index: int, answer: "Collected") -
     """One of a chat's answers."""
     return pb.ChatCompletion(
         index=index,
-        message=pb.ChatMessage(role="assistant", content=answer.text),
+        message=chat_message(answer.said.message),
         token_ids=[token.token_id for token in answer.tokens],
         finish_reason=answer.finish_reason,
         logprobs=logprobs(tokenizer, answer.tokens),
@@ -78,8 +80,23 @@ def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta) -> pb.ChatChu
         index=index,
         token_ids=[token.token_id for token in delta.tokens],
         text_delta=delta.text,
+        reasoning_delta=delta.reasoning,
+        tool_calls=[
+            pb.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments_delta=call.arguments)
+            for call in delta.calls
+        ],
         logprobs=logprobs(tokenizer, delta.tokens),
         finish_reason=finish_reason(delta.finish_reason),
+    )
+
+
+def chat_message(message: Message) -> pb.ChatMessage:
+    """An assistant's message."""
+    return pb.ChatMessage(
+        role=message.role,
+        content=str(message.content),
+        reasoning=message.reasoning,
+        tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls],
     )
 
 
@@ -88,14 +105,14 @@ class Collected:
 
     def __init__(self) -> None:
         self.tokens: list[SampledToken] = []
-        self._parts: list[str] = []
+        self.said = Said()
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
 
     @property
     def text(self) -> str:
-        return "".join(self._parts)
+        return "".join(self.said.texts)
 
     def add(self, delta: Delta) -> None:
         self.tokens.extend(delta.tokens)
-        self._parts.append(delta.text)
+        self.said.add(Piece(delta.text, delta.reasoning, delta.calls))
         self.finish_reason = finish_reason(delta.finish_reason)

@@ -23,8 +23,9 @@ from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering, AnswerOptions
 from corolla.client.generation.cache_salts import CacheSalts
 from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.client.speech.reading import Speech, SpeechFormat
 from corolla.client.text.chat import ChatTemplate
-from corolla.client.text.conversation import Message, check_conversation
+from corolla.client.text.conversation import ChatSetting, Message, check_conversation
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.v1 import generation_pb2 as pb
@@ -67,6 +68,7 @@ class GenerationServicer:
         self._tokenizer = tokenizer
         self._chat = chat
         self._cache_salts = cache_salts
+        self._speech_format = SpeechFormat.of(tokenizer)
         self._farewell_s = farewell_s
 
     # --- text ---------------------------------------------------------------------------------------------------
@@ -183,8 +185,8 @@ class GenerationServicer:
         num_completions = validation.num_completions(request)
         messages = conversations.messages(request.messages)
         setting = conversations.setting(request, self._chat.reserved_names)
-        options = self._options(request, tenant)
         caller = self._caller(tenant, request, usage, call, is_streamed)
+        options = self._chat_options(request, messages, setting, tenant)
         max_tokens = self._model.context_length
         if not request.session_id:
             check_conversation(messages, setting)
@@ -203,6 +205,23 @@ class GenerationServicer:
             conversations.record_messages(record, messages, answer, setting)
 
         return self._answering.continue_session(caller, request.session_id, next_prompt, record_turn, options)
+
+    def _chat_options(
+        self, request: pb.ChatRequest, messages: Sequence[Message], setting: ChatSetting, tenant: str
+    ) -> AnswerOptions:
+        rules = conversations.call_rules(request, setting.tools)
+        grammar = self._speech_format.grammar(rules)
+        if grammar is not None and not request.HasField("response_format"):
+            # From here on, calls that have to fit their schemas are as any other form that a caller asks for.
+            request.response_format.CopyFrom(pb.ResponseFormat(lark=grammar))
+        options = self._options(request, tenant)
+        speech = Speech(
+            self._speech_format,
+            rules,
+            begun="".join(messages[-1].content if messages else ()) if setting.continues_last else None,
+            name="" if options.resumption is None else options.resumption.turn_name(tenant),
+        )
+        return replace(options, speech=speech)
 
     # --- sessions -------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import Allowance, QuotaKeeper
+from corolla.client.speech.reading import Speech
 from corolla.client.text.conversation import Message
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
@@ -54,7 +55,7 @@ class AnswerOptions:
     """How an answer is to be made and when it ends.
 
     `max_tokens` None leaves it to the service; `resumption` is None for a request without a name. What is computed is
-    shared only where `cache_salt` is the same.
+    shared only where `cache_salt` is the same. `speech` is None where an answer is text and nothing else.
     """
 
     sampling: SamplingParams
@@ -65,6 +66,7 @@ class AnswerOptions:
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     resumption: Resumption | None = None
     cache_salt: bytes = b""
+    speech: Speech | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,10 +394,18 @@ class Answering:
             ignore_eos=options.ignore_eos,
             time_limit_s=options.time_limit_s,
         )
-        answer = Answer(self._tokenizer, prompt_ids, decider, options.stop_sequences)
+        answer = self._new_answer(prompt_ids, decider, options)
         if options.resumption is not None:
             options.resumption.replay_into(answer)
         return answer
+
+    def _new_answer(self, prompt_ids: Sequence[int], decider: StopDecider, options: AnswerOptions) -> Answer:
+        speech = options.speech
+        if speech is None:
+            return Answer(self._tokenizer, prompt_ids, decider, options.stop_sequences)
+        parser = speech.parser(self._tokenizer, prompt_ids)
+        shown_ids = speech.shown_ids(self._limits.eos_token_ids)
+        return Answer(self._tokenizer, prompt_ids, decider, options.stop_sequences, parser, shown_ids)
 
     async def _answer_of_turn(
         self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions
@@ -413,7 +423,7 @@ class Answering:
         usage.prompt_tokens = usage.cached_tokens = num_prompt_tokens
         unbounded = StopDecider(max_new_tokens=len(record.token_log), ignore_eos=True)
         prompt_ids = record.token_log[:num_prompt_tokens]
-        answer = Answer(self._tokenizer, prompt_ids, unbounded, options.stop_sequences)
+        answer = self._new_answer(prompt_ids, unbounded, options)
         answer_ids, reason = record.token_log[num_prompt_tokens:], FinishReason(record.last_finish_reason)
         return await asyncio.to_thread(replay_answer, answer, answer_ids, reason)
 

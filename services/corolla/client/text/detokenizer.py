@@ -5,7 +5,7 @@ where a later token changes what earlier ones decode to, re-reads everything sin
 never gives out what is pending when the answer ends. Sampled tokens are not well-behaved, hence this class.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import islice
 
 from corolla.client.text.tokenizer import TextTokenizer
@@ -34,10 +34,14 @@ class Detokenizer:
 
     Args:
         prompt_ids: the tokens before the answer, which decide whether its first space belongs to it.
+        shown_ids: special tokens that are not skipped.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, prompt_ids: Sequence[int] = (), shown_ids: Container[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         # Invariant: of the window's text, the first `_num_emitted_chars` are out (or the prompt's).
         self._window_ids, num_whole_tokens = _context(tokenizer, prompt_ids)
         prompt_text = tokenizer.decode(self._window_ids)
@@ -48,7 +52,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text that is certain now, often one token's, sometimes none."""
         if token_id in self._tokenizer.special_token_ids:
-            return ""
+            return self.flush() + self._tokenizer.token_text(token_id) if token_id in self._shown_ids else ""
         self._window_ids.append(token_id)
         text = self._tokenizer.decode(self._window_ids)
         if self._open_prompt_text is not None:

@@ -1,0 +1,109 @@
+"""Which tools an answer may call, and what that makes of it as a grammar. Pure."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from corolla.client.speech.formats import CallFormat, ReasoningFormat
+from corolla.client.text.conversation import Tool
+
+_NO_ARGUMENTS: Final[Mapping[str, Any]] = {"properties": {}, "additionalProperties": False}
+# Written as `tojson` of chat templates writes, so that the next turn finds the call as it was.
+_AS_TEMPLATES_WRITE: Final = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+Mark = Callable[[str], str]
+"""A text of the format as a grammar names it."""
+
+_ANY_TEXT: Final = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """`tools`: those that may be called. `is_required`: the answer is nothing but calls."""
+
+    tools: tuple[Tool, ...] = ()
+    is_required: bool = False
+    may_be_several: bool = True
+
+    @property
+    def most_calls(self) -> int | None:
+        return None if self.may_be_several else 1
+
+
+def calls_grammar(
+    rules: CallRules, calls: CallFormat, reasoning: ReasoningFormat | None, special_ids: Mapping[str, int]
+) -> str | None:
+    """What an answer must be, in llguidance's Lark, so that its calls fit their tools' schemas; None: anything.
+
+    Args:
+        special_ids: of the tokens that a grammar has to name by their ids; see `is_special_in_grammars`.
+    """
+    if not rules.tools or not (rules.is_required or any(tool.is_strict for tool in rules.tools)):
+        return None
+
+    def mark(text: str) -> str:
+        return f"<[{special_ids[text]}]>" if text in special_ids else json.dumps(text)
+
+    lines = _required(rules, calls, mark) if rules.is_required else _free(rules, calls, mark)
+    if reasoning is not None:
+        lines = [lines[0].replace("start: ", "start: (thought spaces?)? ", 1), *lines[1:], *_thought(reasoning, mark)]
+    lines += _written_calls(rules, calls, mark(calls.closing) if calls.closing else "")
+    for index, tool in enumerate(rules.tools):
+        beginning = json.dumps(f'{{"name": "{tool.name}", "{calls.arguments_key}": ')
+        lines.append(f'call_{index}: {beginning} arguments_{index} "}}"')
+        lines.append(f"arguments_{index}: %json {json.dumps(_schema(tool, rules))}")
+    return "\n".join(["%llguidance {}", *lines, ""])
+
+
+def is_special_in_grammars(text: str, *, is_special: bool) -> bool:
+    """Whether llguidance takes an added token for no text: also where it is not special, by its looks."""
+    return is_special or (text.startswith("<") and text.endswith(">"))
+
+
+def _required(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
+    """Calls and nothing else."""
+    written = "bare_calls" if calls.may_be_bare else f"{mark(calls.opening)} calls"
+    if rules.may_be_several and not (calls.separator or calls.is_list):
+        written = rf'{written} ("\n" {written})*'
+    return [f"start: {written}"]
+
+
+def _thought(reasoning: ReasoningFormat, mark: Mark) -> list[str]:
+    """What a model thinks before it answers."""
+    is_lazy = "" if mark(reasoning.closing).startswith("<[") else "[lazy]"
+    return [
+        f"thought{is_lazy}: {mark(reasoning.opening)} {_ANY_TEXT} {mark(reasoning.closing)}",
+        r"spaces: /\s+/",
+    ]
+
+
+def _free(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
+    """Any text, in which calls are whole wherever one is opened."""
+    # Where a call needs no opening, no other text begins as one does: both would match, and the longer one wins.
+    words = r"/[^{\s](.|\n)*/" if calls.may_be_bare else _ANY_TEXT
+    is_special = mark(calls.opening).startswith("<[")
+    opened = f"text? {mark(calls.opening)}" if is_special else "opened"
+    lines = [] if is_special else [f"opened[lazy]: {words} {mark(calls.opening)}"]
+    many = "*" if rules.may_be_several and not calls.may_be_bare else "?"
+    bare = "bare_calls | " if calls.may_be_bare else ""
+    return [f"start: ({bare}({opened} calls){many} text?)", f"text: {words}", *lines]
+
+
+def _written_calls(rules: CallRules, calls: CallFormat, closing: str) -> list[str]:
+    """What stands behind an opening."""
+    one = "(" + " | ".join(f"call_{index}" for index in range(len(rules.tools))) + ")"
+    several = one
+    if calls.separator and rules.may_be_several:
+        several = f'{one} ("{calls.separator} " {one})*'
+    if calls.is_list:
+        return [f'calls: "[" {several} {closing}']
+    if calls.may_be_bare:
+        return ["calls: bare_calls", f"bare_calls: {several}"]
+    return [rf'calls: "\n" {one} "\n" {closing}']
+
+
+def _schema(tool: Tool, rules: CallRules) -> dict[str, Any]:
+    if not (rules.is_required or tool.is_strict):
+        return {"type": "object"}
+    schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
+    return {**schema, "type": "object", "x-guidance": _AS_TEMPLATES_WRITE}

@@ -1,0 +1,66 @@
+"""Follows an object of JSON while its text comes. Pure."""
+
+import re
+from enum import Enum, auto
+from typing import Final
+
+_OUTSIDE: Final = re.compile(r"[\s:,0-9+\-.eEtrufalsn]*")
+"""All of JSON but brackets and strings. Numbers and words are not looked at more closely."""
+_INSIDE: Final = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_CLOSES: Final = {"{": "}", "[": "]"}
+
+
+class Reading(Enum):
+    """Where the text stands: more must come, the wanted depth is reached, or this is no JSON."""
+
+    OPEN = auto()
+    CLOSED = auto()
+    BROKEN = auto()
+
+
+class ObjectScanner:
+    """Reads one object from its first brace on."""
+
+    def __init__(self) -> None:
+        self._closing: list[str] = []
+        self._is_in_string = False
+
+    def read(self, text: str, start: int, depth: int = 0) -> tuple[int, Reading]:
+        """Reads on until only `depth` brackets are open; returns where it stopped, and how.
+
+        A lone backslash at the text's end is not read: it is given again with what follows.
+        """
+        position = start
+        while position < len(text):
+            if self._is_in_string:
+                position = self._end_of(_INSIDE, text, position)
+                if position == len(text) or text[position] == "\\":
+                    return position, Reading.OPEN
+                self._is_in_string = False
+                position += 1
+                continue
+            position = self._end_of(_OUTSIDE, text, position)
+            if position == len(text):
+                break
+            if not self._takes(text[position]):
+                return position, Reading.BROKEN
+            position += 1
+            if len(self._closing) <= depth and not self._is_in_string:
+                return position, Reading.CLOSED
+        return position, Reading.OPEN
+
+    def _end_of(self, pattern: re.Pattern[str], text: str, position: int) -> int:
+        found = pattern.match(text, position)
+        return position if found is None else found.end()
+
+    def _takes(self, mark: str) -> bool:
+        """Whether a bracket or a quotation mark may stand here."""
+        if mark in _CLOSES:
+            self._closing.append(_CLOSES[mark])
+        elif self._closing and mark == self._closing[-1]:
+            self._closing.pop()
+        elif mark == '"' and self._closing:
+            self._is_in_string = True
+        else:
+            return False
+        return True

@@ -1,0 +1,313 @@
+"""Tells text, reasoning and calls of tools apart while an answer comes. Pure.
+
+What it says does not depend on where the answer is cut: `push` holds back what may still become something else. A call
+is one as soon as its name, which must be a tool's, and the beginning of its arguments have come; until then, whatever
+does not become a call is text.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection
+from enum import Enum, auto
+from typing import Any, Final
+
+from corolla.client.speech.formats import CallFormat, ReasoningFormat
+from corolla.client.speech.json_objects import ObjectScanner, Reading
+from corolla.client.speech.pieces import CallDelta, Piece, Said
+
+_HEAD_CHARS: Final = 512
+_STRING: Final = r'"[^"\\]{0,64}"'
+_HEAD: Final = re.compile(
+    rf'\{{\s{{0,9}}(?:"(?:type|id)"\s{{0,9}}:\s{{0,9}}{_STRING}\s{{0,9}},\s{{0,9}}){{0,2}}'
+    r'"name"\s{0,9}:\s{0,9}"([^"\\]{1,64})"\s{0,9},\s{0,9}"(?:arguments|parameters)"\s{0,9}:\s{0,9}\{'
+)
+"""Up to the arguments' brace, in the order in which models write; bounded, so that it is known soon."""
+_FIRST_KEY: Final = re.compile(r'\{\s*"([^"\\]*)"')
+_KEYS: Final = frozenset({"arguments", "id", "name", "parameters", "type"})
+
+
+class State(Enum):
+    """What the text at hand is a part of."""
+
+    INSIDE = auto()
+    """Nothing has come, and the prompt has begun the reasoning."""
+    BEGINNING = auto()
+    """Nothing has come."""
+    REASONING_BEGINNING = auto()
+    REASONING = auto()
+    BEHIND_REASONING = auto()
+    ANSWER = auto()
+    """Where a call may stand without an opening."""
+    TEXT = auto()
+    LIST = auto()
+    CALL = auto()
+    """Behind an opening or a separator: an object should come."""
+    ARGUMENTS = auto()
+    REST = auto()
+    """Of a call, behind its arguments."""
+    BEHIND_CALL = auto()
+    BETWEEN = auto()
+    """Behind a whole call: spaces are the format's."""
+
+
+class SpeechParser:
+    """Reads one answer.
+
+    Args:
+        calls: None: calls are text.
+        reasoning: None: reasoning is text.
+        tool_names: which names make a call.
+        call_id: an id for the call of this index.
+        most_calls: further ones are left out; None: no bound.
+        state: where the answer begins: INSIDE, BEGINNING, or TEXT where it continues a message.
+    """
+
+    def __init__(
+        self,
+        calls: CallFormat | None,
+        reasoning: ReasoningFormat | None,
+        tool_names: Collection[str] = (),
+        call_id: Callable[[int], str] = str,
+        *,
+        most_calls: int | None = None,
+        state: State = State.BEGINNING,
+    ) -> None:
+        self._calls = calls
+        self._reasoning = reasoning
+        self._tool_names = tool_names
+        self._call_id = call_id
+        self._most_calls = most_calls
+        self._state = state
+        self._num_read_calls = 0
+        # Invariant: of the answer, `_held` is not out yet. In CALL, what is before `_call_at` is text if no call comes.
+        self._held = ""
+        self._call_at = 0
+        self._has_ended = False
+        self._said = Said()
+        self._scanner = ObjectScanner()
+        self._num_scanned = 0
+        self._steps: dict[State, Callable[[], bool]] = {
+            State.INSIDE: self._inside,
+            State.BEGINNING: self._beginning,
+            State.REASONING_BEGINNING: self._reasoning_beginning,
+            State.REASONING: self._in_reasoning,
+            State.BEHIND_REASONING: self._behind_reasoning,
+            State.ANSWER: self._answer,
+            State.TEXT: self._text,
+            State.LIST: self._list,
+            State.CALL: self._call,
+            State.ARGUMENTS: self._arguments,
+            State.REST: self._rest,
+            State.BEHIND_CALL: self._behind_call,
+            State.BETWEEN: self._between,
+        }
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_read_calls if self._most_calls is None else min(self._most_calls, self._num_read_calls)
+
+    def push(self, text: str) -> Piece:
+        """Takes more text; returns what is certain now."""
+        self._held += text
+        while self._steps[self._state]():
+            pass
+        said, self._said = self._said, Said()
+        return said.piece
+
+    def finish(self) -> Piece:
+        """What is still held back when the answer has ended."""
+        self._has_ended = True
+        return self.push("")
+
+    # --- steps: each returns whether the next one can go on with what there is --------------------------------------
+
+    def _to(self, state: State) -> bool:
+        self._state = state
+        return True
+
+    def _inside(self) -> bool:
+        rest = self._held.lstrip()
+        if self._calls is not None and self._may_become(rest, self._calls.opening):
+            return False
+        # Calls that were required come at once.
+        is_call = self._calls is not None and rest.startswith(self._calls.opening)
+        return bool(rest) and self._to(State.TEXT if is_call else State.REASONING_BEGINNING)
+
+    def _beginning(self) -> bool:
+        rest = self._held.lstrip()
+        if self._reasoning is None:
+            return self._to(State.ANSWER)
+        if self._may_become(rest, self._reasoning.opening):
+            return False
+        if not rest.startswith(self._reasoning.opening):
+            return self._to(State.ANSWER)
+        self._held = rest.removeprefix(self._reasoning.opening)
+        return self._to(State.REASONING_BEGINNING)
+
+    def _reasoning_beginning(self) -> bool:
+        self._held = self._held.lstrip()
+        return bool(self._held) and self._to(State.REASONING)
+
+    def _in_reasoning(self) -> bool:
+        closing = "" if self._reasoning is None else self._reasoning.closing
+        before, found, behind = self._held.partition(closing)
+        if found:
+            self._say(reasoning=before.rstrip())
+            self._held = behind
+            return self._to(State.BEHIND_REASONING)
+        self._say(reasoning=self._take(self._num_certain(closing)))
+        return False
+
+    def _behind_reasoning(self) -> bool:
+        self._held = self._held.lstrip()
+        return bool(self._held) and self._to(State.ANSWER)
+
+    def _answer(self) -> bool:
+        if self._calls is None or not self._calls.may_be_bare:
+            return self._to(State.TEXT)
+        rest = self._held.lstrip()
+        if self._may_become(rest, self._calls.opening):
+            return False
+        if not rest.startswith("{"):
+            return self._to(State.TEXT)
+        return self._expect_call(len(self._held) - len(rest), State.CALL)
+
+    def _text(self) -> bool:
+        if self._calls is None:
+            self._say(self._take(len(self._held)))
+            return False
+        before, found, _ = self._held.partition(self._calls.opening)
+        if not found:
+            self._say(self._take(self._num_certain(self._calls.opening)))
+            return False
+        num_spaces = len(before) - len(before.rstrip())
+        self._say(self._take(len(before) - num_spaces))
+        return self._expect_call(num_spaces + len(found), State.LIST if self._calls.is_list else State.CALL)
+
+    def _list(self) -> bool:
+        rest = self._held[self._call_at :].lstrip()
+        if not rest and not self._has_ended:
+            return False
+        if not rest.startswith("["):
+            return self._no_call()
+        self._call_at = len(self._held) - len(rest) + 1
+        return self._to(State.CALL)
+
+    def _call(self) -> bool:
+        rest = self._held[self._call_at :].lstrip()
+        if not rest and not self._has_ended:
+            return False
+        if not rest.startswith("{"):
+            return self._no_call()
+        if (head := _HEAD.match(rest[:_HEAD_CHARS])) is not None:
+            return self._begin_call(rest, head)
+        first = _FIRST_KEY.match(rest)
+        if first is not None and first[1] not in _KEYS:
+            return self._no_call()
+        self._num_scanned, reading = self._scanner.read(rest, self._num_scanned)
+        if reading is Reading.OPEN and not self._has_ended:
+            return False
+        call = _whole_call(rest[: self._num_scanned]) if reading is Reading.CLOSED else None
+        if call is None or call[0] not in self._tool_names:
+            return self._no_call()
+        self._say_call(*call)
+        self._held = rest[self._num_scanned :]
+        return self._to(State.BEHIND_CALL)
+
+    def _begin_call(self, rest: str, head: re.Match[str]) -> bool:
+        if head[1] not in self._tool_names:
+            return self._no_call()
+        self._say_call(head[1], "")
+        self._scanner = ObjectScanner()
+        self._scanner.read(rest[: head.end() - 1], 0)
+        self._held = rest[head.end() - 1 :]
+        return self._to(State.ARGUMENTS)
+
+    def _arguments(self) -> bool:
+        end, reading = self._scanner.read(self._held, 0, depth=1)
+        if self._has_ended and reading is Reading.OPEN:
+            end = len(self._held)
+        self._say_arguments(self._take(end))
+        if reading is Reading.OPEN:
+            return False
+        return self._to(State.REST if reading is Reading.CLOSED else State.BEHIND_CALL)
+
+    def _rest(self) -> bool:
+        end, reading = self._scanner.read(self._held, 0)
+        self._take(end)
+        return reading is not Reading.OPEN and self._to(State.BEHIND_CALL)
+
+    def _behind_call(self) -> bool:
+        calls, rest = self._calls, self._held.lstrip()
+        if calls is None or not rest:
+            return False
+        if calls.separator and rest.startswith(calls.separator):
+            self._held = rest
+            return self._expect_call(len(calls.separator), State.CALL)
+        if calls.closing and self._may_become(rest, calls.closing):
+            return False
+        if calls.closing and rest.startswith(calls.closing):
+            self._held = rest.removeprefix(calls.closing)
+        return self._to(State.BETWEEN)
+
+    def _between(self) -> bool:
+        rest = self._held.lstrip()
+        if not rest or self._calls is None or self._may_become(rest, self._calls.opening):
+            return False
+        return self._to(State.TEXT)
+
+    # --- what the steps have in common ------------------------------------------------------------------------------
+
+    def _may_become(self, rest: str, mark: str) -> bool:
+        """Whether more text may make the mark of it."""
+        return not self._has_ended and len(rest) < len(mark) and mark.startswith(rest)
+
+    def _num_certain(self, mark: str) -> int:
+        """How many characters are neither a beginning of the mark nor spaces before one."""
+        held = self._held
+        if self._has_ended:
+            return len(held)
+        longest = min(len(mark) - 1, len(held))
+        num_begun = next((count for count in range(longest, 0, -1) if held.endswith(mark[:count])), 0)
+        return len(held[: len(held) - num_begun].rstrip())
+
+    def _expect_call(self, call_at: int, state: State) -> bool:
+        self._call_at = call_at
+        self._scanner, self._num_scanned = ObjectScanner(), 0
+        return self._to(state)
+
+    def _no_call(self) -> bool:
+        self._say(self._take(self._call_at))
+        return self._to(State.TEXT)
+
+    def _take(self, num_chars: int) -> str:
+        taken, self._held = self._held[:num_chars], self._held[num_chars:]
+        return taken
+
+    def _say(self, text: str = "", reasoning: str = "") -> None:
+        self._said.add(Piece(text, reasoning))
+
+    def _say_call(self, name: str, arguments: str) -> None:
+        index, self._num_read_calls = self._num_read_calls, self._num_read_calls + 1
+        if self.num_calls > index:
+            self._said.add(Piece(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
+
+    def _say_arguments(self, text: str) -> None:
+        index = self._num_read_calls - 1
+        if text and self.num_calls > index:
+            self._said.add(Piece(calls=(CallDelta(index, arguments=text),)))
+
+
+def _whole_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of an object in any order of its keys; None where it is no call."""
+    try:
+        value: Any = json.loads(text)
+        arguments: Any = value.get("arguments", value.get("parameters")) or {}
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    name = value.get("name")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)

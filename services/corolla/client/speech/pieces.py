@@ -1,0 +1,64 @@
+"""What an answer says: text, reasoning and calls of tools, as they come. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from corolla.client.text.conversation import Message, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A part of a call: the first one of each has its id and name. `index`: which of the answer's calls."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What some more text adds to an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+def joined_pieces(pieces: Iterable[Piece]) -> Piece:
+    """Pieces that follow each other, as one."""
+    said = Said()
+    for piece in pieces:
+        said.add(piece)
+    return said.piece
+
+
+@dataclass(slots=True)
+class Said:
+    """The sum of an answer's pieces."""
+
+    texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        if piece.text:
+            self.texts.append(piece.text)
+        if piece.reasoning:
+            self.reasonings.append(piece.reasoning)
+        for call in piece.calls:
+            last = self.calls[-1] if self.calls else None
+            if last is not None and last.index == call.index:
+                call = CallDelta(last.index, last.id, last.name, last.arguments + call.arguments)
+                self.calls.pop()
+            self.calls.append(call)
+
+    @property
+    def piece(self) -> Piece:
+        return Piece("".join(self.texts), "".join(self.reasonings), tuple(self.calls))
+
+    @property
+    def message(self) -> Message:
+        """The answer as the next message of a conversation."""
+        calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in self.calls)
+        return Message("assistant", "".join(self.texts), "".join(self.reasonings), calls)

@@ -1,0 +1,142 @@
+"""How the answers of a chat are read: which parser, from where on, and which special tokens it has to see."""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from corolla.client.speech.call_rules import CallRules, calls_grammar, is_special_in_grammars
+from corolla.client.speech.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
+from corolla.client.speech.parser import SpeechParser, State
+from corolla.client.speech.pieces import Piece
+from corolla.client.speech.response_template import ResponseTemplateParser
+from corolla.client.text.conversation import tool_values
+from corolla.client.text.tokenizer import TextTokenizer
+
+_NUM_TAIL_TOKENS: Final = 16
+_NUM_PREFIX_TOKENS: Final = 4096
+_NUM_ID_CHARS: Final = 24
+
+
+class AnswerParser(Protocol):
+    """Tells text, reasoning and calls apart."""
+
+    @property
+    def num_calls(self) -> int: ...
+
+    def push(self, text: str) -> Piece: ...
+
+    def finish(self) -> Piece: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechFormat:
+    """How a checkpoint's model speaks.
+
+    Attributes:
+        special_ids: of special tokens, by their texts.
+        grammar_ids: of tokens that grammars have to name by their ids.
+        response_template: of the tokenizer's configuration, as transformers reads it.
+    """
+
+    calls: CallFormat
+    reasoning: ReasoningFormat | None
+    special_ids: Mapping[str, int]
+    grammar_ids: Mapping[str, int]
+    response_template: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer) -> "SpeechFormat":
+        """As the chat template, the added tokens and the response template of a checkpoint say."""
+        hf_tokenizer = tokenizer.hf_tokenizer
+        templates = hf_tokenizer.chat_template or ""
+        source = templates if isinstance(templates, str) else "\n".join(templates.values())
+        added = {str(token): token_id for token_id, token in hf_tokenizer.added_tokens_decoder.items()}
+        special_ids = {text: token_id for text, token_id in added.items() if token_id in tokenizer.special_token_ids}
+        return cls(
+            call_format(source, added),
+            reasoning_format(source, added),
+            special_ids,
+            {
+                text: token_id
+                for text, token_id in added.items()
+                if is_special_in_grammars(text, is_special=text in special_ids)
+            },
+            getattr(hf_tokenizer, "response_template", None),
+        )
+
+    def grammar(self, rules: CallRules) -> str | None:
+        """As `calls_grammar`."""
+        return calls_grammar(rules, self.calls, self.reasoning, self.grammar_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """How the answers to one request are read.
+
+    Attributes:
+        begun: the text of the message that the answer continues; None where it begins one.
+        name: of a request that may be made again; its calls have the same ids then.
+    """
+
+    format: SpeechFormat
+    rules: CallRules = field(default_factory=CallRules)
+    begun: str | None = None
+    name: str = ""
+
+    def shown_ids(self, end_token_ids: Collection[int]) -> frozenset[int]:
+        """The special tokens that an answer's text has to show for its parser."""
+        special_ids = self.format.special_ids
+        if self._by_response_template:
+            return frozenset(special_ids.values()) - frozenset(end_token_ids)
+        marks = [self.format.calls.opening, self.format.calls.closing] if self.rules.tools else []
+        if self.format.reasoning is not None:
+            marks += [self.format.reasoning.opening, self.format.reasoning.closing]
+        return frozenset(special_ids[mark] for mark in marks if mark in special_ids)
+
+    def parser(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> AnswerParser:
+        """A new parser for an answer to this prompt."""
+        names = frozenset(tool.name for tool in self.rules.tools)
+        most_calls = self.rules.most_calls
+        calls, reasoning = self.format.calls, self.format.reasoning
+        if self.format.response_template is not None and self._by_response_template:
+            prefix = tokenizer.decode(prompt_ids[-_NUM_PREFIX_TOKENS:], skip_special_tokens=False)
+            tools = [tool_values(tool) for tool in self.rules.tools]
+            return ResponseTemplateParser(
+                self.format.response_template, prefix, tools, names, self._call_id(), most_calls=most_calls
+            )
+        tail = tokenizer.decode(prompt_ids[-_NUM_TAIL_TOKENS:], skip_special_tokens=False)
+        return SpeechParser(
+            calls if names else None,
+            reasoning,
+            names,
+            self._call_id(),
+            most_calls=most_calls,
+            state=beginning(reasoning, tail, self.begun),
+        )
+
+    @property
+    def _by_response_template(self) -> bool:
+        """A grammar has calls written in a format of the table."""
+        return self.format.response_template is not None and self.format.grammar(self.rules) is None
+
+    def _call_id(self) -> Callable[[int], str]:
+        name = self.name or secrets.token_hex(16)
+        num_chars = self.format.calls.num_id_chars
+
+        def call_id(index: int) -> str:
+            digest = hashlib.sha256(f"{name}\0{index}".encode()).hexdigest()
+            return digest[:num_chars] if num_chars else f"call_{digest[:_NUM_ID_CHARS]}"
+
+        return call_id
+
+
+def beginning(reasoning: ReasoningFormat | None, prompt_tail: str, begun: str | None) -> State:
+    """Where an answer begins: inside of a reasoning that the prompt has begun, or in the middle of a message."""
+    if reasoning is not None and begun is not None and begun.rfind(reasoning.opening) > begun.rfind(reasoning.closing):
+        return State.REASONING_BEGINNING if begun.rstrip().endswith(reasoning.opening) else State.REASONING
+    if reasoning is not None and re.search(re.escape(reasoning.opening) + r"\s*\Z", prompt_tail):
+        return State.INSIDE
+    return State.BEGINNING if begun is None else State.TEXT

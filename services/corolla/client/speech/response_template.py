@@ -1,0 +1,105 @@
+"""Reads answers as the checkpoint's response template says, by transformers' own parser."""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from corolla.client.speech.pieces import CallDelta, Piece, Said
+
+_REASONING: Final = frozenset({"reasoning", "reasoning_content", "thinking"})
+
+
+class ResponseTemplateParser:
+    """Reads one answer, as `SpeechParser` does. A call comes as a whole; one that cannot be read is text.
+
+    Args:
+        template: of the tokenizer's configuration.
+        prefix: the prompt's text from the beginning of the assistant's message on, or from further back.
+        tools: as chat templates read them; their schemas tell which arguments are numbers.
+    """
+
+    def __init__(
+        self,
+        template: Mapping[str, Any],
+        prefix: str,
+        tools: Sequence[Mapping[str, Any]],
+        tool_names: Collection[str],
+        call_id: Callable[[int], str],
+        *,
+        most_calls: int | None = None,
+    ) -> None:
+        spec = load_response_template(dict(template))
+        for field in spec.fields.values():
+            field.optional = True  # an answer may be cut off
+        self._parser: Any = ResponseParser(spec, prefix, tools=[dict(tool) for tool in tools])
+        self._tool_names = tool_names
+        self._call_id = call_id
+        self._most_calls = most_calls
+        self._num_read_calls = 0
+        self._body = ""
+        self._is_broken = False
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_read_calls if self._most_calls is None else min(self._most_calls, self._num_read_calls)
+
+    def push(self, text: str) -> Piece:
+        """Takes more text; returns what is certain now."""
+        return self._read(lambda: self._parser.feed(text), text)
+
+    def finish(self) -> Piece:
+        """What is still held back when the answer has ended."""
+        return self._read(lambda: self._parser.finalize()[1], "")
+
+    def _read(self, events_of: Callable[[], Sequence[Mapping[str, Any]]], text: str) -> Piece:
+        if self._is_broken:
+            return Piece(text)
+        try:
+            events = events_of()
+        # What a template demands of its fields' contents, and whatever its patterns do.
+        except Exception:
+            self._is_broken = True
+            return Piece(self._body + text)
+        said = Said()
+        for event in events:
+            said.add(self._piece(event))
+        return said.piece
+
+    def _piece(self, event: Mapping[str, Any]) -> Piece:
+        is_call = event["field"] == "tool_calls"
+        match event["type"]:
+            case "region_open":
+                self._body = ""
+            case "region_chunk" if is_call:
+                self._body += event["text"]
+            case "region_chunk" if event["field"] in _REASONING:
+                return Piece(reasoning=event["text"])
+            case "region_chunk" if event["field"] == "content":
+                return Piece(event["text"])
+            case "region_close" if is_call:
+                return self._calls(event["value"])
+        return Piece()
+
+    def _calls(self, value: Any) -> Piece:
+        body, self._body = self._body, ""
+        read = [_call(each) for each in (value if isinstance(value, list) else [value])]
+        if any(name not in self._tool_names for name, _ in read):
+            return Piece(body)
+        said = Said()
+        for name, arguments in read:
+            index, self._num_read_calls = self._num_read_calls, self._num_read_calls + 1
+            if self.num_calls > index:
+                said.add(Piece(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
+        return said.piece
+
+
+def _call(value: Any) -> tuple[str, str]:
+    """Name and arguments; no name where there is none."""
+    function = value.get("function", value) if isinstance(value, dict) else {}
+    name, arguments = function.get("name"), function.get("arguments", {})
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return "", ""
+    return name, json.dumps(arguments, ensure_ascii=False)
