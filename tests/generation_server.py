@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -66,6 +66,20 @@ class Servicer:
         self._end(session)
         if self.loses_answers:
             raise errors.RouterUnavailable("the answer is lost")
+        if request.tools and request.messages[-1].role == "user":
+            calls = [
+                pb.ToolCall(id=f"c{i}", name=tool.name, arguments='{"a": 1}') for i, tool in enumerate(request.tools)
+            ]
+            return pb.ChatResponse(
+                model="echo",
+                message=pb.ChatMessage(role="assistant", reasoning="hm", tool_calls=calls),
+                finish_reason=pb.FINISH_REASON_TOOL_CALLS,
+                usage=_usage(1, cached),
+                others=[
+                    pb.ChatCompletion(index=index, message=pb.ChatMessage(role="assistant", content="or"))
+                    for index in range(1, request.num_completions)
+                ],
+            )
         return pb.ChatResponse(
             model="echo",
             message=pb.ChatMessage(role="assistant", content=request.messages[-1].content),
@@ -77,6 +91,14 @@ class Servicer:
         self._note(request)
         session = self._begin(request.session_id)
         cached = session.num_tokens
+        if request.tools and request.messages[-1].role == "user":
+            session.busy = False
+            for chunk in _called(request.tools):
+                yield chunk
+            self._end(session)
+            usage = _usage(1, cached)
+            yield pb.ChatChunk(finish_reason=pb.FINISH_REASON_TOOL_CALLS, usage=usage)
+            return
         try:
             async for number, word, is_last in self._words(request.messages[-1].content):
                 chunk = pb.ChatChunk(token_ids=[number], text_delta=word)
@@ -155,6 +177,16 @@ class Servicer:
         session.num_turns += 1
         session.num_tokens += 10
         session.busy = False
+
+
+def _called(tools: Iterable[pb.Tool]) -> Iterator[pb.ChatChunk]:
+    """Reasoning, and a call of each tool in two parts."""
+    yield pb.ChatChunk(reasoning_delta="hm")
+    for index, tool in enumerate(tools):
+        yield pb.ChatChunk(
+            tool_calls=[pb.ToolCallDelta(index=index, id=f"c{index}", name=tool.name, arguments_delta='{"a": ')]
+        )
+        yield pb.ChatChunk(tool_calls=[pb.ToolCallDelta(index=index, arguments_delta="1}")])
 
 
 def _usage(completion_tokens: int, cached_tokens: int = 0) -> pb.Usage:

@@ -75,6 +75,8 @@ def chat(
     timeout: ask.Timeout = None,
     system: Annotated[str | None, typer.Option(help="System message: how the model is to answer.")] = None,
     session: Annotated[str | None, typer.Option(help="Go on with an existing session.", show_default=False)] = None,
+    tools: ask.Tools = None,
+    tool_choice: ask.ToolChoice = None,
     json: Json = False,
     max_tokens: ask.MaxTokens = None,
     temperature: ask.Temperature = None,
@@ -92,7 +94,7 @@ def chat(
     """Talks with the model, which remembers the conversation.
 
     Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset starts anew. Without a terminal each line of standard
-    input is a turn.
+    input is a turn. Where the model calls tools, the next lines are their results, one for each call.
     """
     from corolla.cli.chat import run_chat
     from corolla.sdk.client import Client
@@ -101,6 +103,7 @@ def chat(
         model=model, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         seed=seed, stop=stop, time_limit_s=time_limit, speculation=speculation,
+        tools=None if tools is None else ask.tools_in(tools), tool_choice=tool_choice,
     )  # fmt: skip
     with Client(server, api_key=api_key, timeout=timeout, credentials=ask.credentials(tls, ca_file)) as client:
         return run_chat(client, system, session, options, as_json=json)

@@ -64,12 +64,36 @@ RepetitionPenalty = Annotated[float | None, _answer("repetition-penalty", "Above
 PresencePenalty = Annotated[float | None, _answer("presence-penalty", "Above 0: fewer tokens used before.")]
 FrequencyPenalty = Annotated[float | None, _answer("frequency-penalty", "Above 0: fewer tokens used often.")]
 Seed = Annotated[int | None, _answer("seed", "The same seed gives the same answer.")]
+Tools = Annotated[
+    Path | None,
+    typer.Option(
+        help="Tools that the model may call: a list in JSON, as in the OpenAI API.",
+        rich_help_panel=_ANSWER,
+        show_default=False,
+        exists=True,
+        dir_okay=False,
+        readable=True,
+    ),
+]
+ToolChoice = Annotated[str | None, _answer("tool-choice", "Whether tools are called: auto, none or required.")]
 Stop = Annotated[list[str] | None, _answer("stop", "End before this text; may be given several times.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.", rich_help_panel=_ANSWER)]
 TimeLimit = Annotated[float | None, _answer("time-limit", "End with what there is after this many seconds.")]
 Speculation = Annotated[
     str | None, _answer("speculation", "Draft tokens ahead: off, prompt_lookup or draft_model. Tokens stay the same.")
 ]
+
+
+def tools_in(file: Path) -> Any:
+    """What a file of tools holds. Raises InvalidRequest where it is no JSON."""
+    import json
+
+    from corolla.chassis.errors import InvalidRequest
+
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        raise InvalidRequest("--tools", "is not JSON in UTF-8") from None
 
 
 def credentials(tls: bool, ca_file: Path | None) -> "grpc.ChannelCredentials | None":

@@ -12,6 +12,8 @@ from corolla.cli.advice import sentence_of
 from corolla.cli.generate import usage_text
 from corolla.cli.interruption import interruption
 from corolla.sdk.client import Client
+from corolla.sdk.conversation import Turn
+from corolla.sdk.results import Message, ToolCall
 from corolla.sdk.sessions import Chat
 
 _HELP = "/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
@@ -40,7 +42,7 @@ def _terminal_talk(chat: Chat) -> bool:
 
     while True:
         try:
-            text = input("\001\033[1;36m\002you>\001\033[0m\002 ").strip()
+            text = _asked("you")
         except EOFError:
             sys.stdout.write("\n")
             return False
@@ -55,7 +57,7 @@ def _terminal_talk(chat: Chat) -> bool:
             _say(_HELP)
         elif text:
             try:
-                _answer_on_terminal(chat, text)
+                _talk_about(chat, text)
             except SessionNotFound:
                 _say("The service does not know this conversation any more.")
                 return True
@@ -63,39 +65,83 @@ def _terminal_talk(chat: Chat) -> bool:
                 sys.stderr.write(f"corolla: {sentence_of(failure)}\n")
 
 
-def _answer_on_terminal(chat: Chat, text: str) -> None:
+def _talk_about(chat: Chat, text: str) -> None:
+    """A turn, and the turns of the tools that are called."""
+    calls = _answer_on_terminal(chat, text)
+    while calls:
+        try:
+            results = [_result(call, _asked(call.name)) for call in calls]
+        except (EOFError, KeyboardInterrupt):
+            _say("\nNo results, then.")
+            return
+        calls = _answer_on_terminal(chat, results)
+
+
+def _asked(who: str) -> str:
+    return input(f"\001\033[1;36m\002{who}>\001\033[0m\002 ").strip()
+
+
+def _answer_on_terminal(chat: Chat, turn: Turn) -> tuple[ToolCall, ...]:
+    """Returns the calls that wait for results."""
     with interruption() as interrupted:
-        stream = chat.stream(text)
+        stream = chat.stream(turn)
         interrupted.closes(stream)
         for chunk in stream:
+            sys.stdout.write(f"\033[2m{chunk.reasoning}\033[0m" if chunk.reasoning else "")
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
     if interrupted.came:
         _say("\n(stopped)")
-        return
-    sys.stdout.write("\n")
+        return ()
+    sys.stdout.write("\n" + "".join(map(_called, stream.tool_calls)))
     if stream.usage is not None:
         _say(usage_text(stream.usage, stream.finish_reason))
+    return stream.tool_calls
+
+
+def _called(call: ToolCall) -> str:
+    return f"{call.name}({call.arguments})\n"
+
+
+def _result(call: ToolCall, text: str) -> Message:
+    return Message("tool", text, tool_call_id=call.id, name=call.name)
 
 
 def _piped_talk(chat: Chat, *, as_json: bool) -> bool:
+    calls: tuple[ToolCall, ...] = ()
+    results: list[Message] = []
     for text in _piped_turns():
         if text in ("/exit", "/quit"):
             return False
         if text == "/reset":
             return True
-        if as_json:
-            facts = {"user": text, "session": chat.session_id, **dataclasses.asdict(chat.send(text))}
-            sys.stdout.write(json.dumps(facts) + "\n")
-            sys.stdout.flush()
-            continue
-        sys.stdout.write(f"> {text}\n")
-        for chunk in chat.stream(text):
-            sys.stdout.write(chunk.text)
-            sys.stdout.flush()
-        sys.stdout.write("\n\n")
-        sys.stdout.flush()
+        # Whoever gets calls answers each of them with a line.
+        if len(results) < len(calls):
+            results.append(_result(calls[len(results)], text))
+            if len(results) < len(calls):
+                continue
+        turn: Turn = results or text
+        calls = _piped_answer(chat, turn, text, as_json=as_json)
+        results = []
     return False
+
+
+def _piped_answer(chat: Chat, turn: Turn, text: str, *, as_json: bool) -> tuple[ToolCall, ...]:
+    """Returns the calls that wait for results."""
+    if as_json:
+        reply = chat.send(turn)
+        facts = {"user": text, "session": chat.session_id, **dataclasses.asdict(reply)}
+        sys.stdout.write(json.dumps(facts) + "\n")
+        sys.stdout.flush()
+        return reply.tool_calls
+    sys.stdout.write(f"> {text}\n")
+    stream = chat.stream(turn)
+    for chunk in stream:
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n" + "".join(map(_called, stream.tool_calls)) + "\n")
+    sys.stdout.flush()
+    return stream.tool_calls
 
 
 def _piped_turns() -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What a stream has brought so far; no socket here, so that both kinds of stream share it."""
 
 from corolla.sdk import responses
-from corolla.sdk.results import Chunk, Completion, FinishReason, TokenLogprob, Usage
+from corolla.sdk.results import Chunk, Completion, FinishReason, Message, TokenLogprob, ToolCall, Usage
 from corolla.v1 import generation_pb2 as pb
 
 
@@ -10,6 +10,8 @@ class _Growing:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.reasonings: list[str] = []
+        self.calls: dict[int, ToolCall] = {}
         self.finish_reason: FinishReason | None = None
 
 
@@ -33,6 +35,20 @@ class Answer:
         return self.completion(0).token_ids
 
     @property
+    def reasoning(self) -> str:
+        return self.completion(0).reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls so far; the last one's arguments may still be growing."""
+        return self.completion(0).tool_calls
+
+    @property
+    def message(self) -> Message:
+        """The answer so far as the next message of a conversation."""
+        return self.completion(0).message
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """None while the completion is still growing."""
         return self.completion(0).finish_reason
@@ -50,6 +66,8 @@ class Answer:
             token_ids=tuple(part.token_ids),
             finish_reason=part.finish_reason,
             logprobs=tuple(part.logprobs),
+            reasoning="".join(part.reasonings),
+            tool_calls=tuple(part.calls[number] for number in sorted(part.calls)),
         )
 
     def _add(self, message: pb.GenerateChunk | pb.ChatChunk) -> Chunk:
@@ -58,6 +76,12 @@ class Answer:
         part.texts.append(chunk.text)
         part.token_ids.extend(chunk.token_ids)
         part.logprobs.extend(chunk.logprobs)
+        part.reasonings.append(chunk.reasoning)
+        for delta in chunk.tool_calls:
+            begun = part.calls.get(delta.index, ToolCall("", "", ""))
+            part.calls[delta.index] = ToolCall(
+                begun.id or delta.id, begun.name or delta.name, begun.arguments + delta.arguments
+            )
         part.finish_reason = chunk.finish_reason or part.finish_reason
         self.usage = chunk.usage or self.usage
         return chunk

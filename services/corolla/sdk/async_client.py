@@ -1,6 +1,6 @@
 """The Python client for asyncio."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -10,9 +10,11 @@ from grpc import aio
 
 from corolla.sdk import requests, responses
 from corolla.sdk.async_sessions import AsyncChat, AsyncSession
-from corolla.sdk.requests import AnyMessage, ChatOptions, GenerateOptions, Prompt
+from corolla.sdk.messages import AnyMessage
+from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt
 from corolla.sdk.results import Generation, Model, Reply, SessionInfo, Tokens
 from corolla.sdk.streams import AsyncStream
+from corolla.sdk.tools import AnyTool
 from corolla.sdk.transport import CHANNEL_OPTIONS, call_metadata, error_of
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
@@ -65,7 +67,7 @@ class AsyncClient:
         return self._stream(self._stub.GenerateStream, request, timeout_s=options.get("timeout"))
 
     async def complete_chat(self, messages: Sequence[AnyMessage], **options: Unpack[ChatOptions]) -> Reply:
-        """Answers a whole conversation, which ends with a user's message, without a session."""
+        """Answers a whole conversation without a session. It may call tools; see `ChatOptions`."""
         return await self._chat_turn(messages, options)
 
     def stream_chat(self, messages: Sequence[AnyMessage], **options: Unpack[ChatOptions]) -> AsyncStream:
@@ -100,14 +102,23 @@ class AsyncClient:
         await self._call(self._stub.DeleteSession, pb.DeleteSessionRequest(session_id=session_id))
 
     async def tokenize(
-        self, text: str | Sequence[AnyMessage], *, model: str = "", special_tokens: bool = True
+        self,
+        text: str | Sequence[AnyMessage],
+        *,
+        model: str = "",
+        special_tokens: bool = True,
+        tools: Sequence[AnyTool] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> Tokens:
         """A text's tokens, or a conversation's after the model's chat template.
 
         Args:
             special_tokens: whether the tokens that the tokenizer adds of itself are among them.
+            tools, template_arguments: of a conversation; see `ChatOptions`.
         """
-        request = requests.tokenize_request(text, model, special_tokens=special_tokens)
+        request = requests.tokenize_request(
+            text, model, special_tokens=special_tokens, tools=tools, template_arguments=template_arguments
+        )
         return responses.tokens(await self._call(self._stub.Tokenize, request))
 
     async def models(self) -> tuple[Model, ...]:

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from corolla.chassis.errors import CorollaError, SessionBusy
-from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation
+from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation, Turn
 from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt
 from corolla.sdk.results import Generation, Reply, SessionInfo, Usage
 from corolla.sdk.streams import AsyncStream
@@ -94,10 +94,10 @@ class AsyncChat:
         """The session's id. The first use makes the session."""
         return await self._session.open()
 
-    async def send(self, text: str, **options: Unpack[ChatOptions]) -> Reply:
-        """One turn, answered at once."""
+    async def send(self, turn: Turn, **options: Unpack[ChatOptions]) -> Reply:
+        """One turn, answered at once: what a user says, or messages."""
         await self._settle()
-        messages = self._conversation.messages(text)
+        messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
         session_id = await self._session.open()
         # If no answer comes, the service may have kept the turn all the same.
@@ -106,10 +106,10 @@ class AsyncChat:
         self._conversation.end(reply.usage)
         return reply
 
-    async def stream(self, text: str, **options: Unpack[ChatOptions]) -> AsyncStream:
+    async def stream(self, turn: Turn, **options: Unpack[ChatOptions]) -> AsyncStream:
         """One turn, chunk by chunk. Closing the stream early ends the turn there."""
         await self._settle()
-        messages = self._conversation.messages(text)
+        messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
         self._running = self._client._stream_chat_turn(messages, merged, await self._session.open())
         self._conversation.begin(self._running)

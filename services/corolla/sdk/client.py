@@ -2,7 +2,7 @@
 
 # Written by docs/sync_client.py from async_client.py; change that, then run `make sync-client`.
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -10,10 +10,12 @@ import grpc
 from google.protobuf.message import Message as ProtoMessage
 
 from corolla.sdk import requests, responses
-from corolla.sdk.requests import AnyMessage, ChatOptions, GenerateOptions, Prompt
+from corolla.sdk.messages import AnyMessage
+from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt
 from corolla.sdk.results import Generation, Model, Reply, SessionInfo, Tokens
 from corolla.sdk.sessions import Chat, Session
 from corolla.sdk.streams import Stream
+from corolla.sdk.tools import AnyTool
 from corolla.sdk.transport import CHANNEL_OPTIONS, call_metadata, error_of
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
@@ -66,7 +68,7 @@ class Client:
         return self._stream(self._stub.GenerateStream, request, timeout_s=options.get("timeout"))
 
     def complete_chat(self, messages: Sequence[AnyMessage], **options: Unpack[ChatOptions]) -> Reply:
-        """Answers a whole conversation, which ends with a user's message, without a session."""
+        """Answers a whole conversation without a session. It may call tools; see `ChatOptions`."""
         return self._chat_turn(messages, options)
 
     def stream_chat(self, messages: Sequence[AnyMessage], **options: Unpack[ChatOptions]) -> Stream:
@@ -98,13 +100,24 @@ class Client:
     def delete_session(self, session_id: str) -> None:
         self._call(self._stub.DeleteSession, pb.DeleteSessionRequest(session_id=session_id))
 
-    def tokenize(self, text: str | Sequence[AnyMessage], *, model: str = "", special_tokens: bool = True) -> Tokens:
+    def tokenize(
+        self,
+        text: str | Sequence[AnyMessage],
+        *,
+        model: str = "",
+        special_tokens: bool = True,
+        tools: Sequence[AnyTool] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> Tokens:
         """A text's tokens, or a conversation's after the model's chat template.
 
         Args:
             special_tokens: whether the tokens that the tokenizer adds of itself are among them.
+            tools, template_arguments: of a conversation; see `ChatOptions`.
         """
-        request = requests.tokenize_request(text, model, special_tokens=special_tokens)
+        request = requests.tokenize_request(
+            text, model, special_tokens=special_tokens, tools=tools, template_arguments=template_arguments
+        )
         return responses.tokens(self._call(self._stub.Tokenize, request))
 
     def models(self) -> tuple[Model, ...]:

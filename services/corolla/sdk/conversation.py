@@ -1,9 +1,14 @@
 """What a chat knows between its turns; no socket here, so that both kinds of chat share it."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from corolla.sdk.answer import Answer
+from corolla.sdk.messages import AnyMessage
 from corolla.sdk.results import Message, SessionInfo, Usage
+
+Turn = str | Sequence[AnyMessage]
+"""What a user says, or messages: of tools, for example, that the model has called."""
 
 SETTLE_S: Final = 10.0
 """How long a chat waits for the service to wind up a turn that was left early, in seconds."""
@@ -29,10 +34,10 @@ class Conversation:
         """False when the last turn did not come to its end: only the service knows what the session holds then."""
         return self._turn is None or self._turn.usage is not None
 
-    def messages(self, text: str) -> list[Message]:
+    def messages(self, turn: Turn) -> list[AnyMessage]:
         """The messages of the next turn."""
         system = [Message("system", self._system)] if self._system and not self._num_turns else []
-        return [*system, Message("user", text)]
+        return [*system, *([Message("user", turn)] if isinstance(turn, str) else turn)]
 
     def begin(self, turn: Answer | None = None) -> None:
         """A turn is asked for: as a stream, or at once. Until `end`, it is not settled."""

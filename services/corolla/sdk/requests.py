@@ -3,17 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from google.protobuf.message import Message as ProtoMessage
-
 from corolla.chassis.errors import InvalidRequest
-from corolla.sdk.results import Message
+from corolla.sdk.fields import extend_field, set_field
+from corolla.sdk.messages import AnyMessage, add_messages
+from corolla.sdk.tools import AnyTool, AnyToolChoice, add_tools, set_tool_choice
 from corolla.v1 import generation_pb2 as pb
 
 Prompt = str | Sequence[int]
-AnyMessage = Message | Mapping[str, str]
 
 
-class ChatOptions(TypedDict, total=False):
+class AnswerOptions(TypedDict, total=False):
     """How an answer is made. What is left out is off, or the service's default.
 
     Attributes:
@@ -64,8 +63,8 @@ class ChatOptions(TypedDict, total=False):
     timeout: float | None
 
 
-class GenerateOptions(ChatOptions, total=False):
-    """As for chats, and two more.
+class GenerateOptions(AnswerOptions, total=False):
+    """As for all answers, and two more.
 
     Attributes:
         n: independent completions of the prompt, 1 to 16; completion i is seeded with seed + i.
@@ -76,19 +75,39 @@ class GenerateOptions(ChatOptions, total=False):
     session: str
 
 
+class ChatOptions(AnswerOptions, total=False):
+    """As for all answers, and some more.
+
+    Attributes:
+        n: independent answers, 1 to 16, outside of sessions; answer i is seeded with seed + i.
+        tools: that the model may call; see `AnyTool`.
+        tool_choice: "auto" where there are tools, "none", "required", or the tool that is to be called.
+        parallel_tool_calls: whether one answer may call several tools; it may if left out.
+        continue_last_message: the last message is an assistant's, and the answer continues it.
+        template_arguments: handed to the model's chat template, such as `{"enable_thinking": False}`.
+    """
+
+    n: int | None
+    tools: Sequence[AnyTool] | None
+    tool_choice: AnyToolChoice | None
+    parallel_tool_calls: bool | None
+    continue_last_message: bool
+    template_arguments: Mapping[str, Any] | None
+
+
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """Raises InvalidRequest for values of a wrong kind and TypeError for an option that does not exist."""
     _refuse_unknown(options, GenerateOptions)
     request = pb.GenerateRequest()
     if isinstance(prompt, str):
-        _set(request, "text", prompt, "prompt")
+        set_field(request, "text", prompt, "prompt")
     elif isinstance(prompt, bytes | bytearray):
         raise InvalidRequest("prompt", "must be text or a sequence of token ids, not bytes")
     else:
         request.tokens.SetInParent()
-        _extend(request.tokens, "ids", prompt, "prompt")
-    _set(request, "session_id", options.get("session"), "session")
-    _set(request, "num_completions", options.get("n"), "n")
+        extend_field(request.tokens, "ids", prompt, "prompt")
+    set_field(request, "session_id", options.get("session"), "session")
+    set_field(request, "num_completions", options.get("n"), "n")
     _set_shared(request, options)
     return request
 
@@ -97,23 +116,46 @@ def chat_request(messages: Sequence[AnyMessage], options: ChatOptions, session_i
     """Raises InvalidRequest for values of a wrong kind and TypeError for an option that does not exist."""
     _refuse_unknown(options, ChatOptions)
     request = pb.ChatRequest()
-    _add_messages(request.messages, messages)
-    _set(request, "session_id", session_id, "session")
+    add_messages(request.messages, messages)
+    set_field(request, "session_id", session_id, "session")
+    set_field(request, "num_completions", options.get("n"), "n")
+    for name in ("parallel_tool_calls", "continue_last_message"):
+        set_field(request, name, options.get(name), name)
+    if (choice := options.get("tool_choice")) is not None:
+        set_tool_choice(request.tool_choice, choice)
+    _set_template(request, options.get("tools"), options.get("template_arguments"))
     _set_shared(request, options)
     return request
 
 
 def tokenize_request(
-    text: str | Sequence[AnyMessage], model: str = "", *, special_tokens: bool = True
+    text: str | Sequence[AnyMessage],
+    model: str = "",
+    *,
+    special_tokens: bool = True,
+    tools: Sequence[AnyTool] | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> pb.TokenizeRequest:
     request = pb.TokenizeRequest(without_special_tokens=not special_tokens)
-    _set(request, "model", model, "model")
+    set_field(request, "model", model, "model")
     if isinstance(text, str):
-        _set(request, "text", text, "text")
+        set_field(request, "text", text, "text")
     else:
         request.chat.SetInParent()
-        _add_messages(request.chat.messages, text)
+        add_messages(request.chat.messages, text)
+        _set_template(request.chat, tools, template_arguments)
     return request
+
+
+def _set_template(
+    request: pb.ChatRequest | pb.Conversation, tools: Sequence[AnyTool] | None, arguments: Mapping[str, Any] | None
+) -> None:
+    if tools is not None:
+        add_tools(request, tools)
+    try:
+        request.template_arguments.update(arguments or {})
+    except (TypeError, ValueError, AttributeError):
+        raise InvalidRequest("template_arguments", "must be a mapping of names to values of JSON") from None
 
 
 _SAMPLING = tuple(field.name for field in pb.SamplingParameters.DESCRIPTOR.fields)
@@ -126,96 +168,44 @@ _SPECULATION_MODES = {
 
 
 def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[str, Any]) -> None:
-    _set(request, "model", options.get("model"), "model")
-    _set(request, "logprobs", options.get("logprobs"), "logprobs")
-    _set(request, "request_id", options.get("request_id"), "request_id")
+    set_field(request, "model", options.get("model"), "model")
+    set_field(request, "logprobs", options.get("logprobs"), "logprobs")
+    set_field(request, "request_id", options.get("request_id"), "request_id")
     _set_received(request, options.get("resume_from"))
-    _set(request, "cache_salt", options.get("cache_salt"), "cache_salt")
+    set_field(request, "cache_salt", options.get("cache_salt"), "cache_salt")
     for name in _SAMPLING:
-        _set(request.sampling, name, options.get(name), name)
+        set_field(request.sampling, name, options.get(name), name)
     speculation = options.get("speculation")
     if speculation is not None:
         if not isinstance(speculation, str) or speculation not in _SPECULATION_MODES:
             raise InvalidRequest("speculation", f"must be one of {', '.join(_SPECULATION_MODES)}")
         request.speculation.mode = _SPECULATION_MODES[speculation]
-    _set(request.speculation, "max_draft_tokens", options.get("max_draft_tokens"), "max_draft_tokens")
+    set_field(request.speculation, "max_draft_tokens", options.get("max_draft_tokens"), "max_draft_tokens")
     stopping = request.stopping
-    _set(stopping, "max_tokens", options.get("max_tokens"), "max_tokens")
-    _set(stopping, "ignore_eos", options.get("ignore_eos"), "ignore_eos")
+    set_field(stopping, "max_tokens", options.get("max_tokens"), "max_tokens")
+    set_field(stopping, "ignore_eos", options.get("ignore_eos"), "ignore_eos")
     stop = options.get("stop")
     if stop is not None:
-        _extend(stopping, "stop", [stop] if isinstance(stop, str) else stop, "stop")
+        extend_field(stopping, "stop", [stop] if isinstance(stop, str) else stop, "stop")
     time_limit_s = options.get("time_limit_s")
     if time_limit_s is not None:
         try:
             milliseconds = round(time_limit_s * 1000)
         except (TypeError, ValueError, OverflowError):
             raise InvalidRequest("time_limit_s", "must be a number of seconds") from None
-        _set(stopping, "time_limit_ms", milliseconds, "time_limit_s")
+        set_field(stopping, "time_limit_ms", milliseconds, "time_limit_s")
 
 
 def _set_received(request: pb.GenerateRequest | pb.ChatRequest, received: Sequence[int] | int | None) -> None:
     if isinstance(received, str | bytes | bytearray):
         raise InvalidRequest("resume_from", "must be token ids or their number")
     if isinstance(received, Sequence):
-        _extend(request.received, "ids", received, "resume_from")
+        extend_field(request.received, "ids", received, "resume_from")
         received = len(received)
-    _set(request, "resume_from_index", received, "resume_from")
-
-
-def _add_messages(target: Any, messages: Sequence[AnyMessage]) -> None:
-    if isinstance(messages, str | bytes | Mapping):
-        raise InvalidRequest("messages", "must be a sequence of messages")
-    for position, message in enumerate(messages):
-        place = f"messages[{position}]"
-        role, content = _role_and_content(message, place)
-        added = target.add()
-        _set(added, "role", role, f"{place}.role")
-        _set(added, "content", content, f"{place}.content")
-
-
-def _role_and_content(message: object, place: str) -> tuple[object, object]:
-    if isinstance(message, Message):
-        return message.role, message.content
-    if isinstance(message, Mapping) and set(message) == {"role", "content"}:
-        return message["role"], message["content"]
-    raise InvalidRequest(place, "must be a Message, or a mapping with exactly 'role' and 'content'")
+    set_field(request, "resume_from_index", received, "resume_from")
 
 
 def _refuse_unknown(options: Mapping[str, Any], known: type[Any]) -> None:
     unknown = sorted(set(options) - set(known.__annotations__))
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(known.__annotations__))}")
-
-
-def _set(message: ProtoMessage, field: str, value: object, name: str) -> None:
-    if value is None:
-        return
-    try:
-        setattr(message, field, value)
-    except (TypeError, ValueError):
-        raise InvalidRequest(name, f"{_kind(value)} does not fit; {_expectation(message, field)}") from None
-
-
-def _extend(message: ProtoMessage, field: str, values: Sequence[object], name: str) -> None:
-    try:
-        getattr(message, field).extend(values)
-    except (TypeError, ValueError):
-        raise InvalidRequest(name, f"not every item fits; {_expectation(message, field)}") from None
-
-
-def _kind(value: object) -> str:
-    return f"{value!r}" if isinstance(value, int | float) else f"a value of type {type(value).__name__}"
-
-
-def _expectation(message: ProtoMessage, field: str) -> str:
-    described = message.DESCRIPTOR.fields_by_name[field]
-    kinds = {
-        described.CPPTYPE_STRING: "text is expected",
-        described.CPPTYPE_BOOL: "true or false is expected",
-        described.CPPTYPE_DOUBLE: "a number is expected",
-        described.CPPTYPE_INT32: "a whole number of at most 32 bits is expected",
-        described.CPPTYPE_UINT32: "a whole number from 0 to 4294967295 is expected",
-        described.CPPTYPE_INT64: "a whole number of at most 64 bits is expected",
-    }
-    return kinds[described.cpp_type]

@@ -11,6 +11,7 @@ _FINISH_REASONS: dict[int, results.FinishReason] = {
     pb.FINISH_REASON_STOP_SEQUENCE: results.FinishReason.STOP_SEQUENCE,
     pb.FINISH_REASON_CANCELLED: results.FinishReason.CANCELLED,
     pb.FINISH_REASON_TIME_LIMIT: results.FinishReason.TIME_LIMIT,
+    pb.FINISH_REASON_TOOL_CALLS: results.FinishReason.TOOL_CALLS,
 }
 
 
@@ -50,18 +51,45 @@ def reply(message: pb.ChatResponse) -> results.Reply:
         finish_reason=_FINISH_REASONS.get(message.finish_reason),
         logprobs=_logprobs(message.logprobs),
         usage=usage(message.usage),
+        reasoning=message.message.reasoning,
+        tool_calls=_tool_calls(message.message),
+        others=tuple(
+            results.Completion(
+                index=each.index,
+                text=each.message.content,
+                token_ids=tuple(each.token_ids),
+                finish_reason=_FINISH_REASONS.get(each.finish_reason),
+                logprobs=_logprobs(each.logprobs),
+                reasoning=each.message.reasoning,
+                tool_calls=_tool_calls(each.message),
+            )
+            for each in message.others
+        ),
     )
 
 
+def _tool_calls(message: pb.ChatMessage) -> tuple[results.ToolCall, ...]:
+    return tuple(results.ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls)
+
+
 def chunk(message: pb.GenerateChunk | pb.ChatChunk) -> results.Chunk:
+    reasoning, calls = "", tuple[results.ToolCallDelta, ...]()
+    if isinstance(message, pb.ChatChunk):
+        reasoning, calls = message.reasoning_delta, tuple(map(_call_delta, message.tool_calls))
     return results.Chunk(
-        index=message.index if isinstance(message, pb.GenerateChunk) else 0,
+        index=message.index,
         text=message.text_delta,
         token_ids=tuple(message.token_ids),
         logprobs=_logprobs(message.logprobs),
         finish_reason=_FINISH_REASONS.get(message.finish_reason),
         usage=usage(message.usage) if message.HasField("usage") else None,
+        reasoning=reasoning,
+        tool_calls=calls,
     )
+
+
+def _call_delta(message: pb.ToolCallDelta) -> results.ToolCallDelta:
+    return results.ToolCallDelta(message.index, message.id, message.name, message.arguments_delta)
 
 
 def tokens(message: pb.TokenizeResponse) -> results.Tokens:

@@ -12,6 +12,7 @@ class FinishReason(StrEnum):
     STOP_SEQUENCE = "stop_sequence"
     CANCELLED = "cancelled"
     TIME_LIMIT = "time_limit"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,61 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. `arguments` is an object in JSON, unless the answer was cut off within it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of a call: the first one of each has its id and name. `index`: which of the answer's calls."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation.
+
+    Attributes:
+        role: "system", "developer", "user", "assistant" or "tool".
+        content: a text, or several parts of text.
+        tool_calls: of an assistant.
+        tool_call_id: of a tool: which call this answers.
+        name: of a tool or of a participant.
+        reasoning: of an assistant: what it thought before.
+    """
+
+    role: str
+    content: str | tuple[str, ...] = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """One of the completions of a prompt."""
+    """One of the completions of a prompt, or of the answers of a chat, which may reason and call tools."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """The answer as the next message of a conversation."""
+        return Message("assistant", self.text, self.tool_calls, reasoning=self.reasoning)
 
     def __str__(self) -> str:
         return self.text
@@ -107,16 +155,8 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a conversation; `role` is "system", "user" or "assistant"."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
 class Reply:
-    """The model's turn in a conversation."""
+    """The model's turn in a conversation. `others`: where several answers were asked for, all but this one."""
 
     model: str
     text: str
@@ -124,11 +164,14 @@ class Reply:
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...]
     usage: Usage
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    others: tuple[Completion, ...] = ()
 
     @property
     def message(self) -> Message:
         """The reply as the next message of a conversation."""
-        return Message("assistant", self.text)
+        return Message("assistant", self.text, self.tool_calls, reasoning=self.reasoning)
 
     def __str__(self) -> str:
         return self.text
@@ -139,12 +182,14 @@ class Chunk:
     """What came since the last chunk.
 
     Attributes:
-        index: of the completion that this belongs to; 0 in a chat.
+        index: of the completion that this belongs to.
         text: may lag behind `token_ids`: whole characters only, and never a part of a stop sequence.
         token_ids: new tokens.
         logprobs: of the new tokens, where asked for.
         finish_reason: set on a completion's last chunk.
         usage: set on the last chunk of the stream.
+        reasoning: of a chat: what the model thinks before it answers.
+        tool_calls: of a chat: parts of calls.
     """
 
     index: int
@@ -153,6 +198,8 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason | None
     usage: Usage | None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
     def __str__(self) -> str:
         return self.text

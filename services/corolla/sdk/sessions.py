@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from corolla.chassis.errors import CorollaError, SessionBusy
-from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation
+from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation, Turn
 from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt
 from corolla.sdk.results import Generation, Reply, SessionInfo, Usage
 from corolla.sdk.streams import Stream
@@ -96,10 +96,10 @@ class Chat:
         """The session's id. The first use makes the session."""
         return self._session.session_id
 
-    def send(self, text: str, **options: Unpack[ChatOptions]) -> Reply:
-        """One turn, answered at once."""
+    def send(self, turn: Turn, **options: Unpack[ChatOptions]) -> Reply:
+        """One turn, answered at once: what a user says, or messages."""
         self._settle()
-        messages = self._conversation.messages(text)
+        messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
         session_id = self._session.session_id
         # If no answer comes, the service may have kept the turn all the same.
@@ -108,10 +108,10 @@ class Chat:
         self._conversation.end(reply.usage)
         return reply
 
-    def stream(self, text: str, **options: Unpack[ChatOptions]) -> Stream:
+    def stream(self, turn: Turn, **options: Unpack[ChatOptions]) -> Stream:
         """One turn, chunk by chunk. Closing the stream early ends the turn there."""
         self._settle()
-        messages = self._conversation.messages(text)
+        messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
         self._running = self._client._stream_chat_turn(messages, merged, self._session.session_id)
         self._conversation.begin(self._running)

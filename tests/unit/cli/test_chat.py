@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,23 @@ def test_a_reset_starts_another_session(server: GenerationServer) -> None:
     assert piped(server, "a\n/reset\nb\n/exit\nc\n").stdout == "> a\na\n\n> b\nb\n\n"
     chats = [each for each in server.servicer.requests if hasattr(each, "messages")]
     assert chats[0].session_id != chats[1].session_id
+
+
+def test_the_next_lines_are_the_results_of_the_tools_that_were_called(server: GenerationServer, tmp_path: Path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "now"}, {"name": "get_weather"}]')
+    options = ("--tools", str(tools), "--tool-choice", "auto")
+    done = piped(server, "hi\nnoon\nblue\n", *options)
+    assert done.stdout == '> hi\n\nnow({"a": 1})\nget_weather({"a": 1})\n\n> blue\nblue\n\n'
+    results = server.servicer.requests[-1].messages
+    assert [(each.role, each.content, each.tool_call_id, each.name) for each in results] == [
+        ("tool", "noon", "c0", "now"),
+        ("tool", "blue", "c1", "get_weather"),
+    ]
+    first, _ = [json.loads(line) for line in piped(server, "hi\nnoon\nblue\n", "--json", *options).stdout.splitlines()]
+    assert [call["name"] for call in first["tool_calls"]] == ["now", "get_weather"]
+    tools.write_text("{")
+    assert "is not JSON" in piped(server, "hi\n", "--tools", str(tools)).stderr
 
 
 def test_json_has_a_line_for_each_turn(server: GenerationServer) -> None:

@@ -130,8 +130,10 @@ def test_a_prompt_of_a_wrong_kind_is_refused(prompt: object) -> None:
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match="max_token"):
         generate_request("hello", {"max_token": 5})  # type: ignore[typeddict-unknown-key]
-    with pytest.raises(TypeError, match="unknown option 'n'"):
-        chat_request([Message("user", "hello")], {"n": 2})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match="unknown option 'session'"):
+        chat_request([Message("user", "hello")], {"session": "ab"})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match="unknown option 'tools'"):
+        generate_request("hello", {"tools": []})  # type: ignore[typeddict-unknown-key]
 
 
 def test_messages_are_objects_or_mappings() -> None:
@@ -140,7 +142,7 @@ def test_messages_are_objects_or_mappings() -> None:
     assert (request.session_id, request.sampling.seed) == ("ab", 1)
 
 
-@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": "a", "name": "b"}, "hello", None])
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": "a", "nam": "b"}, "hello", None])
 def test_a_message_of_another_shape_is_refused(message: object) -> None:
     with pytest.raises(InvalidRequest) as refused:
         chat_request([Message("user", "a"), message], {})  # type: ignore[list-item]

@@ -1,0 +1,42 @@
+"""A caller's values into fields of a request; what protobuf cannot carry is refused by the caller's name for it."""
+
+from collections.abc import Iterable
+
+from google.protobuf.message import Message as ProtoMessage
+
+from corolla.chassis.errors import InvalidRequest
+
+
+def set_field(message: ProtoMessage, field: str, value: object, name: str) -> None:
+    """None leaves it unset. Raises InvalidRequest."""
+    if value is None:
+        return
+    try:
+        setattr(message, field, value)
+    except (TypeError, ValueError):
+        raise InvalidRequest(name, f"{_kind(value)} does not fit; {_expectation(message, field)}") from None
+
+
+def extend_field(message: ProtoMessage, field: str, values: Iterable[object], name: str) -> None:
+    """Raises InvalidRequest."""
+    try:
+        getattr(message, field).extend(values)
+    except (TypeError, ValueError):
+        raise InvalidRequest(name, f"not every item fits; {_expectation(message, field)}") from None
+
+
+def _kind(value: object) -> str:
+    return f"{value!r}" if isinstance(value, int | float) else f"a value of type {type(value).__name__}"
+
+
+def _expectation(message: ProtoMessage, field: str) -> str:
+    described = message.DESCRIPTOR.fields_by_name[field]
+    kinds = {
+        described.CPPTYPE_STRING: "text is expected",
+        described.CPPTYPE_BOOL: "true or false is expected",
+        described.CPPTYPE_DOUBLE: "a number is expected",
+        described.CPPTYPE_INT32: "a whole number of at most 32 bits is expected",
+        described.CPPTYPE_UINT32: "a whole number from 0 to 4294967295 is expected",
+        described.CPPTYPE_INT64: "a whole number of at most 64 bits is expected",
+    }
+    return kinds[described.cpp_type]
