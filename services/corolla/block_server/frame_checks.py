@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.kv.prefixes import ExpectedText, salt_of
 from corolla.block_server.peers import Peer
+from corolla.block_server.preparations import takes_a_while
 from corolla.block_server.prompts import BlockPrompts
-from corolla.block_server.row_sampling import SessionSampler
+from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
 from corolla.chassis.errors import CapabilityDenied, HopSessionLost, MalformedMessage
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import PARENT_HEADER, STATE_HEADER, TraceParent, trace_parent
-from corolla.decoding.draft_model import DraftModel
 from corolla.trust.capabilities import Capabilities
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -48,15 +48,18 @@ class FrameChecks:
 
     Args:
         identity: what this server is.
-        draft_model: that it has.
+        shared: what its samplers use.
         capabilities: of the model's sessions; None where nobody is asked who they are.
     """
 
     def __init__(
-        self, identity: Identity, draft_model: DraftModel | None = None, capabilities: Capabilities | None = None
+        self,
+        identity: Identity,
+        shared: SharedBySamplers = NOTHING_SHARED,
+        capabilities: Capabilities | None = None,
     ) -> None:
         self._identity = identity
-        self._draft_model = draft_model
+        self._shared = shared
         self._capabilities = capabilities
 
     def open_request(self, control: pb.Open, payload: Buffer, peer: Peer) -> OpenRequest:
@@ -124,10 +127,19 @@ class FrameChecks:
             return None
         return ExpectedText(salt_of(control.tenant, blocks), hashes, control.text.num_tokens)
 
+    def takes_a_while(self, message: pb.Sampler) -> bool:
+        """Whether a sampler should not be made on the event loop: its text is long, or its grammar new."""
+        grammars = self._shared.grammars if message.HasField("grammar") else None
+        return takes_a_while(message) or (grammars is not None and not grammars.has(message.grammar.text))
+
     def sampler(self, control: pb.Open) -> SessionSampler:
-        """Who is to choose a session's tokens. For a long text it takes a while; it may run in any thread."""
+        """Who is to choose a session's tokens. It may run in any thread, as it may take a while."""
         return SessionSampler.read(
-            control.sampler, self._draft_model, vocab_size=self._identity.vocab_size, max_tokens=control.max_tokens
+            control.sampler,
+            self._shared.draft_model,
+            vocab_size=self._identity.vocab_size,
+            max_tokens=control.max_tokens,
+            grammars=self._shared.grammars,
         )
 
     def page_hashes(self, text: pb.ExpectedText) -> tuple[bytes, ...]:

@@ -96,7 +96,7 @@ class Computation:
         runner: of the blocks.
         edges: embedding and head, as far as this server has them; None where it has neither.
         clock: in seconds.
-        num_sampling_threads: that choose tokens at a time; on a device, that draw random numbers at a time.
+        num_sampling_threads: that choose tokens at a time; on a device, that prepare choices at a time.
         samples_batched: choose the tokens of all rows together, on the device of the head; None: where that is no CPU.
     """
 
@@ -129,18 +129,18 @@ class Computation:
         To compute a row again is exact: what the failed batch wrote for its new tokens lies at positions that no
         session counts as held, and the same positions are written again. Tokens are chosen once, when that is over.
         """
-        drawing = self._draw_ahead(admitted)
+        preparing = self._prepare_choices(admitted)
         computed = self._computed(admitted, blocks)
         if not any(batch.samples for batch in admitted):
             return computed
-        wait(drawing)
+        wait(preparing)
         began_s = self._clock()
         outputs = self._with_tokens(admitted, computed.outputs)
         edge_seconds = computed.edge_seconds + self._clock() - began_s
         return replace(computed, outputs=outputs, edge_seconds=edge_seconds)
 
-    def _draw_ahead(self, admitted: Sequence[Admitted]) -> Sequence[Future[None]]:
-        """Has threads draw the random numbers for the tokens while a device computes.
+    def _prepare_choices(self, admitted: Sequence[Admitted]) -> Sequence[Future[None]]:
+        """Has threads draw random numbers, and find out what grammars allow, while a device computes.
 
         What cannot be drawn is drawn when it is needed: a stream moves on only once there is memory for its numbers.
         """
@@ -148,7 +148,7 @@ class Computation:
             return ()
         device = self._edges.device
         return [
-            self._sampling_threads.submit(session.request.sampler.draw_ahead, device)
+            self._sampling_threads.submit(session.request.sampler.prepare_choice, device)
             for batch in admitted
             if batch.samples
             for row, session, _ in batch.rows

@@ -1,6 +1,6 @@
-"""Sessions whose samplers take a while to make: a long text to read, or many choices to leave out.
+"""Sessions whose samplers take a while to make: a long text or a grammar to read, or many choices to leave out.
 
-Both happen in threads, before the session is opened, and hold up nobody else.
+All that happens in threads, before the session is opened, and holds up nobody else.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _LONG_TEXT_TOKENS: Final = 2048
 
 
 def takes_a_while(message: pb.Sampler) -> bool:
-    """Whether a sampler should not be made on the event loop."""
+    """Whether a sampler should not be made on the event loop, apart from its grammar."""
     return len(message.token_ids) > _LONG_TEXT_TOKENS or message.num_skipped > _MOST_LEFT_OUT
 
 

@@ -11,6 +11,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
+from corolla.block_server.grammars import Grammars
 from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest, MalformedMessage, NonFiniteOutput
 from corolla.chassis.handlers import where
 from corolla.decoding.batched_sampling import sample_together
@@ -29,6 +30,17 @@ _EXTRA_DRAWS: Final = 128
 
 _NUM_DRAWS_PER_STATE: Final = 16
 """So many choices at most are drawn again where a sampler is made anew; a state has 5 KB."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBySamplers:
+    """What all samplers of a server use: its draft model, and the grammars that it follows, where it has any."""
+
+    draft_model: DraftModel | None = None
+    grammars: Grammars | None = None
+
+
+NOTHING_SHARED: Final = SharedBySamplers()
 
 
 class SessionSampler:
@@ -60,28 +72,36 @@ class SessionSampler:
         self._speculator = speculator
         self._num_draws_since_state = _NUM_DRAWS_PER_STATE
         params = sampler.params
-        self._takes_likeliest = params.is_greedy and not params.has_penalties and params.num_logprobs is None
+        self._takes_likeliest = params.is_greedy and not sampler.adjusts_logits and params.num_logprobs is None
 
     @classmethod
-    def read(cls, message: pb.Sampler, draft_model: DraftModel | None, *, vocab_size: int, max_tokens: int) -> Self:
+    def read(
+        cls,
+        message: pb.Sampler,
+        draft_model: DraftModel | None,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        grammars: Grammars | None = None,
+    ) -> Self:
         """From what an Open brings.
 
         Args:
             max_tokens: of the session.
+            grammars: that this server follows; None where it follows none.
 
         Raises:
-            MalformedMessage: a parameter is out of range, or the text has ids that are none.
+            MalformedMessage: a parameter is out of range, or the text has ids that are none, or breaks its grammar.
+            InternalError: grammars cannot be followed here.
         """
-        drafts = message.drafts
+        _check(message, vocab_size, max_tokens)
         text = list(message.token_ids)
-        if len(text) > max_tokens or message.num_prompt_tokens > len(text):
-            raise MalformedMessage("sampler", "has more tokens than the session")
-        if message.num_skipped > max_tokens + _EXTRA_DRAWS:
-            raise MalformedMessage("sampler", "has drawn for more tokens than the session has")
-        if max(text, default=0) >= vocab_size:
-            raise MalformedMessage("sampler.token_ids", f"must be ids below {vocab_size}")
-        if drafts.source and not 1 <= drafts.max_tokens <= MAX_DRAFT_TOKENS:
-            raise MalformedMessage("sampler.drafts.max_tokens", f"must be from 1 to {MAX_DRAFT_TOKENS}")
+        generated_ids = text[message.num_prompt_tokens :]
+        grammar = None
+        if message.HasField("grammar"):
+            if grammars is None:
+                raise MalformedMessage("sampler.grammar", "this server follows no grammars")
+            grammar = grammars.begin(message.grammar.text, generated_ids)
         try:
             params = SamplingParams(
                 temperature=message.temperature,
@@ -93,17 +113,19 @@ class SessionSampler:
                 frequency_penalty=message.frequency_penalty,
                 seed=message.seed,
                 num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+                logit_bias=tuple(zip(message.biased_token_ids, message.biases, strict=True)),
             )
             sampler = Sampler(
                 params,
                 text[: message.num_prompt_tokens] if params.has_penalties else (),
-                generated_ids=text[message.num_prompt_tokens :] if params.has_penalties else (),
+                generated_ids=generated_ids if params.has_penalties else (),
                 num_skipped=message.num_skipped,
                 state=message.state or None,
+                grammar=grammar,
             )
         except (InvalidRequest, InternalError) as failure:
             raise MalformedMessage("sampler", failure.message) from None
-        speculator = make_speculator(message, draft_model)
+        speculator = make_speculator(message, draft_model, grammar)
         return cls(sampler, speculator, vocab_size, message.num_tokens_left, frozenset(message.end_token_ids))
 
     @property
@@ -125,9 +147,10 @@ class SessionSampler:
         """Leaves them out now."""
         self.sampler.skip(self.vocab_size)
 
-    def draw_ahead(self, device: torch.device) -> None:
-        """Draws the random numbers of its next choice, if it needs any. In any thread, while nobody else uses it."""
+    def prepare_choice(self, device: torch.device) -> None:
+        """Does what the next choice needs and its logits do not decide. In any thread, while nobody else uses it."""
         self.sampler.draw_ahead(self.vocab_size, device)
+        self.sampler.bar_ahead()
 
     @property
     def is_behind(self) -> bool:
@@ -187,6 +210,23 @@ class SessionSampler:
             log.error("nothing is drafted any more for an answer", extra={"where": where(failure)})
             self._speculator = None
             return ()
+
+
+def _check(message: pb.Sampler, vocab_size: int, max_tokens: int) -> None:
+    drafts = message.drafts
+    text = message.token_ids
+    if len(text) > max_tokens or message.num_prompt_tokens > len(text):
+        raise MalformedMessage("sampler", "has more tokens than the session")
+    if message.num_skipped > max_tokens + _EXTRA_DRAWS:
+        raise MalformedMessage("sampler", "has drawn for more tokens than the session has")
+    if max(text, default=0) >= vocab_size:
+        raise MalformedMessage("sampler.token_ids", f"must be ids below {vocab_size}")
+    if max(message.biased_token_ids, default=0) >= vocab_size:
+        raise MalformedMessage("sampler.biased_token_ids", f"must be ids below {vocab_size}")
+    if len(message.biased_token_ids) != len(message.biases):
+        raise MalformedMessage("sampler.biases", "must be as many as biased_token_ids")
+    if drafts.source and not 1 <= drafts.max_tokens <= MAX_DRAFT_TOKENS:
+        raise MalformedMessage("sampler.drafts.max_tokens", f"must be from 1 to {MAX_DRAFT_TOKENS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +327,7 @@ def _chosen_in_batches(
         tokens = sample_together([rows[index].sampler.sampler for index in going], logits[at])
         going, before = [], going
         for index, token in zip(before, tokens, strict=True):
-            if isinstance(token, NonFiniteOutput):
+            if isinstance(token, CorollaError):
                 failures[index] = error_of(token)
             elif rows[index].sampler.take(messages[index], token, rows[index].draft_ids):
                 going.append(index)

@@ -12,6 +12,7 @@ from corolla.block_server.decode_graphs import CudaCapture
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.frame_checks import Identity
+from corolla.block_server.grammars import Grammars
 from corolla.block_server.graph_choice import choose_graphs
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
@@ -25,6 +26,7 @@ from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
+from corolla.block_server.row_sampling import SharedBySamplers
 from corolla.block_server.runner import Runner, page_windows
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
@@ -215,7 +217,7 @@ class BlockServer:
         )
         runner = await asyncio.to_thread(self._make_runner, model, speed.cache_bytes_per_token)
         edges = await asyncio.to_thread(self._load_edges, checkpoint, span)
-        draft_model = await asyncio.to_thread(self._load_draft_model, checkpoint, span)
+        shared = await asyncio.to_thread(self._load_shared, checkpoint, span)
         pool = runner.store.pool
         self._sessions = self._make_sessions(runner)
         outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
@@ -241,7 +243,7 @@ class BlockServer:
         receiver = HandoverReceiver(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
         servicer = BlockServicer(
             identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, receiver,
-            self._tasks, draft_model, self._rpc_metrics.error, network.capabilities(fingerprint),
+            self._tasks, shared, self._rpc_metrics.error, network.capabilities(fingerprint),
         )  # fmt: skip
         sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
         self._drain = Drain(
@@ -399,12 +401,13 @@ class BlockServer:
             return None
         return Checkpoint.from_pretrained(self.settings.draft_model, hub=self._hub)
 
-    def _load_draft_model(self, checkpoint: Checkpoint, span: Span) -> DraftModel | None:
-        drafting = self._draft_checkpoint(checkpoint, span)
-        if drafting is None:
-            return None
-        settings = self.settings
-        return DraftModel.load(drafting, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
+    def _load_shared(self, checkpoint: Checkpoint, span: Span) -> SharedBySamplers:
+        if span.end != checkpoint.num_blocks:
+            return SharedBySamplers()
+        settings, draft_model = self.settings, None
+        if (drafting := self._draft_checkpoint(checkpoint, span)) is not None:
+            draft_model = DraftModel.load(drafting, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
+        return SharedBySamplers(draft_model, Grammars(checkpoint))
 
     def _num_pages(self, cache_bytes_per_token: int) -> int:
         bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens

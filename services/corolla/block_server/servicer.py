@@ -18,8 +18,8 @@ from corolla.block_server.hop_session import OpenRequest, SessionState
 from corolla.block_server.iteration import StepWork
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
-from corolla.block_server.preparations import Preparations, takes_a_while
-from corolla.block_server.row_sampling import SessionSampler
+from corolla.block_server.preparations import Preparations
+from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis import audit, failpoints
@@ -33,7 +33,6 @@ from corolla.chassis.errors import (
 )
 from corolla.chassis.handlers import Call
 from corolla.chassis.tasks import TaskGroup
-from corolla.decoding.draft_model import DraftModel
 from corolla.trust.authorisation import check_frame
 from corolla.trust.capabilities import Capabilities
 from corolla.trust.workload import Role
@@ -52,7 +51,7 @@ class BlockServicer:
 
     Args:
         tasks: of this server.
-        draft_model: of this server, if it has one.
+        shared: what samplers use here.
         count_error: is called with the reason of each error that ended a stream.
         capabilities: of the model's sessions; None where nobody is asked who they are.
     """
@@ -68,14 +67,14 @@ class BlockServicer:
         store: KVStore,
         receiver: HandoverReceiver,
         tasks: TaskGroup,
-        draft_model: DraftModel | None = None,
+        shared: SharedBySamplers = NOTHING_SHARED,
         count_error: Callable[[str], None] = lambda reason: None,
         capabilities: Capabilities | None = None,
     ) -> None:
         self._identity = identity
         self._count_error = count_error
-        self._checks = FrameChecks(identity, draft_model, capabilities)
-        self._has_draft_model = draft_model is not None
+        self._checks = FrameChecks(identity, shared, capabilities)
+        self._has_draft_model = shared.draft_model is not None
         self._preparations = Preparations(tasks)
         self._engine = engine
         self._scheduler = scheduler
@@ -203,7 +202,7 @@ class BlockServicer:
 
             if not control.HasField("sampler"):
                 open_soon()
-            elif takes_a_while(control.sampler):
+            elif self._checks.takes_a_while(control.sampler):
                 self._preparations.start(control, peer, self._checks.sampler, open_soon, refuse)
             else:
                 open_soon(self._checks.sampler(control))

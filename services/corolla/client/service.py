@@ -37,6 +37,7 @@ from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.settings import ClientSettings
 from corolla.client.text.chat import ChatTemplate
+from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
@@ -102,6 +103,7 @@ class ClientService:
         self._routes: Routes | None = None
         self._transcripts: Transcripts | None = None
         self._chat: ChatTemplate | None = None
+        self._grammars: GrammarProcess | None = None
 
     @property
     def port(self) -> int:
@@ -175,6 +177,8 @@ class ClientService:
         admission = Admission(settings.max_running_requests, *bounds, self._quotas.guaranteed_sequences)
         # One after the other: threads that look up tokens take time from the one that serves answers.
         tokenizations = Admission(1, *bounds)
+        end_token_ids = frozenset(end_token_ids_of(checkpoint.generation_config()))
+        grammars = self._grammars = GrammarProcess(tokenizer, checkpoint.vocab_size, end_token_ids)
         answering = Answering(
             sessions,
             transcripts,
@@ -182,7 +186,7 @@ class ClientService:
             ModelLimits(
                 checkpoint.context_length,
                 settings.default_max_tokens,
-                frozenset(end_token_ids_of(checkpoint.generation_config())),
+                end_token_ids,
                 checkpoint.vocab_size,
             ),
             self._quotas,
@@ -191,6 +195,7 @@ class ClientService:
                 SpeculationMode(settings.speculation), settings.max_draft_tokens, settings.adaptive_drafts
             ),
             self._metrics,
+            grammars,
             RequestTraces(checkpoint.name, settings.trace_callers),
         )
         model = generation_pb2.Model(
@@ -239,8 +244,9 @@ class ClientService:
         for part in (self._quotas, self._transcripts, self._routes, self._plane, self._control):
             if part is not None:
                 await part.close()
-        if self._chat is not None:
-            await asyncio.to_thread(self._chat.close)
+        for process in (self._chat, self._grammars):
+            if process is not None:
+                await asyncio.to_thread(process.close)
         self._metrics_endpoint.close()
 
     def _http_server(self) -> HttpServer | None:

@@ -9,38 +9,55 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from corolla.chassis.errors import NonFiniteOutput
+from corolla.chassis.errors import CorollaError, NonFiniteOutput
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler
 
 
 @torch.inference_mode()
-def sample_together(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | NonFiniteOutput]:
+def sample_together(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | CorollaError]:
     """One token for each row of `logits`, float32 `[R, V]`, by the sampler of the same index; all are different ones.
 
-    A row that is not finite gets an error and leaves its sampler as it was.
+    A row that is not finite, or whose grammar fails, gets an error and leaves its sampler as it was.
     """
-    scores = logits
-    if any(sampler.params.has_penalties for sampler in samplers):
-        scores = torch.stack([sampler.penalised(row) for sampler, row in zip(samplers, logits, strict=True)])
+    scores, failures = _scores(samplers, logits)
     # NaN counts as the largest number, so looking at the winner finds any.
     best = scores.max(dim=-1)
     token_ids = best.indices
-    drawing = [index for index, sampler in enumerate(samplers) if not sampler.params.is_greedy]
+    drawing = [
+        index for index, sampler in enumerate(samplers) if not sampler.params.is_greedy and index not in failures
+    ]
     if drawing:
         rows = torch.tensor(drawing, device=logits.device)
         filtered = _filtered(scores[rows], [samplers[index].params for index in drawing])
         numbers = torch.stack([samplers[index].random_numbers(logits.shape[-1], logits.device) for index in drawing])
         token_ids = token_ids.index_copy(0, rows, (filtered.softmax(dim=-1) / numbers).argmax(dim=-1))
     chosen_ids, are_finite = torch.stack((token_ids, best.values.isfinite().long())).tolist()
-    chosen: list[SampledToken | NonFiniteOutput] = []
-    for sampler, row, token_id, is_finite in zip(samplers, logits, chosen_ids, are_finite, strict=True):
-        if not is_finite:
+    chosen: list[SampledToken | CorollaError] = []
+    for index, (sampler, token_id, is_finite) in enumerate(zip(samplers, chosen_ids, are_finite, strict=True)):
+        if index in failures:
+            chosen.append(failures[index])
+        elif not is_finite:
             chosen.append(NonFiniteOutput("The model's output is not finite."))
-            continue
-        sampler.add(token_id)
-        chosen.append(sampler.with_logprobs(token_id, row))
+        else:
+            sampler.add(token_id)
+            chosen.append(sampler.with_logprobs(token_id, logits[index]))
     return chosen
+
+
+def _scores(samplers: Sequence[Sampler], logits: Tensor) -> tuple[Tensor, dict[int, CorollaError]]:
+    """What the rows' tokens are chosen by, and the rows that have nothing of the kind."""
+    failures: dict[int, CorollaError] = {}
+    if not any(sampler.adjusts_logits for sampler in samplers):
+        return logits, failures
+    rows: list[Tensor] = []
+    for index, (sampler, row) in enumerate(zip(samplers, logits, strict=True)):
+        try:
+            rows.append(sampler.scores(row))
+        except CorollaError as failure:
+            failures[index] = failure.with_traceback(None)
+            rows.append(row)
+    return torch.stack(rows), failures
 
 
 def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Final
 from corolla.chassis.errors import InvalidRequest
 
 MAX_LOGPROBS: Final = 20
+MAX_BIASED_TOKENS: Final = 1024
 
 _MIN_TEMPERATURE: Final = 1e-4
 """Below it `logits / temperature` leaves the range in which a float32 softmax has meaning; 0 is greedy."""
@@ -26,6 +27,8 @@ class SamplingParams:
         frequency_penalty: as the presence penalty, times the number of occurrences.
         seed: equal seeds give equal answers; None draws a fresh one.
         num_logprobs: None for no log probabilities, 0 for that of the chosen token only, up to 20 for alternatives.
+        logit_bias: at most 1024 token ids, each once, and what is added to their logits before all else, from -100 to
+            100.
 
     Raises:
         InvalidRequest: with one violation per field that is out of range.
@@ -40,6 +43,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     num_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         # Comparisons with NaN are false, so each row names the values that are allowed.
@@ -61,6 +65,10 @@ class SamplingParams:
             "num_logprobs": (
                 self.num_logprobs is None or 0 <= self.num_logprobs <= MAX_LOGPROBS,
                 f"must be between 0 and {MAX_LOGPROBS}",
+            ),
+            "logit_bias": (
+                len(self.logit_bias) <= MAX_BIASED_TOKENS and all(-100 <= bias <= 100 for _, bias in self.logit_bias),
+                f"must be at most {MAX_BIASED_TOKENS} numbers between -100 and 100",
             ),
         }
         violations = [(field, text) for field, (is_allowed, text) in in_range.items() if not is_allowed]

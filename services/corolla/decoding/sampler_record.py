@@ -23,6 +23,7 @@ class SamplerRecord:
         max_new_tokens: of the answer, with those that were chosen already.
         end_token_ids: tokens that end the answer.
         drafts: what the hop is to draft.
+        grammar: that the answer is to fit; empty: any text will do.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class SamplerRecord:
         max_new_tokens: int,
         end_token_ids: Iterable[int] = (),
         drafts: pb.Drafts | None = None,
+        grammar: str = "",
     ) -> None:
         self.params = params
         self.state = state
@@ -47,6 +49,7 @@ class SamplerRecord:
         self._max_new_tokens = max_new_tokens
         self._end_token_ids = sorted(end_token_ids)
         self._drafts = drafts
+        self._grammar = grammar
 
     def accept(self, token_ids: Sequence[int], state: bytes = b"") -> None:
         """Takes the answer's next tokens; `state`, if the hop sent it, is that of the stream behind the last one."""
@@ -75,10 +78,17 @@ class SamplerRecord:
         )
         if not params.is_greedy:
             message.seed, message.state, message.num_skipped = self._seed, self.state, self.num_draws
+        for token_id, bias in params.logit_bias:
+            message.biased_token_ids.append(token_id)
+            message.biases.append(bias)
         if params.has_penalties or self._drafts is not None:
             message.token_ids.extend(self._prompt_ids)
             message.num_prompt_tokens = len(message.token_ids)
+        if message.num_prompt_tokens or self._grammar:
+            # A grammar asks for nothing of the prompt.
             message.token_ids.extend(self._generated_ids)
+        if self._grammar:
+            message.grammar.text = self._grammar
         if self._drafts is not None:
             message.drafts.CopyFrom(self._drafts)
         return message

@@ -1,6 +1,7 @@
 """Which token comes next: the model's logits in, one token out, as `transformers`' own `generate` would choose."""
 
 import copy
+import functools
 import math
 import struct
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from transformers.generation.logits_process import (
 )
 
 from corolla.chassis.errors import InternalError, NonFiniteOutput
+from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.random_jump import moved_on
 
@@ -135,6 +137,7 @@ class Sampler:
         generated_ids: tokens of the answer that another sampler chose already.
         num_skipped: choices of other samplers with the same seed; the random stream continues behind them.
         state: what `state()` gave; the random stream continues from there, and `params.seed` has no effect.
+        grammar: has read `generated_ids`; tokens that would break it are never chosen. It is this sampler's own.
 
     Attributes:
         num_skipped: choices that it has still to skip.
@@ -151,8 +154,11 @@ class Sampler:
         generated_ids: Sequence[int] = (),
         num_skipped: int = 0,
         state: bytes | None = None,
+        grammar: AnswerGrammar | None = None,
     ) -> None:
         self.params = params
+        self._grammar = grammar
+        self._bias: Tensor | None = None
         self._past: tuple[Sequence[int], Sequence[int]] = (tuple(prompt_ids), tuple(generated_ids))
         self._penalties: TokenPenalties | None = None
         self._warpers = _warpers(params)
@@ -175,19 +181,47 @@ class Sampler:
 
         Raises:
             NonFiniteOutput: NaN or Inf among the logits, or nothing but minus Inf.
+            InvalidRequest: the grammar has become too complex.
         """
         if logits.dim() != 1 or logits.dtype != torch.float32:
             raise InternalError("The sampler takes one row of float32 logits.")
         with torch.inference_mode():
-            scores = self.penalised(logits)
+            scores = self.scores(logits)
             token_id = self._greedy(scores) if self.params.is_greedy else self._drawn(scores)
             self.add(token_id)
             return self.with_logprobs(token_id, logits)
 
-    def penalised(self, logits: Tensor) -> Tensor:
-        """The scores, float32 `[V]`, that the next token is chosen by; on the device of `logits`. In inference mode."""
-        if not self.params.has_penalties:
-            return logits
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether tokens are chosen by other scores than the model's own."""
+        return self._grammar is not None or self.params.has_penalties or bool(self.params.logit_bias)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """The scores, float32 `[V]`, that the next token is chosen by; on the device of `logits`. In inference mode.
+
+        First come biases, then penalties; last of all the tokens that the grammar bars go.
+
+        Raises:
+            InvalidRequest: the grammar has become too complex.
+        """
+        scores = logits
+        if self.params.logit_bias:
+            scores = scores + self._biases(logits)
+        if self.params.has_penalties:
+            scores = self._its_penalties(logits.shape[0]).apply(scores)
+        if self._grammar is not None:
+            # A sum, so that a logit that is no number stays none.
+            scores = scores + _barred(self._grammar.allowed(), logits.shape[0], logits.device)
+        return scores
+
+    def _biases(self, logits: Tensor) -> Tensor:
+        if self._bias is None:
+            self._bias = torch.zeros_like(logits)
+            token_ids, biases = zip(*self.params.logit_bias, strict=True)
+            self._bias[list(token_ids)] = torch.tensor(biases, device=logits.device)
+        return self._bias
+
+    def _its_penalties(self, vocabulary_size: int) -> TokenPenalties:
         if self._penalties is None:
             prompt_ids, generated_ids = self._past
             self._penalties = TokenPenalties(
@@ -196,15 +230,26 @@ class Sampler:
                 repetition=self.params.repetition_penalty,
                 presence=self.params.presence_penalty,
                 frequency=self.params.frequency_penalty,
-                vocabulary_size=logits.shape[0],
+                vocabulary_size=vocabulary_size,
             )
             self._past = ((), ())
-        return self._penalties.apply(logits)
+        return self._penalties
 
     def add(self, token_id: int) -> None:
         """Takes note of the token that was chosen by the scores. In inference mode."""
         if self._penalties is not None:
             self._penalties.add(token_id)
+        if self._grammar is not None:
+            self._grammar.add(token_id)
+
+    def bar_ahead(self) -> None:
+        """Finds out which tokens may be the next one, which does not depend on its logits. Where `draw_ahead` may run.
+
+        Raises:
+            InvalidRequest: the grammar has become too complex; the choice raises that again.
+        """
+        if self._grammar is not None:
+            self._grammar.allowed()
 
     def draw_ahead(self, num_logits: int, device: torch.device) -> None:
         """Draws the random numbers of the next choice, which do not depend on its logits, and brings them to `device`.
@@ -242,6 +287,8 @@ class Sampler:
         copied.params = replace(self.params, num_logprobs=None)
         if self._penalties is not None:
             copied._penalties = self._penalties.copy()
+        if self._grammar is not None:
+            copied._grammar = self._grammar.fork()
         if self._generator is not None:
             copied._generator = torch.Generator().set_state(self._generator.get_state())
         return copied
@@ -281,6 +328,19 @@ class Sampler:
         top = logprobs.topk(min(self.params.num_logprobs, logits.shape[0]))
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         return SampledToken(token_id, float(logprobs[token_id]), tuple(pairs))
+
+
+def _barred(allowed: bytes, num_logits: int, device: torch.device) -> Tensor:
+    """Minus Inf for each token that is not to be chosen and 0 for the others, float32 `[V]`; from one bit for each."""
+    groups = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(device).int()
+    return _barred_of_byte(device)[groups].flatten()[:num_logits]
+
+
+@functools.cache
+def _barred_of_byte(device: torch.device) -> Tensor:
+    """By the value of a byte what its eight bits say, float32 `[256, 8]`."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return torch.zeros(256, 8).masked_fill(bits == 0, -torch.inf).to(device)
 
 
 _NO_IDS = torch.empty((1, 0), dtype=torch.int64)

@@ -6,12 +6,15 @@ from typing import Final, Protocol
 
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.decoding.draft_model import DRAFT_MODEL_RATES, DraftModel, DraftReading
+from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.prompt_lookup import LOOKUP_RATES, PromptLookup
 from corolla.decoding.sampling import Sampler
 from corolla.decoding.speculation import DraftLength
 from corolla.v1 import blocks_pb2 as pb
 
 _INDEXED_AT_A_TIME: Final = 4096
+_FORCED_RATE: Final = 0.95
+"""How often a token that a grammar forces is right before anything is known of a text: other tokens may spell it."""
 
 
 class Drafter(Protocol):
@@ -94,16 +97,25 @@ class Speculator:
             return []  # of the draft model; the target's own output decides
 
 
-def make_speculator(message: pb.Sampler, draft_model: DraftModel | None) -> Speculator | None:
-    """What a session's sampler asks for; None where nothing is to be drafted, or could be."""
+def make_speculator(
+    message: pb.Sampler, draft_model: DraftModel | None, grammar: AnswerGrammar | None = None
+) -> Speculator | None:
+    """What a session's sampler asks for; None where nothing is to be drafted, or could be.
+
+    Args:
+        grammar: the sampler's own.
+    """
     drafts = message.drafts
     drafter: Drafter
+    rates: tuple[float, ...]
     if drafts.source == pb.Drafts.SOURCE_PROMPT_LOOKUP:
         drafter, rates = LookupDrafter(), LOOKUP_RATES
     elif drafts.source == pb.Drafts.SOURCE_DRAFT_MODEL and draft_model is not None:
         drafter, rates = ModelDrafter(draft_model), DRAFT_MODEL_RATES
     else:
         return None
+    if grammar is not None:
+        drafter, rates = GrammarDrafter(drafter, grammar), (_FORCED_RATE, *rates)
     drafter.extend(message.token_ids)
     length = DraftLength(drafts.max_tokens, rates, is_adaptive=drafts.is_adaptive)
     return Speculator(drafter, length)
@@ -169,3 +181,42 @@ class ModelDrafter:
             newest = fork.sample(self._reading.logits_after(newest)).token_id
             drafted.append(newest)
         return drafted
+
+
+class GrammarDrafter:
+    """Drafts what a grammar forces, else what another drafter drafts and the grammar allows.
+
+    A draft is checked like any other: a text may be spelled by other tokens than the usual ones.
+
+    Args:
+        grammar: has read all tokens of the answer when something is to be drafted.
+    """
+
+    def __init__(self, drafter: Drafter, grammar: AnswerGrammar) -> None:
+        self._drafter = drafter
+        self._grammar = grammar
+        self._forced: list[int] = []
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        self._drafter.extend(token_ids)
+
+    @property
+    def is_behind(self) -> bool:
+        return self._drafter.is_behind
+
+    def read_chunk(self) -> None:
+        self._drafter.read_chunk()
+
+    @property
+    def evidence(self) -> int | None:
+        """0 for what is forced, else one more than the other drafter's."""
+        self._forced = self._grammar.forced()
+        if self._forced:
+            return 0
+        evidence = self._drafter.evidence
+        return None if evidence is None else evidence + 1
+
+    def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
+        if self._forced:
+            return self._forced[:num_tokens]
+        return self._grammar.possible(self._drafter.draft(num_tokens, sampler))

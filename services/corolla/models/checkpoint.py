@@ -26,7 +26,7 @@ from corolla.models.hub_snapshot import HubSnapshot
 from corolla.models.weights import find_weights, open_tensors, read_header, sample_bytes
 
 # Raise it whenever two releases would not compute the same hidden states or read the same frames.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILE = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>[\w.-]+\.gguf)")

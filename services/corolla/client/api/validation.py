@@ -7,6 +7,8 @@ from typing import Final
 from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from corolla.client.generation.answering import AnswerOptions
 from corolla.client.generation.resumption import Resumption
+from corolla.client.text import formats
+from corolla.client.text.formats import AnswerFormat
 from corolla.decoding.parameters import SamplingParams, SpeculationMode, SpeculationOptions
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.v1 import generation_pb2 as pb
@@ -75,6 +77,36 @@ def token_ids(field: str, given: Sequence[int], vocab_size: int) -> tuple[int, .
     return checked
 
 
+def response_format(given: pb.ResponseFormat) -> AnswerFormat | None:
+    """What the answer must be; None where any text will do. Raises InvalidRequest."""
+    kind = given.WhichOneof("format")
+    field = f"response_format.{kind}"
+    match kind:
+        case "json_object":
+            return formats.json_object(field)
+        case "json_schema":
+            return formats.json_schema(given.json_schema, field)
+        case "regex":
+            return formats.regex(given.regex, field)
+        case "choice":
+            return formats.choice(given.choice.texts, f"{field}.texts")
+        case "lark":
+            return formats.lark(given.lark, field)
+        case _:
+            return None
+
+
+def _form(request: pb.GenerateRequest | pb.ChatRequest, violations: list[tuple[str, str]]) -> AnswerFormat | None:
+    try:
+        form = response_format(request.response_format)
+    except InvalidRequest as error:
+        violations += error.violations
+        return None
+    if form is not None and request.stopping.ignore_eos:
+        violations.append(("stopping.ignore_eos", "an answer of a given format ends where that does"))
+    return form
+
+
 def _resumption(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int) -> Resumption | None:
     received_ids = token_ids("received.ids", request.received.ids, vocab_size)
     if not request.request_id:
@@ -114,10 +146,11 @@ def answer_options(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int
         violations.append(("cache_salt", f"must have at most {MAX_SALT_CHARS} characters"))
     params = SamplingParams()
     try:
-        params = _sampling(sampling, request.logprobs if request.HasField("logprobs") else None)
+        params = _sampling(sampling, request.logprobs if request.HasField("logprobs") else None, vocab_size)
     except InvalidRequest as error:
         names = {"num_logprobs": "logprobs"}
         violations += [(names.get(field, f"sampling.{field}"), text) for field, text in error.violations]
+    form = _form(request, violations)
     if violations:
         raise InvalidRequest(*violations[0], *violations[1:])
     return AnswerOptions(
@@ -128,11 +161,15 @@ def answer_options(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int
         time_limit_s=None if time_limit_ms is None else time_limit_ms / 1000,
         speculation=SpeculationOptions(_SPECULATION_MODES[speculation.mode], max_draft_tokens),
         resumption=_resumption(request, vocab_size),
+        form=form,
     )
 
 
-def _sampling(given: pb.SamplingParameters, num_logprobs: int | None) -> SamplingParams:
+def _sampling(given: pb.SamplingParameters, num_logprobs: int | None, vocab_size: int) -> SamplingParams:
     values = {descriptor.name: value for descriptor, value in given.ListFields()}
     if "temperature" not in values and values.keys() & {"top_k", "top_p", "min_p", "seed"}:
         values["temperature"] = 1.0
+    values["logit_bias"] = tuple(sorted(given.logit_bias.items()))
+    if max(given.logit_bias, default=0) >= vocab_size:
+        raise InvalidRequest("logit_bias", f"must be for tokens below the vocabulary's size, {vocab_size}")
     return SamplingParams(**values, num_logprobs=num_logprobs)

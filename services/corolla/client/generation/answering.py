@@ -31,6 +31,8 @@ from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import Allowance, QuotaKeeper
 from corolla.client.speech.reading import Speech
 from corolla.client.text.conversation import Message
+from corolla.client.text.formats import AnswerFormat
+from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.decoding.parameters import SamplingParams, SpeculationMode, SpeculationOptions
@@ -54,8 +56,9 @@ _DRAFT_SOURCES: Final = {
 class AnswerOptions:
     """How an answer is to be made and when it ends.
 
-    `max_tokens` None leaves it to the service; `resumption` is None for a request without a name. What is computed is
-    shared only where `cache_salt` is the same. `speech` is None where an answer is text and nothing else.
+    `max_tokens` None leaves it to the service; `resumption` is None for a request without a name, `form` where any text
+    will do. What is computed is shared only where `cache_salt` is the same. `speech` is None where an answer is text and
+    nothing else.
     """
 
     sampling: SamplingParams
@@ -67,6 +70,7 @@ class AnswerOptions:
     resumption: Resumption | None = None
     cache_salt: bytes = b""
     speech: Speech | None = None
+    form: AnswerFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +120,10 @@ class Answering:
         admission: Admission,
         speculation: SpeculationDefaults,
         metrics: ClientMetrics,
+        grammars: GrammarProcess,
         traces: RequestTraces | None = None,
     ) -> None:
+        self._grammars = grammars
         self._sessions = sessions
         self._transcripts = transcripts
         self._tokenizer = tokenizer
@@ -143,6 +149,7 @@ class Answering:
         async with AsyncExitStack() as stack:
             allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, options, num_completions))
             prompt_ids = await asyncio.to_thread(encode)
+            await self._check_form(options)
             max_tokens = self._max_tokens(len(prompt_ids), options)
             job = _Completion(caller.tenant, prompt_ids, max_tokens, meter, until_s, options.cache_salt)
             if (end := (await self._begun_answer(prompt_ids, job.max_tokens, options)).finish_reason) is not None:
@@ -184,6 +191,7 @@ class Answering:
         turn_name = "" if resumption is None else resumption.turn_name(tenant)
         async with AsyncExitStack() as stack:
             allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, options, 1))
+            await self._check_form(options)
             if ticket.is_waiting:
                 await self._check_turn(session_id, tenant, turn_name, next_prompt, options)
             await ticket.admitted()
@@ -254,6 +262,12 @@ class Answering:
             ):
                 with RequestMeter(self._metrics, caller.usage) as meter:
                     yield allowance, ticket, meter
+
+    async def _check_form(self, options: AnswerOptions) -> None:
+        """Refuses a form that no answer could have, before the request is admitted."""
+        if options.form is not None:
+            received_ids = () if options.resumption is None else options.resumption.received_ids
+            await asyncio.to_thread(self._grammars.check, options.form, received_ids)
 
     async def _check_turn(
         self, session_id: str, tenant: str, turn_name: str, next_prompt: NextPrompt, options: AnswerOptions
@@ -368,6 +382,7 @@ class Answering:
             max_new_tokens=max_tokens,
             end_token_ids=() if options.ignore_eos else self._limits.eos_token_ids,
             drafts=self._drafts(options.speculation),
+            grammar="" if options.form is None else options.form.grammar,
         )
 
     def _drafts(self, speculation: SpeculationOptions) -> blocks_pb2.Drafts | None:

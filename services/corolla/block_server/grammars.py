@@ -1,0 +1,105 @@
+"""The grammars of answers that are chosen here, as read for the model's tokenizer."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from llguidance import LLMatcher, LLTokenizer
+from transformers import AutoTokenizer
+
+from corolla.chassis.errors import InternalError, MalformedMessage
+from corolla.decoding.grammar import AnswerGrammar
+from corolla.decoding.grammar_text import UnreadableGrammar, grammar_tokenizer, read_grammar
+from corolla.models.checkpoint import Checkpoint, end_token_ids_of
+from corolla.models.tokenizer_text import tokenizer_text
+
+_MOST_KEPT: Final = 64
+_STACK_BYTES: Final = 128 << 20
+"""Of a thread that reads grammars: rules that name each other are read by recursion. Only what is used is there."""
+
+_starting = threading.Lock()
+
+
+class Grammars:
+    """Reads each grammar once, while it is among the latest. Safe to use from several threads.
+
+    The tokenizer is read with the first grammar, which takes about a second: most servers never need it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._tokenizer: LLTokenizer | None = None
+        self._read: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def has(self, text: str) -> bool:
+        """Whether an answer can begin at once."""
+        return text in self._read
+
+    def begin(self, text: str, token_ids: Sequence[int]) -> AnswerGrammar:
+        """Follows an answer that has these tokens. It may take seconds where this server does not have the grammar.
+
+        Raises:
+            MalformedMessage: the text is no grammar, or the answer breaks it.
+            InternalError: the model's tokenizer cannot be read for grammars.
+        """
+        with self._lock:
+            matcher = self._read.get(text)
+            if matcher is None:
+                matcher = self._read[text] = _on_deep_stack(lambda: self._matcher(text))
+                if len(self._read) > _MOST_KEPT:
+                    self._read.popitem(last=False)
+            else:
+                self._read.move_to_end(text)
+            grammar = AnswerGrammar(matcher.deep_copy())
+        if not grammar.add_all(token_ids):
+            raise MalformedMessage("sampler.token_ids", "are no beginning of an answer that fits the grammar")
+        return grammar
+
+    def _matcher(self, text: str) -> LLMatcher:
+        if self._tokenizer is None:
+            self._tokenizer = self._read_tokenizer()
+        try:
+            return read_grammar(self._tokenizer, text)
+        except UnreadableGrammar as error:
+            raise MalformedMessage("sampler.grammar", str(error)) from None
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        folder = self._checkpoint.folder
+        try:
+            text = tokenizer_text(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+            if text is not None:
+                end_token_ids = end_token_ids_of(self._checkpoint.generation_config())
+                return grammar_tokenizer(text, self._checkpoint.vocab_size, end_token_ids)
+        # A broken file surfaces as whatever its parser raises, plain Exception from the Rust tokenizers included.
+        except Exception as error:
+            raise InternalError("the model's tokenizer cannot be read for grammars") from error
+        raise InternalError("grammars cannot be followed with the model's tokenizer")
+
+
+def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
+    """Does `work` in a thread whose stack no grammar of `MAX_GRAMMAR_BYTES` exhausts, waits, and raises what it raises.
+
+    An exhausted stack would end the process.
+    """
+    results: list[LLMatcher] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=run, name="grammar")
+    with _starting:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if failures:
+        raise failures.pop()
+    return results[0]

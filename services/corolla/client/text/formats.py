@@ -1,0 +1,88 @@
+"""Forms of answers, as grammars. Pure."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.decoding.grammar_text import as_grammar, regex_grammar
+
+MAX_FORMAT_BYTES: Final = 64 << 10
+MAX_CHOICES: Final = 256
+MAX_CHOICE_CHARS: Final = 1024
+
+# As `json.dumps` writes, which is what models have read most of; a model that is free to choose spaces may never end.
+# What cannot be followed is refused, whatever a schema says about that itself.
+_JSON_OPTIONS: Final = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """What an answer must be: a grammar, and the field of the request that asks for it."""
+
+    grammar: str
+    field: str
+
+
+def json_object(field: str) -> AnswerFormat:
+    """An object of any kind."""
+    return _of_schema({"type": "object"}, field)
+
+
+def json_schema(schema: str, field: str) -> AnswerFormat:
+    """JSON that fits a schema, its properties in the schema's order.
+
+    Raises:
+        InvalidRequest: the schema is too large, or no object in JSON.
+    """
+    _check_size(schema, field)
+    try:
+        value = json.loads(schema)
+    except RecursionError:
+        raise InvalidRequest(field, "is nested too deeply") from None
+    except ValueError:
+        raise InvalidRequest(field, "must be JSON") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, "must be an object in JSON")
+    return _of_schema(value, field)
+
+
+def regex(expression: str, field: str) -> AnswerFormat:
+    """A text that an expression matches as a whole. Raises InvalidRequest where it is empty or too large."""
+    _check_size(expression, field)
+    return AnswerFormat(regex_grammar(expression), field)
+
+
+def lark(grammar: str, field: str) -> AnswerFormat:
+    """What the rule `start` of a grammar in Lark's notation spells. Raises InvalidRequest as `regex`."""
+    _check_size(grammar, field)
+    return AnswerFormat(as_grammar("lark_grammar", grammar), field)
+
+
+def choice(texts: Sequence[str], field: str) -> AnswerFormat:
+    """One of some texts. Raises InvalidRequest where there are none, or too many, or one is empty or too long."""
+    if not 1 <= len(texts) <= MAX_CHOICES:
+        raise InvalidRequest(field, f"must be 1 to {MAX_CHOICES} texts")
+    for index, text in enumerate(texts):
+        if not 1 <= len(text) <= MAX_CHOICE_CHARS:
+            raise InvalidRequest(f"{field}[{index}]", f"must have 1 to {MAX_CHOICE_CHARS} characters")
+    _check_size("".join(texts), field)
+    return AnswerFormat(as_grammar("lark_grammar", "start: " + " | ".join(map(json.dumps, texts))), field)
+
+
+def _of_schema(schema: dict[str, Any], field: str) -> AnswerFormat:
+    return AnswerFormat(as_grammar("json_schema", {**schema, "x-guidance": _JSON_OPTIONS}), field)
+
+
+def _check_size(text: str, field: str) -> None:
+    if not text:
+        raise InvalidRequest(field, "must not be empty")
+    if len(text.encode(errors="surrogatepass")) > MAX_FORMAT_BYTES:
+        raise InvalidRequest(field, f"must have at most {MAX_FORMAT_BYTES >> 10} KiB")
