@@ -5,6 +5,7 @@ from typing import Any, TypedDict
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.sdk.fields import extend_field, set_field
+from corolla.sdk.formats import ResponseFormat, set_format
 from corolla.sdk.messages import AnyMessage, add_messages
 from corolla.sdk.tools import AnyTool, AnyToolChoice, add_tools, set_tool_choice
 from corolla.v1 import generation_pb2 as pb
@@ -25,6 +26,8 @@ class AnswerOptions(TypedDict, total=False):
         presence_penalty: subtracted once from the logit of each token already in the answer; in [-2, 2].
         frequency_penalty: subtracted for each time that a token stands in the answer; in [-2, 2].
         seed: the same seed, prompt and options give the same tokens.
+        logit_bias: added to the logits of these token ids, before all else; in [-100, 100], at most 1024.
+        response_format: what the answer must be; a token that would break it is never chosen. See `ResponseFormat`.
         stop: the answer ends before the first of these texts; one or up to 16, each of 1 to 256 characters.
         ignore_eos: go on after end-of-sequence tokens.
         time_limit_s: end with what there is after this many seconds.
@@ -50,6 +53,8 @@ class AnswerOptions(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     seed: int | None
+    logit_bias: Mapping[int, float] | None
+    response_format: ResponseFormat | None
     stop: str | Sequence[str] | None
     ignore_eos: bool
     time_limit_s: float | None
@@ -158,7 +163,7 @@ def _set_template(
         raise InvalidRequest("template_arguments", "must be a mapping of names to values of JSON") from None
 
 
-_SAMPLING = tuple(field.name for field in pb.SamplingParameters.DESCRIPTOR.fields)
+_SAMPLING = tuple(field.name for field in pb.SamplingParameters.DESCRIPTOR.fields if field.name != "logit_bias")
 
 _SPECULATION_MODES = {
     "off": pb.SPECULATION_MODE_OFF,
@@ -175,6 +180,9 @@ def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[s
     set_field(request, "cache_salt", options.get("cache_salt"), "cache_salt")
     for name in _SAMPLING:
         set_field(request.sampling, name, options.get(name), name)
+    _set_biases(request.sampling, options.get("logit_bias"))
+    if (form := options.get("response_format")) is not None:
+        set_format(request.response_format, form)
     speculation = options.get("speculation")
     if speculation is not None:
         if not isinstance(speculation, str) or speculation not in _SPECULATION_MODES:
@@ -194,6 +202,13 @@ def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[s
         except (TypeError, ValueError, OverflowError):
             raise InvalidRequest("time_limit_s", "must be a number of seconds") from None
         set_field(stopping, "time_limit_ms", milliseconds, "time_limit_s")
+
+
+def _set_biases(sampling: pb.SamplingParameters, biases: Mapping[int, float] | None) -> None:
+    try:
+        sampling.logit_bias.update(biases or {})
+    except (TypeError, ValueError, AttributeError):
+        raise InvalidRequest("logit_bias", "must be numbers by token ids") from None
 
 
 def _set_received(request: pb.GenerateRequest | pb.ChatRequest, received: Sequence[int] | int | None) -> None:

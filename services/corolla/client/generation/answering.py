@@ -57,8 +57,8 @@ class AnswerOptions:
     """How an answer is to be made and when it ends.
 
     `max_tokens` None leaves it to the service; `resumption` is None for a request without a name, `form` where any text
-    will do. What is computed is shared only where `cache_salt` is the same. `speech` is None where an answer is text and
-    nothing else.
+    will do, `speech` where an answer is text and nothing else. What is computed is shared only where `cache_salt` is
+    the same.
     """
 
     sampling: SamplingParams

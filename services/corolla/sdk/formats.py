@@ -1,0 +1,48 @@
+"""Forms of answers, from what the caller gave."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.v1 import generation_pb2 as pb
+
+
+@runtime_checkable
+class SchemaSource(Protocol):
+    """What knows its JSON Schema, as classes of pydantic's models do."""
+
+    def model_json_schema(self) -> Mapping[str, Any]: ...
+
+
+ResponseFormat = Mapping[str, Any] | SchemaSource
+"""As in the OpenAI API, `{"type": "json_object"}` or `{"type": "json_schema", "json_schema": {"schema": ...}}`; or
+`{"type": "regex", "regex": ...}`, `{"type": "choice", "choice": [...]}`, `{"type": "lark", "lark": ...}`; or a class of
+pydantic's models. `{"type": "text"}` is any text."""
+
+
+def set_format(message: pb.ResponseFormat, given: object) -> None:
+    """Raises InvalidRequest where it is no form."""
+    if not isinstance(given, Mapping):
+        if not isinstance(given, SchemaSource):
+            raise InvalidRequest("response_format", "must be a mapping with a 'type', or a class of pydantic's models")
+        given = {"type": "json_schema", "json_schema": {"schema": given.model_json_schema()}}
+    form: Mapping[str, Any] = given
+    kind = form.get("type")
+    try:
+        match kind:
+            case "text":
+                pass
+            case "json_object":
+                message.json_object.SetInParent()
+            case "json_schema":
+                message.json_schema = json.dumps(form["json_schema"]["schema"])
+            case "choice":
+                message.choice.texts.extend(form["choice"])
+                message.choice.SetInParent()
+            case "regex" | "lark":
+                setattr(message, kind, form[kind])
+            case _:
+                raise InvalidRequest("response_format", "'type' is none that is known")
+    except (KeyError, TypeError, ValueError):
+        raise InvalidRequest("response_format", f"{kind} is not described as it should be") from None
