@@ -31,6 +31,7 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
 from tests.checkpoints import make_tiny_checkpoint
 from tests.faulty_runner import FaultyRunner
+from tests.integration.deaths import beyond, doom
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -39,8 +40,6 @@ from tests.integration.wires import Cut
 PROMPT = "the thin man in the inner tent " * 12
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 SPANS = ["0:2", "2:5"]
-
-IsFatal = Callable[[Sequence[RowWork]], bool]
 
 
 @pytest.fixture(scope="module")
@@ -54,24 +53,6 @@ def swarm_of(folder: Path, model: Path, spans: list[str], **client: Any) -> Swar
     """Without shared beginnings, which would spare the hops the work in which they are to die."""
     settings = {"prefill_chunk_tokens": 16, "recovery_patience_s": 30.0, **client}
     return Swarm(folder, model, spans, server={"prefix_cache": False}, client=settings)
-
-
-def doom(swarm: Swarm, server: BlockServer, is_fatal: IsFatal) -> list[float]:
-    """The server dies, without a farewell, in the first iteration that is fatal. Gives the times of its deaths."""
-    loop, deaths = asyncio.get_running_loop(), list[float]()
-
-    def die(rows: Sequence[RowWork]) -> None:
-        if not deaths and is_fatal(rows):
-            deaths.append(time.monotonic())
-            asyncio.run_coroutine_threadsafe(swarm.crash(server), loop).result()
-
-    server.engine.runner = FaultyRunner(server.engine.runner, before=die)
-    return deaths
-
-
-def beyond(position: int) -> IsFatal:
-    """An iteration that computes the token at `position`."""
-    return lambda rows: any(row.position <= position < row.position + row.num_tokens for row in rows)
 
 
 async def undisturbed(swarm: Swarm, **options: Any) -> tuple[tuple[int, ...], int]:

@@ -149,7 +149,6 @@ class Answering:
         async with AsyncExitStack() as stack:
             allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, options, num_completions))
             prompt_ids = await asyncio.to_thread(encode)
-            await self._check_form(options)
             max_tokens = self._max_tokens(len(prompt_ids), options)
             job = _Completion(caller.tenant, prompt_ids, max_tokens, meter, until_s, options.cache_salt)
             if (end := (await self._begun_answer(prompt_ids, job.max_tokens, options)).finish_reason) is not None:
@@ -191,7 +190,6 @@ class Answering:
         turn_name = "" if resumption is None else resumption.turn_name(tenant)
         async with AsyncExitStack() as stack:
             allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, options, 1))
-            await self._check_form(options)
             if ticket.is_waiting:
                 await self._check_turn(session_id, tenant, turn_name, next_prompt, options)
             await ticket.admitted()
@@ -252,7 +250,7 @@ class Answering:
     async def _entered(
         self, caller: Caller, options: AnswerOptions, num_sequences: int
     ) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter]]:
-        """A request from its coming in to its end. Raises QuotaExceeded, QueueFull."""
+        """A request from its coming in to its end. Raises QuotaExceeded, QueueFull, and InvalidRequest of its form."""
         with self._traces.request(caller, options.sampling, options.max_tokens, num_sequences):
             async with (
                 self._quotas.running(
@@ -260,6 +258,7 @@ class Answering:
                 ) as allowance,
                 self._admission.enter(caller.tenant, caller.num_bytes, num_sequences) as ticket,
             ):
+                await self._check_form(options)
                 with RequestMeter(self._metrics, caller.usage) as meter:
                     yield allowance, ticket, meter
 
