@@ -8,12 +8,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_GRAMMAR_BYTES: Final = 192 << 10
 
-# Fewer than the library's own: what a grammar may take of a hop is bounded by these. The costliest choices that the
-# tests know take some 40 ms and the states of one answer some megabytes; ordinary schemas stay below a hundredth.
+# Fewer than the library's own, with which the choice of one token could take seconds. With these the costliest choices
+# that the tests know take some 10 ms and the states of one answer some megabytes; ordinary schemas take a hundredth.
 _LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=8_000,
+    step_lexer_fuel=100_000,
+    step_max_items=2_000,
+    max_items_in_row=500,
     max_lexer_states=20_000,
     max_grammar_size=200_000,
     verbose_errors=False,

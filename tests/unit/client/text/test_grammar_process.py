@@ -1,0 +1,77 @@
+"""Grammars are tried in a small process that can be ended."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.client.text import formats
+from corolla.client.text.grammar_process import GrammarProcess
+from corolla.client.text.tokenizer import TextTokenizer
+
+VOCAB_SIZE = 400
+MOST_MIB = 200
+
+
+@pytest.fixture
+def grammars(byte_level_tokenizer: TextTokenizer) -> Iterator[GrammarProcess]:
+    grammars = GrammarProcess(byte_level_tokenizer, VOCAB_SIZE, [1])
+    yield grammars
+    grammars.close()
+
+
+def refusal(grammars: GrammarProcess, form: formats.AnswerFormat, received: list[int] | None = None) -> str | None:
+    try:
+        grammars.check(form, received or [])
+    except InvalidRequest as error:
+        return error.message
+    return None
+
+
+def pid_of(grammars: GrammarProcess) -> int:
+    pid = grammars._worker.pid if grammars._worker is not None else None
+    assert pid is not None
+    return pid
+
+
+def test_forms_are_tried_once(grammars: GrammarProcess) -> None:
+    good, bad = formats.regex("[ab]+", "good"), formats.regex("(", "bad")
+    for _ in range(2):
+        assert refusal(grammars, good) is None
+        assert "bad: " in str(refusal(grammars, bad))
+        # What is known needs no process.
+        os.kill(pid_of(grammars), signal.SIGSTOP)
+    os.kill(pid_of(grammars), signal.SIGKILL)
+    assert refusal(grammars, formats.regex("[cd]+", "next")) is None
+
+
+def test_a_grammar_that_exhausts_the_process_is_refused_and_the_next_one_tried(grammars: GrammarProcess) -> None:
+    deep = "start: r0\n" + "".join(f"r{n}:r{n + 1}\n" for n in range(5000)) + 'r5000:"a"'
+    assert "too much memory" in str(refusal(grammars, formats.lark(deep, "lark")))
+    assert refusal(grammars, formats.regex("a", "regex")) is None
+
+
+def test_tokens_that_have_come_are_tried_too(grammars: GrammarProcess, byte_level_tokenizer: TextTokenizer) -> None:
+    form = formats.regex("[ab]+", "regex")
+    encode = byte_level_tokenizer.encode
+    assert refusal(grammars, form, encode("abba", add_special_tokens=False)) is None
+    assert "received.ids" in str(refusal(grammars, form, encode("abc", add_special_tokens=False)))
+    assert refusal(grammars, form) is None
+
+
+def test_the_process_is_small(grammars: GrammarProcess) -> None:
+    """No torch, no transformers."""
+    assert refusal(grammars, formats.json_object("object")) is None
+    folder = Path(f"/proc/{pid_of(grammars)}")
+    assert "torch" not in (folder / "maps").read_text()
+    rss_pages = int((folder / "statm").read_text().split()[1])
+    assert rss_pages * os.sysconf("SC_PAGE_SIZE") < MOST_MIB << 20
+
+
+def test_a_model_without_end_tokens_has_no_forms(byte_level_tokenizer: TextTokenizer) -> None:
+    assert "end-of-sequence" in str(
+        refusal(GrammarProcess(byte_level_tokenizer, VOCAB_SIZE, []), formats.regex("a", "f"))
+    )
