@@ -32,6 +32,11 @@ class GrammarProcess:
         self._problems: OrderedDict[str, str | None] = OrderedDict()
         self._lock = threading.Lock()
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while it is not needed."""
+        return None if self._worker is None else self._worker.pid
+
     def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
         """Returns where answers of this form can be made, and one that has these tokens be continued.
 

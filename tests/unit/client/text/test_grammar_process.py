@@ -32,9 +32,8 @@ def refusal(grammars: GrammarProcess, form: formats.AnswerFormat, received: list
 
 
 def pid_of(grammars: GrammarProcess) -> int:
-    pid = grammars._worker.pid if grammars._worker is not None else None
-    assert pid is not None
-    return pid
+    assert grammars.pid is not None
+    return grammars.pid
 
 
 def test_forms_are_tried_once(grammars: GrammarProcess) -> None:
