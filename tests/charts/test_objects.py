@@ -21,7 +21,7 @@ from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.errors import StoreUnavailable
 from corolla.chassis.settings import PREFIX
 from corolla.client.settings import ClientSettings
-from corolla.client.text.template_worker import MOST_BYTES
+from corolla.client.text.bounded_worker import MOST_BYTES
 from corolla.local.redis_server import find_redis_server
 from corolla.router.cluster.pods import COST_ANNOTATION, SPAN_LABEL
 from corolla.router.metrics import RouterMetrics

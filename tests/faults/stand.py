@@ -80,7 +80,7 @@ class Stand:
     async def add_service(self) -> ManagedProcess:
         """One more client service, ready."""
         ports, options = Ports(), self.stack.options
-        process = client_process(options, ports.free(), ports.free(), self.stack.router_address)
+        process = client_process(options, ports.free(), ports.free(), ports.free(), self.stack.router_address)
         process = replace(process, name="client-2", log=LogFile(options.log_folder / "client-2.log"))
         self.stack.launch(process)
         await self.until_serving(process)
