@@ -212,7 +212,7 @@ async def test_a_revoked_key_is_out_of_answers_that_run(place: Place, tmp_path: 
     file = str(tmp_path / "keys")
     revoked, kept = [await asyncio.to_thread(keys, "new", file, "--tenant", "acme") for _ in range(2)]
     stack, ports = place.stand.stack, Ports()
-    process = client_process(stack.options, *(ports.free() for _ in range(3)), stack.router_address)
+    process = client_process(stack.options, ports.free(), ports.free(), ports.free(), stack.router_address)
     process = replace(process, name="client-keys", log=LogFile(stack.options.log_folder / "client-keys.log"))
     tls_dir = place.identities.folder_of(Role.CLIENT, "keys")
     stack.launch(process, {"COROLLA_API_KEYS_FILE": file, loopback.VARIABLE: str(tls_dir)})

@@ -36,6 +36,7 @@ from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import ModelLimits, SpeculationDefaults
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
+from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.transcripts import Transcripts
 from corolla.router.metrics import RouterMetrics
 from corolla.router.quotas import Quotas
@@ -224,6 +225,7 @@ class Client:
             Admission(64, 64, 1 << 20),
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
             metrics,
+            GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, ()),
         )
 
 
