@@ -185,33 +185,34 @@ def _number(number: float, field: str) -> int | float:
 
 def recorded(record: router_pb2.SessionRecord) -> list[Message]:
     """The messages of a session so far."""
-    return [
-        Message(
-            role=each.role,
-            content=tuple(each.content_parts) or each.content,
-            reasoning=each.reasoning,
-            tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in each.tool_calls),
-            tool_call_id=each.tool_call_id,
-            name=each.name,
-        )
-        for each in record.transcript
-    ]
+    return [_recorded_message(each) for each in record.transcript]
+
+
+def _recorded_message(written: router_pb2.TranscriptMessage) -> Message:
+    return Message(
+        role=written.role,
+        content=tuple(written.content_parts) or written.content,
+        reasoning=written.reasoning,
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in written.tool_calls),
+        tool_call_id=written.tool_call_id,
+        name=written.name,
+    )
 
 
 def record_messages(
     record: router_pb2.SessionRecord, new: Sequence[Message], answer: Message, chat: ChatSetting
 ) -> None:
     """Writes a finished turn's messages into the session's record."""
-    written = [*recorded(record), *new]
+    written = [*new]
     if chat.continues_last:
-        answer = _continued(written.pop(), answer)
-    del record.transcript[:]
+        begun = written.pop() if written else _recorded_message(record.transcript.pop())
+        answer = _continued(begun, answer)
     for message in (*written, answer):
-        parts = () if isinstance(message.content, str) else message.content
+        is_text = isinstance(message.content, str)
         record.transcript.add(
             role=message.role,
-            content=message.content if isinstance(message.content, str) else "",
-            content_parts=parts,
+            content=str(message.content) if is_text else "",
+            content_parts=() if is_text else message.content,
             reasoning=message.reasoning,
             tool_calls=[
                 router_pb2.TranscriptToolCall(id=call.id, name=call.name, arguments=call.arguments)
