@@ -11,6 +11,7 @@ from google.protobuf import struct_pb2
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.speech.call_rules import CallRules
+from corolla.client.speech.formats import ReasoningFormat
 from corolla.client.text.conversation import ChatSetting, Message, Tool, ToolCall, check_messages
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
@@ -20,6 +21,8 @@ MAX_MESSAGES: Final = 2048
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 128
 MAX_SCHEMA_CHARS: Final = 64 << 10
+MAX_JSON_CHARS: Final = 256 << 10
+"""Of all schemas, or of all calls' arguments: what is read while everything else waits."""
 MAX_JSON_DEPTH: Final = 32
 MAX_ARGUMENTS: Final = 32
 MAX_ARGUMENTS_BYTES: Final = 16 << 10
@@ -39,6 +42,8 @@ def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
     num_parts = sum(len(message.content_parts) + len(message.tool_calls) for message in given)
     if len(given) + num_parts > MAX_MESSAGES:
         raise InvalidRequest("messages", f"must be at most {MAX_MESSAGES}, parts and calls included")
+    if sum(len(call.arguments) for message in given for call in message.tool_calls) > MAX_JSON_CHARS:
+        raise InvalidRequest("messages", f"calls must have arguments of at most {MAX_JSON_CHARS} characters together")
     read = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(given))
     check_messages(read)
     return read
@@ -106,6 +111,8 @@ def call_rules(request: pb.ChatRequest, tools: Sequence[Tool]) -> CallRules:
 def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
     if len(given) > MAX_TOOLS:
         raise InvalidRequest("tools", f"must be at most {MAX_TOOLS}")
+    if sum(len(tool.parameters) for tool in given) > MAX_JSON_CHARS:
+        raise InvalidRequest("tools", f"must have parameters of at most {MAX_JSON_CHARS} characters together")
     names: set[str] = set()
     tools = []
     for index, tool in enumerate(given):
@@ -132,7 +139,7 @@ def _json_object(text: str, field: str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise InvalidRequest(field, "must be an object in JSON")
-    if _depth(value) > MAX_JSON_DEPTH:
+    if text.count("{") + text.count("[") > MAX_JSON_DEPTH and _depth(value) > MAX_JSON_DEPTH:
         raise InvalidRequest(field, f"must be at most {MAX_JSON_DEPTH} deep")
     return value
 
@@ -200,13 +207,17 @@ def _recorded_message(written: router_pb2.TranscriptMessage) -> Message:
 
 
 def record_messages(
-    record: router_pb2.SessionRecord, new: Sequence[Message], answer: Message, chat: ChatSetting
+    record: router_pb2.SessionRecord,
+    new: Sequence[Message],
+    answer: Message,
+    chat: ChatSetting,
+    reasoning: ReasoningFormat | None,
 ) -> None:
     """Writes a finished turn's messages into the session's record."""
     written = [*new]
     if chat.continues_last:
         begun = written.pop() if written else _recorded_message(record.transcript.pop())
-        answer = _continued(begun, answer)
+        answer = _continued(begun, answer, reasoning)
     for message in (*written, answer):
         is_text = isinstance(message.content, str)
         record.transcript.add(
@@ -223,8 +234,16 @@ def record_messages(
         )
 
 
-def _continued(begun: Message, answer: Message) -> Message:
-    """A message with what continued it."""
-    content, text = begun.content, str(answer.content)
-    content = content + text if isinstance(content, str) else (*content[:-1], content[-1] + text)
-    return replace(begun, content=content, reasoning=begun.reasoning + answer.reasoning, tool_calls=answer.tool_calls)
+def _continued(begun: Message, answer: Message, reasoning: ReasoningFormat | None) -> Message:
+    """A message with what continued it. Where it had begun to reason, that is reasoning now."""
+    *parts, last = (begun.content,) if isinstance(begun.content, str) else begun.content
+    thought = ""
+    if answer.reasoning and reasoning is not None and reasoning.opening in last:
+        last, _, thought = last.rpartition(reasoning.opening)
+    parts.append(last + str(answer.content))
+    return replace(
+        begun,
+        content=parts[0] if isinstance(begun.content, str) else tuple(parts),
+        reasoning=begun.reasoning + thought.lstrip() + answer.reasoning,
+        tool_calls=answer.tool_calls,
+    )

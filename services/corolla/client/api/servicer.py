@@ -202,7 +202,7 @@ class GenerationServicer:
             return self._chat.next_turn_ids(record.token_log, earlier, messages, setting, max_tokens=max_tokens)
 
         def record_turn(record: router_pb2.SessionRecord, answer: Message) -> None:
-            conversations.record_messages(record, messages, answer, setting)
+            conversations.record_messages(record, messages, answer, setting, self._speech_format.reasoning)
 
         return self._answering.continue_session(caller, request.session_id, next_prompt, record_turn, options)
 

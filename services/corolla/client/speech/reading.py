@@ -96,8 +96,8 @@ class Speech:
             marks += [self.format.reasoning.opening, self.format.reasoning.closing]
         return frozenset(special_ids[mark] for mark in marks if mark in special_ids)
 
-    def parser(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> AnswerParser:
-        """A new parser for an answer to this prompt."""
+    def parser(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> AnswerParser | None:
+        """A new parser for an answer to this prompt; None where all of it is text."""
         names = frozenset(tool.name for tool in self.rules.tools)
         most_calls = self.rules.most_calls
         calls, reasoning = self.format.calls, self.format.reasoning
@@ -107,6 +107,8 @@ class Speech:
             return ResponseTemplateParser(
                 self.format.response_template, prefix, tools, names, self._call_id(), most_calls=most_calls
             )
+        if not names and reasoning is None:
+            return None
         tail = tokenizer.decode(prompt_ids[-_NUM_TAIL_TOKENS:], skip_special_tokens=False)
         return SpeechParser(
             calls if names else None,
