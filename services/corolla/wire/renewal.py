@@ -74,17 +74,19 @@ class RenewedStreams:
         def accept_connection(opened: Stream) -> Receiver:
             connection = cast(FrameStream, opened)
             stream = _TakenStream(connection, self._certificate, self._offered)
-            self._keep(stream)
             stream.receiver = accept(stream)
             is_first = True
 
             def receive(frame: Frame) -> None:
                 nonlocal stream, is_first
-                was_first, is_first = is_first, False
-                if was_first and isinstance(frame.control, pb.Continue):
-                    stream = self._continued(frame.control, connection, stream)
-                else:
-                    stream.receive(connection, frame)
+                if is_first:
+                    is_first = False
+                    if isinstance(frame.control, pb.Continue):
+                        stream = self._continued(frame.control, connection, stream)
+                        return
+                    # Not before: to a connection that continues another stream, this one must offer nothing.
+                    self._keep(stream)
+                stream.receive(connection, frame)
 
             return receive
 
@@ -226,6 +228,8 @@ class _BegunStream(_RenewedStream):
         # The server has asked for another connection, and there is none yet.
         self._is_asked = False
         self._next_attempt_s = 0.0
+        # It has brought all, and the server closes it once it has read all.
+        self._left: FrameStream | None = None
 
         def accept_first(connection: Stream) -> Receiver:
             self.receiver = accept(self)
@@ -236,7 +240,6 @@ class _BegunStream(_RenewedStream):
     def renew(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if self._next is None and (self._is_asked or self._is_old()) and now_s >= self._next_attempt_s:
-            self._next_attempt_s = now_s + _RETRY_INTERVAL_S
             with suppress(QueueFull):  # it is tried again
                 self._current.send(pb.Renew())
 
@@ -246,24 +249,36 @@ class _BegunStream(_RenewedStream):
                 self.abort()
                 return
             self._current.send(pb.Continue())
-            self._turn()
+            if self._left is not None:  # the server reads what came behind it
+                self._left.abort()
+            # What waits on the next one may ask again.
             self._is_asked = False
+            self._left = self._turn()
         elif self._next is None:
             self._is_asked = True
-            ticket = control.ticket
+            self._open_next(control.ticket)
 
-            def accept_next(connection: Stream) -> Receiver:
-                connection.send(pb.Continue(ticket=ticket))
-                return self._receiver_of(connection)
+    def _open_next(self, ticket: bytes) -> None:
+        """Unless one has just been opened: a server may not have its callers shake hands without end."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._next_attempt_s:
+            return
+        self._next_attempt_s = now_s + _RETRY_INTERVAL_S
 
-            self._expect(self._connect(self._address, accept_next, self._limits))
+        def accept_next(connection: Stream) -> Receiver:
+            connection.send(pb.Continue(ticket=ticket))
+            return self._receiver_of(connection)
+
+        self._expect(self._connect(self._address, accept_next, self._limits))
+
+    def _connections(self) -> list[FrameStream]:
+        return [*super()._connections(), *([] if self._left is None else [self._left])]
 
     def _on_next_lost(self, end: StreamEnd) -> None:
         if end.cause is not StreamCause.CLOSED:
             reason = end.error.reason if end.error is not None else ""
             facts = {"address": self._address, "cause": end.cause.value, "reason": reason}
             log.warning("a stream could not be renewed; it is tried again", extra=facts)
-        self._next_attempt_s = asyncio.get_running_loop().time() + _RETRY_INTERVAL_S
 
     def _receiver_of(self, connection: Stream) -> Receiver:
         return lambda frame: self.receive(cast(FrameStream, connection), frame)

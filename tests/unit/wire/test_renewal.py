@@ -187,6 +187,37 @@ async def test_where_no_other_connection_comes_about_the_stream_stays(tmp_path: 
         assert pair.num_connections == 2
 
 
+async def test_a_server_does_not_fill_its_callers_with_connections(tmp_path: Path) -> None:
+    """It asks for another one again and again, and closes none."""
+    identities = Identities(tmp_path)
+    server, client = End(identities, SERVER), End(identities, CLIENT)
+    taken: list[Stream] = []
+
+    def accept(stream: Stream) -> Receiver:
+        taken.append(stream)
+        stream.send(pb.Renew(ticket=bytes(16)))
+
+        def receive(frame: Frame) -> None:
+            if isinstance(frame.control, pb.Renew):
+                stream.send(pb.Renew(ticket=bytes(16)))
+            elif isinstance(frame.control, pb.Continue) and frame.control.ticket:
+                taken[-2].send(pb.Continue())
+
+        return receive
+
+    listener, tasks = StreamListener("127.0.0.1", 0), TaskGroup()
+    await listener.start(accept, LIMITS, trust=server.network.callers)
+    client.network.start_renewal(tasks)
+    stream = client.network.connect(f"127.0.0.1:{listener.port}", client.accept, LIMITS)
+    await asyncio.sleep(4.5)
+    assert 3 <= len(taken) <= 6
+    assert sum(not each.ended.done() for each in taken) <= 3
+    assert not stream.ended.done()
+    await tasks.close()
+    stream.close()
+    await listener.close()
+
+
 # --- callers that do as they like -------------------------------------------------------------------------------------
 
 
@@ -238,6 +269,23 @@ async def test_a_ticket_is_for_its_own_caller_and_for_once(tmp_path: Path) -> No
             return pair.server.numbers == [1, 2, 3]
 
         await until(has_come, 10)
+        second.connection.close()
+
+
+async def test_a_connection_is_not_to_be_renewed_before_it_says_what_it_is_for(tmp_path: Path) -> None:
+    """It may be about to continue another stream: an offer would be taken for that one's."""
+    async with paired(tmp_path) as pair:
+        first, second = Caller(pair, CLIENT), Caller(pair, CLIENT)
+        ticket = await first.ticket()
+        pair.replace(SERVER)
+        await asyncio.sleep(RENEWED_S)
+        assert second.frames.empty()
+        second.connection.send(pb.Continue(ticket=ticket))
+        first.connection.send(pb.Continue())
+        assert (await first.end()).cause is StreamCause.CLOSED
+        offered = (await asyncio.wait_for(second.frames.get(), RENEWED_S)).control
+        assert isinstance(offered, pb.Renew)
+        assert offered.ticket not in (b"", ticket)
         second.connection.close()
 
 
