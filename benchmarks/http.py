@@ -12,6 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.chain import Chain
@@ -50,7 +51,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
             def first_token_s(door: str) -> float:
                 if door == _GRPC:
                     return chain.answer(prompt, 2).first_token_s
-                return float(chain.run(_first_event_s(chain.http_address, prompt)))
+                first_s: float = chain.run(_first_event_s(chain.http_address, prompt))
+                return first_s
 
             def through(door: str) -> float:
                 firsts = sorted(first_token_s(door) for _ in range(options.answers))
@@ -62,9 +64,9 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
                     chain.run(_stream(chain.http_address, prompt, options.tokens))
                 elapsed_s = time.perf_counter() - started_s
                 cpu_us[door].append(1e6 * (chain.cpu_by_process()[_CLIENT] - before) / options.tokens)
-                return options.tokens / elapsed_s
+                return float(options.tokens) / elapsed_s
 
-            sides: dict[str, Callable[[], float]] = {door: lambda door=door: through(door) for door in cpu_us}
+            sides: dict[str, Callable[[], float]] = {door: partial(through, door) for door in cpu_us}
             speeds = interleaved(sides, options.rounds)
             idle = chain.resident_bytes()[_CLIENT]
             num_failed, elapsed_s, most = chain.run(_crowd(chain, options.streams, options.tokens_of_streams))

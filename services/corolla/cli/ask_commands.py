@@ -68,6 +68,7 @@ def generate(
 
 def chat(
     server: ask.Server = ask.DEFAULT_SERVER,
+    http: ask.Http = None,
     api_key: ask.ApiKey = None,
     tls: ask.Tls = False,
     ca_file: ask.CaFile = None,
@@ -105,6 +106,11 @@ def chat(
         seed=seed, stop=stop, time_limit_s=time_limit, speculation=speculation,
         tools=None if tools is None else ask.tools_in(tools), tool_choice=tool_choice,
     )  # fmt: skip
+    if http is not None:
+        from corolla.cli.http_chat import HttpClient
+
+        with HttpClient(http, api_key=api_key, timeout=timeout, ca_file=ca_file) as http_client:
+            return run_chat(http_client, system, session, options, as_json=json)
     with Client(server, api_key=api_key, timeout=timeout, credentials=ask.credentials(tls, ca_file)) as client:
         return run_chat(client, system, session, options, as_json=json)
 
