@@ -118,8 +118,8 @@ def tools(client: OpenAI) -> None:
         for each in (chunk.choices[0].delta.tool_calls or ()) if chunk.choices else ():
             parts += (each.function.arguments or "") if each.index == 0 else ""
     assert json.loads(parts) == json.loads(call.function.arguments)
-    told = [*MESSAGES, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    assert client.chat.completions.create(**GREEDY, messages=told, max_tokens=4).choices[0].message is not None
+    heard = [*MESSAGES, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    assert client.chat.completions.create(**GREEDY, messages=heard, max_tokens=4).choices[0].message is not None
 
 
 def main(url: str, key: str, what: str) -> None:

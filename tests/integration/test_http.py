@@ -179,8 +179,12 @@ async def test_a_response_is_streamed_by_its_events(swarm: Swarm, http: httpx2.A
     ]  # fmt: skip
     assert kinds[-1] == f"response.{whole['status']}"
     assert [each["sequence_number"] for each in found] == list(range(len(found)))
-    told = "".join(each["delta"] for each in found if each["type"] == "response.output_text.delta")
-    assert told == whole["output"][0]["content"][0]["text"] == found[-1]["response"]["output"][0]["content"][0]["text"]
+    streamed_text = "".join(each["delta"] for each in found if each["type"] == "response.output_text.delta")
+    assert (
+        streamed_text
+        == whole["output"][0]["content"][0]["text"]
+        == found[-1]["response"]["output"][0]["content"][0]["text"]
+    )
     failed = await http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 100_000, "stream": True})
     assert (failed.status_code, failed.json()["error"]["code"]) == (400, "context_length_exceeded")
     await swarm.until_empty()

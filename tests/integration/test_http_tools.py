@@ -1,0 +1,110 @@
+"""Over HTTP: answers of a given form, tools, several answers of a chat, and roles in any order."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+import pytest_asyncio
+
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.swarm import Swarm
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHATS = "/v1/chat/completions"
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Where?"}], "temperature": 0, "max_tokens": 200}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx2.AsyncClient]:
+    folder = tmp_path_factory.mktemp("http-tools")
+    model = make_tiny_checkpoint("llama", folder / "tiny")
+    async with Swarm(folder, model, ["0:2", "2:5"], client={"http_port": 0}) as swarm:
+        url = f"http://127.0.0.1:{swarm.clients[0].http_port}"
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
+            yield http
+
+
+@pytest.mark.parametrize(
+    "wanted, allowed",
+    [
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}, None),
+        ({"type": "choice", "choice": ["yes", "no"]}, {"yes", "no"}),
+        ({"type": "regex", "regex": "[ab]{3}"}, {a + b + c for a in "ab" for b in "ab" for c in "ab"}),
+    ],
+)
+async def test_an_answer_has_the_form_that_was_asked_for(
+    http: httpx2.AsyncClient, wanted: Any, allowed: set[str] | None
+) -> None:
+    reply = await http.post(CHATS, json={**ASKED, "response_format": wanted})
+    content = reply.json()["choices"][0]["message"]["content"]
+    if allowed is not None:
+        assert content in allowed
+    else:
+        assert json.loads(content)["city"] in ("Oslo", "Rome")
+
+
+async def test_a_form_that_makes_no_sense_is_refused(http: httpx2.AsyncClient) -> None:
+    refused = await http.post(CHATS, json={**ASKED, "response_format": {"type": "regex", "regex": "["}})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_a_call_that_is_required_comes_whole_and_in_parts(http: httpx2.AsyncClient) -> None:
+    body = {**ASKED, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    choice = (await http.post(CHATS, json=body)).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
+    text = (await http.post(CHATS, json={**body, "stream": True})).text
+    events = [json.loads(each.removeprefix("data: ")) for each in text.split("\n\n") if each.startswith("data: {")]
+    parts = [part for each in events for part in each["choices"][0]["delta"].get("tool_calls", ())]
+    assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
+    assert parts[0]["function"]["name"] == "weather"
+    conversation = [
+        *ASKED["messages"],
+        choice["message"],
+        {"role": "tool", "tool_call_id": call["id"], "content": "sunny"},
+    ]
+    assert (await http.post(CHATS, json={**ASKED, "messages": conversation, "max_tokens": 4})).status_code == 200
+
+
+async def test_a_response_calls_a_tool_and_hears_its_output(http: httpx2.AsyncClient) -> None:
+    tool = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+    body = {"input": "Where?", "temperature": 0, "tools": [tool], "tool_choice": "required"}
+    first = (await http.post("/v1/responses", json=body)).json()
+    (call,) = [each for each in first["output"] if each["type"] == "function_call"][:1]
+    heard = {
+        "input": [{"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}],
+        "previous_response_id": first["id"],
+        "max_output_tokens": 4,
+    }
+    assert (await http.post("/v1/responses", json=heard)).status_code == 200
+
+
+async def test_a_chat_has_several_answers(http: httpx2.AsyncClient) -> None:
+    body = {**ASKED, "temperature": 1, "seed": 1, "n": 3, "max_tokens": 8}
+    found = (await http.post(CHATS, json=body)).json()["choices"]
+    assert [each["index"] for each in found] == [0, 1, 2]
+    refused = await http.post(CHATS, json={**ASKED, "n": 99})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+
+
+async def test_a_bias_decides(http: httpx2.AsyncClient) -> None:
+    body = {**ASKED, "logit_bias": {"70": 100}, "max_tokens": 3, "return_token_ids": True}
+    assert (await http.post(CHATS, json=body)).json()["choices"][0]["token_ids"] == [70, 70, 70]
+
+
+async def test_messages_may_have_several_parts(http: httpx2.AsyncClient) -> None:
+    parts = [{"type": "text", "text": "Who is "}, {"type": "text", "text": "it?"}]
+    body = {**ASKED, "messages": [{"role": "user", "content": parts}], "max_tokens": 4}
+    assert (await http.post(CHATS, json=body)).status_code == 200
