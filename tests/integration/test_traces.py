@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from corolla import Client
 from corolla.block_server.step_spans import DECODE_RUN_TOKENS
-from corolla.chassis.errors import ContextLengthExceeded
+from corolla.chassis.errors import ContextLengthExceeded, HopUnavailable, NoChain
 from corolla.chassis.tracing import spans
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
@@ -320,3 +320,26 @@ def test_processes_send_the_trace_of_an_answer_that_survived_a_kill(tmp_path: Pa
         assert {each.service for each in mine} == {"corolla-client", "corolla-router", "corolla-block-server"}
         assert len(tree(mine, request).splitlines()) == len(mine)
         assert collector.metadata["x-collector-key"] == "secret"
+
+
+async def test_a_recovery_that_fails_says_of_what(tmp_path: Path, model: Path, collector: TraceCollector) -> None:
+    async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=0.2) as swarm, swarm.connect() as client:
+        answering = asyncio.create_task(client.generate(PROMPT, max_tokens=600, ignore_eos=True))
+        victim = swarm.servers.pop()
+
+        async def is_held() -> bool:
+            return bool(victim.sessions)
+
+        await until(is_held)
+        await swarm.die(victim)
+        with pytest.raises((HopUnavailable, NoChain)) as failed:
+            await answering
+        (request,) = await ended(collector)
+        assert request.attributes["error.type"] == failed.value.reason
+        assert request.is_error
+        (recovery,) = collector.named("recovery")
+        assert recovery.attributes.items() >= {
+            "corolla.lost": victim.address, "corolla.cause": "hop_unavailable", "error.type": failed.value.reason,
+        }.items()  # fmt: skip
+        await swarm.until_empty()
+        await victim.stop()

@@ -135,9 +135,9 @@ class Drain:
     async def _traced(
         self, session: HopSession[SessionCache], servers: Sequence[router_pb2.PlacedServer], link_to: LinkTo
     ) -> str:
-        """As `_hand_over`; a session that is traced gets a span of it."""
+        """As `_hand_over`, with a span of it in mid-answer of a request that is traced."""
         request = session.request
-        if request.trace is None:
+        if request.trace is None or session.is_idle:
             return await self._hand_over(session, servers, link_to)
         with spans.span(
             "handover", request.trace, blocks=str(request.blocks), server_id=self._server.server_id

@@ -111,8 +111,9 @@ class Recovery:
             raise failure
         job = _Job(binding, sequences, budget, LostServers(self._patience_s), _now_s(), stale)
         with spans.span("recovery") as span:
-            span.note(lost=getattr(failure, "address", ""), position=job.position)
-            _note(span, await self._retry(job, failure, failure.reason.lower()), job)
+            cause = failure.reason.lower()
+            span.note(lost=getattr(failure, "address", ""), cause=cause, position=job.position)
+            _note(span, await self._retry(job, failure, cause), job)
 
     async def fill(
         self, binding: ChainBinding, sequence: Replayable, states: Sequence[HopState], budget: RecoveryBudget
@@ -123,7 +124,7 @@ class Recovery:
         """
         job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
         with spans.span("recovery") as span:
-            span.note(position=job.position)
+            span.note(cause="idle", position=job.position)
             try:
                 await self._fill(job, 0, states)
             except CorollaError as failure:
@@ -313,7 +314,7 @@ def _note(span: spans.Span, report: RecoveryReport, job: _Job) -> None:
     """Says in its span how a recovery ended."""
     if span.is_sampled:
         hops = [f"{hop.address} {Span.of(hop.span)}" for hop in job.binding.chain.hops]
-        span.note(cause=report.cause, method=report.method, recomputed_tokens=report.num_recomputed_tokens, hops=hops)
+        span.note(method=report.method, recomputed_tokens=report.num_recomputed_tokens, hops=hops)
 
 
 def _now_s() -> float:
