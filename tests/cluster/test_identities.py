@@ -65,8 +65,11 @@ def test_methods_and_frames_are_taken_as_the_table_says(
     places = Places(services, f"{host}:{DATA}", server.fingerprint)
     script = Path(identity_matrix.__file__).read_text(encoding="utf-8")
     found = json.loads(asker.run("python", "-", places.as_json, IDENTITIES, stdin=script))
-    assert found == {each.name: each.expected for each in ASKERS}
-    counts = Counter(outcome for row in found.values() for outcome in row.values())
+    expected = {(each.name, row): outcome for each in ASKERS for row, outcome in each.expected.items()}
+    seen = {(name, row): outcome for name, row_outcomes in found.items() for row, outcome in row_outcomes.items()}
+    assert {cell: outcome for cell, outcome in seen.items() if outcome != expected[cell]} == {}
+    assert seen.keys() == expected.keys()
+    counts = Counter(seen.values())
     with capsys.disabled():
         cells = ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
         sys.stdout.write(f"\nidentities: all {counts.total()} cells as the table says: {cells}\n")
