@@ -80,6 +80,9 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
 	  --output-file requirements/http-clients.txt
+	@echo 'atheris>=3,<3.1' | uv pip compile - --quiet $(UPGRADE) --universal \
+	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
+	  --custom-compile-command 'make lock' --output-file requirements/fuzzing.txt
 	@git --no-pager diff --stat -- requirements
 
 define resolve
@@ -119,8 +122,19 @@ $(VENV)/.http-clients-done: requirements/http-clients.txt | $(STAMP)
 	@$(PIP) install --quiet --require-hashes --no-deps --target $(VENV)/http-clients -r requirements/http-clients.txt
 	@touch $@
 
+# In a folder of its own, apart from what Corolla needs.
+.PHONY: fuzzing
+fuzzing: $(VENV)/.fuzzing-done ## Installs atheris, which `make test-all` leads through parsers for a minute.
+
+$(VENV)/.fuzzing-done: requirements/fuzzing.txt | $(STAMP)
+	@echo "==> Installing atheris"
+	@rm -rf $(VENV)/fuzzing
+	@$(PIP) install --quiet --only-binary :all: --require-hashes --no-deps --target $(VENV)/fuzzing \
+	  -r requirements/fuzzing.txt || echo "    !!! NOTHING IS FUZZED: atheris has no wheel for this Python or machine !!!"
+	@touch $@
+
 .PHONY: test-all
-test-all: setup $(HELM) gemma http-clients ## Runs all tests but those of faults and of a cluster.
+test-all: setup $(HELM) gemma http-clients fuzzing ## Runs all tests but those of faults and of a cluster.
 	@echo "==> Testing everything"
 	@$(PY) -m pytest -q -m "not promtool and not cluster" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 
@@ -249,7 +263,7 @@ $(VENV)/.tools-done: requirements/tools.txt | $(STAMP)
 .PHONY: audit
 audit: $(VENV)/.tools-done ## Looks for known vulnerabilities of the locked packages; says loudly where it cannot.
 	@echo "==> pip-audit"
-	@for lock in $(LOCK) requirements/torch-cuda.txt requirements/tools.txt; do \
+	@for lock in $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt; do \
 	  { $(TOOL) pip_audit --require-hashes --no-deps --disable-pip --progress-spinner off --format json \
 	    --requirement $$lock 2>$(VENV)/audit.log || true; } | $(PY) requirements/audit_verdict.py $$lock; done
 

@@ -178,6 +178,7 @@ def test_the_file_that_pip_finds_says_which_lock_holds_it(file_name: str, varian
     "lock, packages",
     [
         ("tools.txt", {"cyclonedx-bom", "pip-audit"}),
+        ("fuzzing.txt", {"atheris"}),
         ("http-clients.txt", {"langchain-openai", "litellm", "openai", "pydantic-ai-slim", "schemathesis"}),
     ],
 )

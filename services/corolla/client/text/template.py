@@ -47,6 +47,7 @@ class Template:
 
     Raises:
         TemplateError: the source is no template.
+        MemoryError, RecursionError: it is nested too deeply.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
