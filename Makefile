@@ -260,12 +260,21 @@ $(VENV)/.tools-done: requirements/tools.txt | $(STAMP)
 	@$(PIP) install --quiet --require-hashes --no-deps --target $(TOOLS) -r requirements/tools.txt
 	@touch $@
 
+AUDITED := $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt
+PIP_AUDIT = $(TOOL) pip_audit --require-hashes --no-deps --disable-pip --progress-spinner off --format json
+
 .PHONY: audit
 audit: $(VENV)/.tools-done ## Looks for known vulnerabilities of the locked packages; says loudly where it cannot.
 	@echo "==> pip-audit"
-	@for lock in $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt; do \
-	  { $(TOOL) pip_audit --require-hashes --no-deps --disable-pip --progress-spinner off --format json \
-	    --requirement $$lock 2>$(VENV)/audit.log || true; } | $(PY) requirements/audit_verdict.py $$lock; done
+	@for lock in $(AUDITED); do \
+	  { $(PIP_AUDIT) --requirement $$lock 2>$(VENV)/audit.log || true; } | \
+	    $(PY) requirements/audit_verdict.py $$lock; done
+
+.PHONY: advisories
+advisories: $(VENV)/.tools-done ## Stores what is known of the locked packages today, for `make audit` where nobody can be asked.
+	@for lock in $(AUDITED); do $(PIP_AUDIT) --requirement $$lock 2>$(VENV)/audit.log || true; echo; done | \
+	  $(PY) requirements/advisories.py $(words $(AUDITED)) >$(VENV)/advisories.json
+	@mv $(VENV)/advisories.json requirements/advisories.json
 
 .PHONY: sbom
 sbom: $(VENV)/.tools-done ## Writes what the wheel and the images consist of to dist/, in CycloneDX; TORCH_VARIANT=cuda.

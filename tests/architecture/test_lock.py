@@ -204,7 +204,43 @@ UNKNOWN = {"name": "unknown", "skip_reason": "not found"}
     ],
 )
 def test_an_audit_out_of_reach_is_no_clean_one(report: str, status: int, words: str) -> None:
-    script = [sys.executable, str(LOCK.parent / "audit_verdict.py"), "a.txt"]
-    done = subprocess.run(script, input=report, capture_output=True, text=True)
+    done = verdict(report, "a.txt")
     assert done.returncode == status
     assert words in done.stdout
+
+
+def verdict(report: str, lock: str) -> "subprocess.CompletedProcess[str]":
+    script = [sys.executable, str(LOCK.parent / "audit_verdict.py"), lock]
+    return subprocess.run(script, input=report, capture_output=True, text=True)
+
+
+def snapshot_of(*reports: str) -> "subprocess.CompletedProcess[str]":
+    """Of what was reported for two locks."""
+    script = [sys.executable, str(LOCK.parent / "advisories.py"), "2"]
+    return subprocess.run(script, input="\n".join(reports), capture_output=True, text=True)
+
+
+def test_an_audit_out_of_reach_goes_by_the_stored_advisories(tmp_path: Path) -> None:
+    lock, stored = tmp_path / "a.txt", tmp_path / "advisories.json"
+    lock.write_text("sound==1.0 \\\n    --hash=sha256:00\nbad==2.0 ; python_version < '4'\nunknown==3.0\n")
+    taken = snapshot_of(json.dumps({"dependencies": [SOUND, UNKNOWN]}), json.dumps({"dependencies": [BAD]}))
+    stored.write_text(taken.stdout)
+    done = verdict("", str(lock))
+    assert done.returncode == 1
+    assert "0 days ago" in done.stdout
+    assert "bad 2.0: PYSEC-1" in done.stdout
+    assert "2 of 3 packages audited" in done.stdout
+    assert "unknown WAS NOT AUDITED: not in the snapshot" in done.stdout
+    assert "OLD" not in done.stdout
+    stored.write_text(json.dumps({**json.loads(taken.stdout), "taken": "2026-01-31"}))
+    assert "!!! THESE ADVISORIES ARE OLD" in verdict("", str(lock)).stdout
+    lock.write_text("bad==2.1\n")
+    assert verdict("", str(lock)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "reports", [(), (json.dumps({"dependencies": [SOUND]}),), (json.dumps({"dependencies": []}),) * 2]
+)
+def test_of_half_an_audit_no_advisories_are_stored(reports: tuple[str, ...]) -> None:
+    taken = snapshot_of(*reports)
+    assert (taken.returncode, taken.stdout) == (1, "")
