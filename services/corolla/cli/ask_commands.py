@@ -23,6 +23,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to complete; - reads it from standard input.")],
     server: ask.Server = ask.DEFAULT_SERVER,
     api_key: ask.ApiKey = None,
+    api_key_file: ask.ApiKeyFile = None,
     tls: ask.Tls = False,
     ca_file: ask.CaFile = None,
     model: ask.Model = "",
@@ -62,7 +63,8 @@ def generate(
         frequency_penalty=frequency_penalty, seed=seed, stop=stop, ignore_eos=ignore_eos, time_limit_s=time_limit,
         speculation=speculation,
     )  # fmt: skip
-    with Client(server, api_key=api_key, timeout=timeout, credentials=ask.credentials(tls, ca_file)) as client:
+    key = ask.api_key(api_key, api_key_file)
+    with Client(server, api_key=key, timeout=timeout, credentials=ask.credentials(tls, ca_file)) as client:
         return run_generate(client, prompt, n, options, streams=stream, as_json=json)
 
 
@@ -70,6 +72,7 @@ def chat(
     server: ask.Server = ask.DEFAULT_SERVER,
     http: ask.Http = None,
     api_key: ask.ApiKey = None,
+    api_key_file: ask.ApiKeyFile = None,
     tls: ask.Tls = False,
     ca_file: ask.CaFile = None,
     model: ask.Model = "",
@@ -106,12 +109,13 @@ def chat(
         seed=seed, stop=stop, time_limit_s=time_limit, speculation=speculation,
         tools=None if tools is None else ask.tools_in(tools), tool_choice=tool_choice,
     )  # fmt: skip
+    key = ask.api_key(api_key, api_key_file)
     if http is not None:
         from corolla.cli.http_chat import HttpClient
 
-        with HttpClient(http, api_key=api_key, timeout=timeout, ca_file=ca_file) as http_client:
+        with HttpClient(http, api_key=key, timeout=timeout, ca_file=ca_file) as http_client:
             return run_chat(http_client, system, session, options, as_json=json)
-    with Client(server, api_key=api_key, timeout=timeout, credentials=ask.credentials(tls, ca_file)) as client:
+    with Client(server, api_key=key, timeout=timeout, credentials=ask.credentials(tls, ca_file)) as client:
         return run_chat(client, system, session, options, as_json=json)
 
 

@@ -8,6 +8,8 @@ import typer
 if TYPE_CHECKING:
     import grpc
 
+    from corolla.sdk.transport import ApiKey as AnyApiKey
+
 DEFAULT_SERVER = "127.0.0.1:50051"
 
 _ANSWER = "How the answer is made"
@@ -35,6 +37,18 @@ ApiKey = Annotated[
     str | None,
     typer.Option(
         "--api-key", envvar="COROLLA_API_KEY", help="Key, where the service wants one.", rich_help_panel=_PLACE
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file",
+        envvar="COROLLA_API_KEY_FILE",
+        help="File with key or token, read at each request, in place of --api-key.",
+        rich_help_panel=_PLACE,
+        exists=True,
+        dir_okay=False,
+        readable=True,
     ),
 ]
 Tls = Annotated[
@@ -101,6 +115,11 @@ def tools_in(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         raise InvalidRequest("--tools", "is not JSON in UTF-8") from None
+
+
+def api_key(given: str | None, file: Path | None) -> "AnyApiKey":
+    """What is shown; a file is read whenever a request begins, since tokens expire and are renewed there."""
+    return given if file is None else lambda: file.read_text().strip()
 
 
 def credentials(tls: bool, ca_file: Path | None) -> "grpc.ChannelCredentials | None":

@@ -16,6 +16,7 @@ from corolla.chassis.status import from_reason
 from corolla.client.http.errors import ROWS
 from corolla.sdk.conversation import Turn
 from corolla.sdk.results import Chunk, FinishReason, Message, Reply, ToolCall, Usage
+from corolla.sdk.transport import ApiKey
 
 _REASONS: Final = {row.code: reason for reason, row in ROWS.items()}
 _ENDS: Final = {
@@ -30,16 +31,17 @@ class HttpClient:
     """What `corolla chat` asks of a service.
 
     Args:
+        api_key: shown with each request.
         url: such as `http://127.0.0.1:8080`, with or without `/v1`.
         timeout: seconds for each part of an answer; None waits for ever.
         ca_file: authorities of the service's certificate; None: those of the web.
     """
 
-    def __init__(self, url: str, *, api_key: str | None, timeout: float | None, ca_file: Path | None) -> None:
+    def __init__(self, url: str, *, api_key: ApiKey, timeout: float | None, ca_file: Path | None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         verify: Any = str(ca_file) if ca_file is not None else True
-        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, verify=verify)
+        self._api_key = api_key
+        self._http = httpx2.Client(base_url=self.url, auth=self._authorised, timeout=timeout, verify=verify)
 
     def __enter__(self) -> Self:
         return self
@@ -78,6 +80,12 @@ class HttpClient:
         except httpx2.HTTPError:
             raise self.unreachable() from None
         raise _error_of(reply.content)
+
+    def _authorised(self, request: httpx2.Request) -> httpx2.Request:
+        key = self._api_key() if callable(self._api_key) else self._api_key
+        if key:
+            request.headers["authorization"] = f"Bearer {key}"
+        return request
 
     def unreachable(self) -> ServiceUnavailable:
         return ServiceUnavailable(f"no client service speaks HTTP at {self.url}")

@@ -3,6 +3,7 @@
 # Written by docs/sync_client.py from async_client.py; change that, then run `make sync-client`.
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -16,7 +17,7 @@ from corolla.sdk.results import Generation, Model, Reply, SessionInfo, Tokens
 from corolla.sdk.sessions import Chat, Session
 from corolla.sdk.streams import Stream
 from corolla.sdk.tools import AnyTool
-from corolla.sdk.transport import CHANNEL_OPTIONS, call_metadata, error_of
+from corolla.sdk.transport import CHANNEL_OPTIONS, ApiKey, begun, call_metadata, error_of
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -34,7 +35,8 @@ class Client:
 
     Args:
         address: host:port of the client service, or any gRPC target.
-        api_key: sent as bearer token, where the service has keys configured.
+        api_key: key or token, where the service wants one. A function is asked for that of now at each call, so that
+            tokens that expire can be renewed; it keeps them itself for as long as they are good.
         timeout: seconds that a call may take unless it is given its own; None is without limit.
         credentials: for TLS, for example `grpc.ssl_channel_credentials()`; None is plain text.
     """
@@ -43,12 +45,12 @@ class Client:
         self,
         address: str,
         *,
-        api_key: str | None = None,
+        api_key: ApiKey = None,
         timeout: float | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.address = address
-        self._metadata = call_metadata(api_key)
+        self._api_key = api_key
         self._timeout_s = timeout
         self._channel = (
             grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -157,7 +159,8 @@ class Client:
         timeout_s: float | None = None,
     ) -> Answered:
         try:
-            return method(request, timeout=self._limit(timeout_s), metadata=self._metadata)
+            metadata = call_metadata(self._api_key)
+            return method(request, timeout=self._limit(timeout_s), metadata=metadata)
         except grpc.RpcError as failure:
             raise error_of(failure, self.address) from None
 
@@ -168,7 +171,8 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> Stream:
-        return Stream(method(request, timeout=self._limit(timeout_s), metadata=self._metadata), self.address)
+        call = partial(method, request, timeout=self._limit(timeout_s))
+        return Stream(begun(call, self._api_key), self.address)
 
     def _limit(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s

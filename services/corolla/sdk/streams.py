@@ -1,6 +1,7 @@
 """Streams of chunks, for threads and for asyncio. Closing one early cancels the call, which frees its pages."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -62,6 +63,9 @@ class AsyncStream(Answer):
     """`Stream` for asyncio: `async for chunk in stream`, `async with`, `close()`.
 
     Where the wait for a chunk is cancelled, as by a time limit, the stream is closed.
+
+    Args:
+        call: or a coroutine that gives it; then it begins with the first wait for a chunk.
     """
 
     def __init__(self, call: Any, address: str) -> None:
@@ -77,6 +81,8 @@ class AsyncStream(Answer):
         if self._closed:
             raise StopAsyncIteration
         try:
+            if inspect.iscoroutine(self._call):
+                self._call = await self._call
             message = await self._call.read()
         except asyncio.CancelledError:
             self._closed = True
@@ -98,7 +104,10 @@ class AsyncStream(Answer):
     def close(self) -> None:
         """Cancels the call if it still runs."""
         self._closed = True
-        self._call.cancel()
+        if inspect.iscoroutine(self._call):
+            self._call.close()
+        else:
+            self._call.cancel()
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,5 +1,7 @@
 """The connection to a client service: channel options, credentials, and failed calls as errors of the tree."""
 
+import inspect
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
@@ -10,6 +12,11 @@ from corolla.chassis.channels import MAX_FRAME_BYTES
 from corolla.chassis.status import DETAILS_KEY, parse_status
 
 Metadata = tuple[tuple[str, str], ...]
+
+ApiKey = str | Callable[[], str] | None
+"""A key or token, or what gives the one of now; None: none is shown."""
+AsyncApiKey = str | Callable[[], str | Awaitable[str]] | None
+"""As `ApiKey`; what gives one may have to be waited for."""
 
 CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
@@ -30,7 +37,35 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
 _UNREACHED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
 
 
-def call_metadata(api_key: str | None) -> Metadata:
+def call_metadata(api_key: ApiKey) -> Metadata:
+    """Of a call that begins now."""
+    return _metadata(api_key() if callable(api_key) else api_key)
+
+
+async def async_call_metadata(api_key: AsyncApiKey) -> Metadata:
+    """`call_metadata`, for asyncio."""
+    given = api_key() if callable(api_key) else api_key
+    return _metadata(await given if inspect.isawaitable(given) else given)
+
+
+def begun(method: Callable[..., Any], api_key: ApiKey) -> Any:
+    """A call."""
+    return method(metadata=call_metadata(api_key))
+
+
+def async_begun(method: Callable[..., Any], api_key: AsyncApiKey) -> Any:
+    """A call, or a coroutine that gives it, where the key has to be waited for."""
+    given = api_key() if callable(api_key) else api_key
+    if not inspect.isawaitable(given):
+        return method(metadata=_metadata(given))
+
+    async def begin() -> Any:
+        return method(metadata=_metadata(await given))
+
+    return begin()
+
+
+def _metadata(api_key: str | None) -> Metadata:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 

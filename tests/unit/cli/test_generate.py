@@ -3,11 +3,13 @@
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from corolla.chassis import errors
 from corolla.cli.app import main
+from corolla.cli.ask_options import api_key
 from corolla.v1 import generation_pb2 as pb
 from tests.generation_server import API_KEY, GenerationServer
 from tests.terminal import Terminal
@@ -51,6 +53,17 @@ def test_a_stream_of_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str
     assert (first["text"], first["usage"]) == ("one", None)
     assert (last["text"], last["finish_reason"]) == (" two", "eos")
     assert last["usage"]["prompt_tokens"] == 7
+
+
+def test_a_file_of_a_key_is_read_at_each_request(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    shown = api_key("given", file)
+    for token in ("first", "second"):
+        file.write_text(f"{token}\n")
+        assert callable(shown)
+        assert shown() == token
+    assert api_key("given", None) == "given"
+    assert main(["generate", "one two", "--api-key-file", str(file)]) == 0
 
 
 def test_several_completions_are_numbered(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from corolla import AsyncClient, errors
 from corolla.sdk.results import Chunk
 from corolla.sdk.streams import AsyncStream
-from tests.generation_server import GenerationServer
+from tests.generation_server import API_KEY, GenerationServer
 
 
 async def test_completions_and_streams(server: GenerationServer) -> None:
@@ -50,6 +50,31 @@ async def test_a_stream_is_closed_when_its_reader_stops_waiting(server: Generati
         stream = client.stream("endless")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(read_all(stream), 0.05)
+        assert await read_all(stream) == []
+
+
+async def test_a_key_may_have_to_be_waited_for(server: GenerationServer) -> None:
+    keys = [API_KEY, API_KEY, API_KEY, "expired"]
+
+    async def key() -> str:
+        await asyncio.sleep(0)
+        return keys.pop()
+
+    async with AsyncClient(server.address, api_key=key) as client:
+        with pytest.raises(errors.Unauthenticated):
+            await client.models()
+        await client.models()
+        assert [chunk.text for chunk in await read_all(client.stream("one two"))] == ["one", " two"]
+        async with client.stream("endless") as stream:
+            assert (await anext(stream)).text
+    assert not keys
+
+
+async def test_a_key_that_nobody_has_to_wait_for_begins_the_call_at_once(server: GenerationServer) -> None:
+    async with AsyncClient(server.address, api_key=lambda: API_KEY) as client:
+        await client.models()
+        stream = client.stream("endless")
+        stream.close()
         assert await read_all(stream) == []
 
 

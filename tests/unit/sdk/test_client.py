@@ -85,6 +85,17 @@ def test_the_key_is_sent(server: GenerationServer) -> None:
         client.models()
 
 
+def test_the_key_of_now_is_sent_with_each_call(server: GenerationServer) -> None:
+    keys = iter([API_KEY, "expired", API_KEY])
+    with Client(server.address, api_key=lambda: next(keys)) as client:
+        client.models()
+        with pytest.raises(errors.Unauthenticated):
+            client.models()
+        assert "".join(chunk.text for chunk in client.stream("one two")) == "one two"
+        with pytest.raises(StopIteration):
+            client.stream("one two")
+
+
 def test_models_and_tokens(client: Client) -> None:
     assert client.model("echo").context_length == 8192
     with pytest.raises(errors.ModelNotFound) as raised:
