@@ -144,6 +144,29 @@ async def test_sessions_belong_to_the_tenant_that_the_token_names(swarm: Swarm, 
         await ada.delete_session(session_id)
 
 
+async def test_no_token_is_of_a_tenant_that_has_keys(swarm: Swarm, provider: IdentityProvider, tmp_path: Path) -> None:
+    """Not even one whose answer runs when the tenant gets its key."""
+    key, file = NewKey("acme"), tmp_path / "keys"
+    file.write_text("another:0123456789abcdef\n")
+    service = await swarm.add_client(api_keys_file=file)
+    address = f"127.0.0.1:{service.port}"
+    token = provider.token(sub="acme")
+    async with AsyncClient(address, api_key=token) as client:
+        stream = client.stream([1, 2, 3], max_tokens=LONG, ignore_eos=True)
+        await anext(stream)
+        file.write_text(f"another:0123456789abcdef\n{key.record.line}\n")
+
+        async def is_refused() -> bool:
+            return not await is_taken(address, token)
+
+        await until(is_refused, 10)
+        with pytest.raises(Unauthenticated, match="good no more"):
+            async for _ in stream:
+                pass
+    assert await is_taken(address, key.key)
+    assert await is_taken(address, provider.token())
+
+
 async def test_an_answer_ends_with_its_token(swarm: Swarm, provider: IdentityProvider) -> None:
     async with (
         AsyncClient(swarm.address, api_key=provider.token(exp=time.time() + 2)) as one,

@@ -106,11 +106,15 @@ class KeyTable:
     Args:
         by_id: by the id that a key names.
         simple: of keys in the simple form, by the hash of the whole key.
+
+    Attributes:
+        tenants: who has keys.
     """
 
     def __init__(self, by_id: Mapping[str, KeyRecord], simple: Mapping[str, KeyRecord]) -> None:
         self._by_id = by_id
         self._simple = simple
+        self.tenants = frozenset(record.tenant for record in self.records)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -136,10 +140,6 @@ class KeyTable:
         if not by_id and not simple:
             raise ValueError("holds no keys")
         return cls(by_id, simple)
-
-    @property
-    def tenants(self) -> frozenset[str]:
-        return frozenset(record.tenant for record in self.records)
 
     @property
     def records(self) -> tuple[KeyRecord, ...]:

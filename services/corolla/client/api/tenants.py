@@ -1,7 +1,7 @@
 """Who calls: a bearer key, looked up in the configured file, or a token of an identity provider."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -122,10 +122,19 @@ class Tenants:
         shown = text[len(_SCHEME) :].strip()
         holder = self._key_holder(shown)
         if holder is None and self._tokens is not None:
-            holder = await self._tokens.find(shown)
+            holder = self._apart(await self._tokens.find(shown))
         if holder is None:
             raise Unauthenticated("the key or token is not known")
         return holder
+
+    def _apart(self, bearer: KeyHolder | None) -> KeyHolder | None:
+        """Who bears a token. None where its tenant has keys: an issuer says nothing about those, now or later."""
+
+        def is_good() -> bool:
+            has_keys = self._keys is not None and bearer is not None and bearer.tenant in self._keys.tenants
+            return bearer is not None and not has_keys and bearer.is_good()
+
+        return replace(bearer, is_good=is_good) if bearer is not None and is_good() else None
 
     def _key_holder(self, shown: str) -> KeyHolder | None:
         record = self._keys.find(shown, self._clock()) if self._keys is not None else None
