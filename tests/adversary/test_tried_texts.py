@@ -3,10 +3,14 @@
 import asyncio
 import secrets
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from pydantic import SecretStr
 
+from corolla.chassis.errors import SettingsError
+from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import Frame
@@ -58,3 +62,34 @@ async def test_only_who_knows_the_secret_finds_a_text_by_trying_it(tmp_path: Pat
                 answer = await client.generate(PROMPT, max_tokens=4, ignore_eos=True)
             assert answer.usage.cached_tokens == num_cached
         assert await num_found(swarm) == (0 if secret else 2 * PAGE_TOKENS)
+
+
+@pytest.mark.parametrize("edges", ["local", "remote"])
+async def test_a_library_with_the_secret_meets_the_client_services_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edges: str
+) -> None:
+    model, secret, keys = make_tiny_checkpoint("llama", tmp_path / "tiny"), secrets.token_hex(16), tmp_path / "keys.txt"
+    keys.write_text(f"victim:{KEY}\n")
+    monkeypatch.setenv("COROLLA_CACHE_SECRET", secret)
+    async with Swarm(
+        tmp_path, model, ["0:5"], server={"page_tokens": PAGE_TOKENS, "kv_cache_mib": 16},
+        client={"api_keys_file": keys, "cache_secret": SecretStr(secret)}, api_key=KEY,
+    ) as swarm:  # fmt: skip
+        options: dict[str, Any] = {"edges": "remote"} if edges == "remote" else {}
+
+        def generate() -> None:
+            library = AutoDistributedModelForCausalLM.from_pretrained(
+                str(model), router=swarm.router_address, tenant="victim", reuse_prefixes=True, **options
+            )
+            library.generate(torch.tensor([PROMPT]), max_new_tokens=4, do_sample=False)
+
+        await asyncio.to_thread(generate)
+        await swarm.until_empty()
+        assert await num_found(swarm) == 0
+        async with swarm.connect() as client:
+            assert (await client.generate(PROMPT, max_tokens=4)).usage.cached_tokens == 2 * PAGE_TOKENS
+
+
+async def test_a_library_refuses_a_secret_that_can_be_guessed(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError):
+        AutoDistributedModelForCausalLM.from_pretrained(str(tmp_path), edges="remote", cache_secret="hunter2")

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from starlette.types import ASGIApp
 
+from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.reservations import ChainLimits
@@ -25,7 +26,6 @@ from corolla.client.api.tenants import Tenants, Tokens
 from corolla.client.api.tokens import TokenRules
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
-from corolla.client.generation.cache_salts import CacheSalts
 from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.http.door import Door
 from corolla.client.http.exchange import HeldBytes, Limits

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, TypeVar, cast, get_args
 
 import torch
 
+from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.control import ControlPlane
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
@@ -40,6 +41,8 @@ Result = TypeVar("Result")
 
 DEFAULT_ROUTER: Final = "127.0.0.1:50050"
 
+CACHE_SECRET: Final = "COROLLA_CACHE_SECRET"
+
 _SILENCE_S: Final = 5.0
 """Longer than in a client service: the caller's own work in this process keeps answers from being heard."""
 
@@ -47,6 +50,18 @@ _SILENCE_S: Final = 5.0
 LIMITS: Final = ChainLimits(
     prefill_chunk_tokens=256, prefill_chunk_tokens_during_decode=256, step_timeout_s=60.0, lease_ms=3_600_000
 )
+
+
+def cache_salt(tenant: str, secret: str | None) -> bytes:
+    """With what the digests of a tenant's texts begin.
+
+    Args:
+        secret: None: that of the environment.
+
+    Raises:
+        SettingsError: it is too short.
+    """
+    return CacheSalts(os.environ.get(CACHE_SECRET, "") if secret is None else secret).of(tenant, "")
 
 
 class Connection:

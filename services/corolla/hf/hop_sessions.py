@@ -30,6 +30,7 @@ class RemoteSpan:
         tenant: who owns the sessions.
         context_length: the longest sequence that the model takes.
         reuses_prefixes: whether the tenant's sequences share what hops computed for texts that begin alike.
+        cache_salt: with what the digests of its texts begin.
     """
 
     connection: Connection
@@ -39,6 +40,7 @@ class RemoteSpan:
     tenant: str
     context_length: int
     reuses_prefixes: bool = False
+    cache_salt: bytes = b""
 
 
 class HopSessions:
@@ -84,8 +86,9 @@ class HopSessions:
         self._origins = (*origins, *self._origins[len(origins) :])
         prompts = None if self._prompts is None else [_Prompts(self._prompts[origin]) for origin in self._origins]
         options = OpenOptions(
-            max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts, texts=texts
-        )
+            max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts, texts=texts,
+            cache_salt=self._blocks.cache_salt,
+        )  # fmt: skip
         num_open = len(self._group.identities) if self._group is not None else 0
         new = [
             SessionIdentity(secrets.token_bytes(16), 1, self._blocks.tenant)

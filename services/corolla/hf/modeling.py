@@ -13,7 +13,7 @@ from corolla.chassis.errors import CheckpointError
 from corolla.chassis.weight_formats import full_dtype_name
 from corolla.hf.blocks import RemoteBlocks
 from corolla.hf.cache import RemotePastKeyValues
-from corolla.hf.connection import DEFAULT_ROUTER, Connection
+from corolla.hf.connection import DEFAULT_ROUTER, Connection, cache_salt
 from corolla.hf.generation import RemoteGenerationMixin
 from corolla.hf.hop_sessions import RemoteSpan
 from corolla.hf.vocabulary import num_tokens_of, require_token_ids
@@ -68,6 +68,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         tenant: str = "public",
         reuse_prefixes: bool = False,
         tls_dir: str | Path | None = None,
+        cache_secret: str | None = None,
     ) -> Self:
         """Reads what runs here, and connects to a router for the rest.
 
@@ -84,12 +85,17 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
                 of it.
             tls_dir: folder with `tls.crt`, `tls.key` and `ca.crt` of a library, whose certificate names the tenant;
                 else `COROLLA_TLS_DIR`; else what a stack on this machine left for its user; else all is in the clear.
+            cache_secret: that of the client services, at least 32 characters; else `COROLLA_CACHE_SECRET`. The digests
+                by which block servers find the tenant's texts begin with what follows from it; empty: they are digests
+                of the texts alone.
 
         Raises:
+            SettingsError: the cache secret is too short.
             CheckpointError: it is missing, damaged, or of another family than this class is for.
             HubUnavailable: it is on the hub, and that cannot be reached.
             ValueError: the dtype or the quantisation is none that block servers run.
         """
+        salt = cache_salt(tenant, cache_secret)
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
         if cls.model_type not in (None, checkpoint.family.model_type):
             raise CheckpointError(
@@ -106,6 +112,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             tenant=tenant,
             context_length=checkpoint.context_length,
             reuses_prefixes=reuse_prefixes,
+            cache_salt=salt,
         )
         edges = load_edges(checkpoint, dtype=run_dtype, device=device)
         model = cls(copy.deepcopy(checkpoint.config), edges=edges, blocks=RemoteBlocks(remote))

@@ -18,7 +18,7 @@ from corolla.chassis.errors import InvalidRequest
 from corolla.chassis.merge import merge
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
-from corolla.hf.connection import DEFAULT_ROUTER, Connection
+from corolla.hf.connection import DEFAULT_ROUTER, Connection, cache_salt
 from corolla.hf.vocabulary import require_token_ids
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.v1 import blocks_pb2 as pb
@@ -56,17 +56,21 @@ class RemoteModelForCausalLM(GenerationMixin):
         connection: to its block servers.
         tenant: who owns the sessions.
         reuse_prefixes: whether the tenant's prompts share what hops computed for texts that begin alike.
+        salt: with what the digests of its texts begin.
     """
 
     main_input_name = "input_ids"
 
-    def __init__(self, checkpoint: Checkpoint, connection: Connection, tenant: str, *, reuse_prefixes: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, connection: Connection, tenant: str, *, reuse_prefixes: bool, salt: bytes = b""
+    ) -> None:
         self.config: PretrainedConfig = copy.deepcopy(checkpoint.config)
         self.generation_config: GenerationConfig = checkpoint.generation_config()
         self._context_length = checkpoint.context_length
         self._connection = connection
         self._tenant = tenant
         self._reuses_prefixes = reuse_prefixes
+        self._cache_salt = salt
 
     @classmethod
     def from_pretrained(
@@ -80,11 +84,13 @@ class RemoteModelForCausalLM(GenerationMixin):
         tenant: str = "public",
         reuse_prefixes: bool = False,
         tls_dir: str | Path | None = None,
+        cache_secret: str | None = None,
     ) -> Self:
         """Reads the configuration, and connects to a router. See `DistributedModelForCausalLM.from_pretrained`."""
+        salt = cache_salt(tenant, cache_secret)
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
         connection = Connection.to(checkpoint, router, dtype, quantization, tls_dir)
-        return cls(checkpoint, connection, tenant, reuse_prefixes=reuse_prefixes)
+        return cls(checkpoint, connection, tenant, reuse_prefixes=reuse_prefixes, salt=salt)
 
     @property
     def device(self) -> torch.device:
@@ -191,6 +197,7 @@ class RemoteModelForCausalLM(GenerationMixin):
             max_tokens=len(row.prompt_ids) + row.max_new_tokens,
             transient=True,
             texts=[row.prompt_ids] if self._reuses_prefixes else None,
+            cache_salt=self._cache_salt,
         )
         async with self._connection.open_session(self._tenant, options, row.sampler) as session:
             await session.restore(row.prompt_ids)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.session import ChainSessions
@@ -21,7 +22,6 @@ from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Admission, Caller, Usage
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering, AnswerOptions
-from corolla.client.generation.cache_salts import CacheSalts
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.speech.reading import Speech, SpeechFormat
 from corolla.client.text.chat import ChatTemplate

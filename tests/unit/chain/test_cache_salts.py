@@ -2,8 +2,8 @@ from itertools import combinations
 
 import pytest
 
+from corolla.chain.cache_salts import CacheSalts
 from corolla.chassis.errors import SettingsError
-from corolla.client.generation.cache_salts import CacheSalts
 
 SECRET = "0123456789abcdef0123456789abcdef"
 

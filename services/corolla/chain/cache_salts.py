@@ -17,8 +17,8 @@ class CacheSalts:
     """Of all tenants.
 
     Args:
-        secret: which all client services of a model share; empty: there is none, and texts with the same salt of the
-            request have the same digests.
+        secret: which all client services and libraries of a model share; empty: there is none, and texts with the same
+            salt of the request have the same digests.
 
     Raises:
         SettingsError: it is so short that somebody could find it by trying. The sentence does not quote it.
