@@ -49,6 +49,8 @@ def generate(
     ignore_eos: ask.IgnoreEos = False,
     time_limit: ask.TimeLimit = None,
     speculation: ask.Speculation = None,
+    json_schema: ask.JsonSchema = None,
+    regex: ask.Regex = None,
 ) -> int:
     """Completes a text.
 
@@ -61,7 +63,7 @@ def generate(
         model=model, logprobs=logprobs, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty, seed=seed, stop=stop, ignore_eos=ignore_eos, time_limit_s=time_limit,
-        speculation=speculation,
+        speculation=speculation, response_format=ask.form(json_schema, regex),
     )  # fmt: skip
     key = ask.api_key(api_key, api_key_file)
     with Client(server, api_key=key, timeout=timeout, credentials=ask.credentials(tls, ca_file)) as client:
@@ -94,6 +96,8 @@ def chat(
     stop: ask.Stop = None,
     time_limit: ask.TimeLimit = None,
     speculation: ask.Speculation = None,
+    json_schema: ask.JsonSchema = None,
+    regex: ask.Regex = None,
 ) -> int:
     """Talks with the model, which remembers the conversation.
 
@@ -108,6 +112,7 @@ def chat(
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         seed=seed, stop=stop, time_limit_s=time_limit, speculation=speculation,
         tools=None if tools is None else ask.tools_in(tools), tool_choice=tool_choice,
+        response_format=ask.form(json_schema, regex),
     )  # fmt: skip
     key = ask.api_key(api_key, api_key_file)
     if http is not None:

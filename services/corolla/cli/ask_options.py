@@ -1,5 +1,6 @@
 """The options of the commands that ask a running service."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,6 +104,31 @@ TimeLimit = Annotated[float | None, _answer("time-limit", "End with what there i
 Speculation = Annotated[
     str | None, _answer("speculation", "Draft tokens ahead: off, prompt_lookup or draft_model. Tokens stay the same.")
 ]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(
+        "--json-schema",
+        help="The answer is JSON that fits the schema in this file.",
+        rich_help_panel=_ANSWER,
+        exists=True,
+        dir_okay=False,
+        readable=True,
+    ),
+]
+Regex = Annotated[str | None, _answer("regex", "The answer is a text that this expression matches.")]
+
+
+def form(json_schema: Path | None, regex: str | None) -> dict[str, Any] | None:
+    """What the answer must be, as the SDK takes it. Raises BadParameter."""
+    if json_schema is None:
+        return None if regex is None else {"type": "regex", "regex": regex}
+    if regex is not None:
+        raise typer.BadParameter("an answer has one form", param_hint="--regex")
+    try:
+        schema = json.loads(json_schema.read_text(encoding="utf-8"))
+    except ValueError:
+        raise typer.BadParameter("the file holds no JSON", param_hint="--json-schema") from None
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def tools_in(file: Path) -> Any:

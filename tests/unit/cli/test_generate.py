@@ -126,3 +126,23 @@ def test_ctrl_c_cancels_the_call_and_is_no_failure_to_explain(server: Generation
     assert terminal.close() == 130
     assert server.servicer.cancelled.wait(30)
     assert "Traceback" not in terminal.shown
+
+
+def test_a_form_arrives(server: GenerationServer, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    assert main(["generate", "one", "--json-schema", str(schema)]) == 0
+    assert main(["generate", "one", "--regex", "[a-z]+"]) == 0
+    by_schema, by_regex = server.servicer.requests
+    assert json.loads(by_schema.response_format.json_schema) == {"type": "object"}
+    assert by_regex.response_format.regex == "[a-z]+"
+
+
+@pytest.mark.parametrize("text, more", [("{", []), ("{}", ["--regex", "a"])], ids=["no JSON", "two forms"])
+def test_a_form_that_is_none_is_refused_before_the_call(
+    server: GenerationServer, tmp_path: Path, text: str, more: list[str]
+) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(text)
+    assert main(["generate", "one", "--json-schema", str(schema), *more]) == 2
+    assert not server.servicer.requests
