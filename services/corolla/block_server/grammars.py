@@ -32,6 +32,8 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._read: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+        # Whoever has a grammar already does not wait for those who read others.
+        self._reading = threading.Lock()
 
     def has(self, text: str) -> bool:
         """Whether an answer can begin at once."""
@@ -44,18 +46,30 @@ class Grammars:
             MalformedMessage: the text is no grammar, or the answer breaks it.
             InternalError: the model's tokenizer cannot be read for grammars.
         """
-        with self._lock:
-            matcher = self._read.get(text)
-            if matcher is None:
-                matcher = self._read[text] = _on_deep_stack(lambda: self._matcher(text))
-                if len(self._read) > _MOST_KEPT:
-                    self._read.popitem(last=False)
-            else:
-                self._read.move_to_end(text)
-            grammar = AnswerGrammar(matcher.deep_copy())
+        matcher = self._copy(text)
+        if matcher is None:
+            with self._reading:
+                matcher = self._copy(text) or self._keep(text, _on_deep_stack(lambda: self._matcher(text)))
+        grammar = AnswerGrammar(matcher)
         if not grammar.add_all(token_ids):
             raise MalformedMessage("sampler.token_ids", "are no beginning of an answer that fits the grammar")
         return grammar
+
+    def _copy(self, text: str) -> LLMatcher | None:
+        with self._lock:
+            matcher = self._read.get(text)
+            if matcher is None:
+                return None
+            self._read.move_to_end(text)
+            return matcher.deep_copy()
+
+    def _keep(self, text: str, matcher: LLMatcher) -> LLMatcher:
+        """Returns a copy."""
+        with self._lock:
+            self._read[text] = matcher
+            if len(self._read) > _MOST_KEPT:
+                self._read.popitem(last=False)
+            return matcher.deep_copy()
 
     def _matcher(self, text: str) -> LLMatcher:
         if self._tokenizer is None:

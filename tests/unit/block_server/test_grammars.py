@@ -1,0 +1,100 @@
+"""A last hop reads each grammar once, and keeps the latest."""
+
+import threading
+
+import pytest
+
+from corolla.block_server.grammars import Grammars
+from corolla.block_server.row_sampling import SessionSampler
+from corolla.chassis.errors import MalformedMessage
+from corolla.client.text import formats
+from corolla.decoding.grammar_text import read_grammar
+from corolla.decoding.parameters import SamplingParams
+from corolla.decoding.sampler_record import SamplerRecord
+from corolla.models.checkpoint import Checkpoint
+from corolla.v1 import blocks_pb2 as pb
+from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint, make_tokenizer
+
+FORM = formats.regex("[ab]{1,5}", "regex").grammar
+DEEP = formats.lark("start: r0\n" + "".join(f"r{n}:r{n + 1}\n" for n in range(5000)) + 'r5000:"a"', "lark").grammar
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path_factory.mktemp("grammars") / "tiny")))
+
+
+def test_answers_that_break_the_grammar_and_texts_that_are_none_are_refused(checkpoint: Checkpoint) -> None:
+    grammars = Grammars(checkpoint)
+    for text, token_ids in ((FORM, [50]), ("no grammar", []), ("", [])):
+        with pytest.raises(MalformedMessage):
+            grammars.begin(text, token_ids)
+    assert grammars.has(FORM)
+    assert not grammars.has("no grammar")
+
+
+def test_rules_as_deep_as_a_grammar_can_have_do_not_end_the_process(checkpoint: Checkpoint) -> None:
+    grammar = Grammars(checkpoint).begin(DEEP, [])
+    assert grammar.forced()
+
+
+def test_only_the_latest_are_kept(checkpoint: Checkpoint) -> None:
+    grammars = Grammars(checkpoint)
+    grammars.begin(FORM, [])
+    for number in range(70):
+        grammars.begin(formats.regex(f"a{number}", "regex").grammar, [])
+        if number == 50:
+            grammars.begin(FORM, [])
+    assert grammars.has(FORM)
+    assert not grammars.has(formats.regex("a0", "regex").grammar)
+
+
+def test_who_has_a_grammar_does_not_wait_for_one_that_is_read(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, begun, may_end = Grammars(checkpoint), threading.Event(), threading.Event()
+    grammars.begin(FORM, [])
+
+    def read_slowly(tokenizer: object, text: str) -> object:
+        begun.set()
+        assert may_end.wait(60)
+        return read_grammar(tokenizer, text)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
+    reading = threading.Thread(target=grammars.begin, args=(DEEP, []))
+    reading.start()
+    try:
+        assert begun.wait(60)
+        assert not grammars.has(DEEP)
+        grammars.begin(FORM, [])
+    finally:
+        may_end.set()
+        reading.join()
+    assert grammars.has(DEEP)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pb.Sampler(grammar=pb.Grammar(text="no grammar")),
+        pb.Sampler(biased_token_ids=[1, 2], biases=[1.0]),
+        pb.Sampler(biased_token_ids=[VOCAB_SIZE], biases=[1.0]),
+        pb.Sampler(biased_token_ids=[1], biases=[1000.0]),
+    ],
+)
+def test_samplers_that_make_no_sense_are_refused(checkpoint: Checkpoint, broken: pb.Sampler) -> None:
+    message = SamplerRecord(SamplingParams(), 0, [1], max_new_tokens=5).message()
+    message.MergeFrom(broken)
+    with pytest.raises(MalformedMessage):
+        SessionSampler.read(message, None, vocab_size=VOCAB_SIZE, max_tokens=9, grammars=Grammars(checkpoint))
+
+
+def test_a_record_has_no_more_of_the_text_than_a_grammar_needs(checkpoint: Checkpoint) -> None:
+    record = SamplerRecord(SamplingParams(logit_bias=((4, 1.5),)), 0, [7] * 1000, max_new_tokens=9, grammar=FORM)
+    token_id = make_tokenizer().encode("a")[0]
+    record.accept([token_id])
+    message = record.message()
+    assert (list(message.token_ids), message.num_prompt_tokens) == ([token_id], 0)
+    sampler = SessionSampler.read(message, None, vocab_size=VOCAB_SIZE, max_tokens=2000, grammars=Grammars(checkpoint))
+    assert sampler.sampler.params.logit_bias == ((4, 1.5),)
+    assert not sampler.takes_likeliest
