@@ -568,7 +568,7 @@ class _Channel:
     def unary_unary(
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_options: Any
     ) -> Callable[..., Awaitable[Any]]:
-        def call(request: Any, timeout: float | None = None) -> _Call:
+        def call(request: Any, timeout: float | None = None, metadata: None = None) -> _Call:
             return self._begin(method, "unary_unary", request_serializer(request), response_deserializer, timeout)
 
         return call
