@@ -3,13 +3,8 @@
 If each hop gathered for itself, sessions would scatter over the hops and batches stay small. So the first hop forms
 each microbatch once, of all sessions with the same route, whichever client they are of. As many as the chain has hops
 may be under way, so that no hop idles.
-
-Tenants share a round by time: where several have rows or prompts here, each has no more rows in a microbatch than take
-as long as a round of the tenant with the fewest rows takes by itself. Its tokens take at most twice as long as alone,
-next to one other tenant; and where rows cost no time, as on a GPU, all of them go.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +14,6 @@ from typing import Final
 from corolla.block_server.hop_session import RingPlace, SessionState
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.ring.microbatch_rules import MicrobatchRules
-from corolla.block_server.ring.round_times import RoundTimes
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.v1 import blocks_pb2 as pb
@@ -28,10 +22,6 @@ from corolla.wire.span import Span
 
 _LONGEST_ROUND_S: Final = 5.0
 """For so long a microbatch keeps its place at most; a longer round is no fault, and only costs some evenness."""
-_COMPANY_S: Final = 0.25
-"""For so long after several tenants had rows or prompts here it is expected that they will have them again."""
-_LOOK_INTERVAL_S: Final = 0.05
-"""Sessions are looked through no more often: there may be thousands, and as many that open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +81,6 @@ class FirstHop:
         # A route is kept while a row of it waits or is under way.
         self._routes: dict[_RouteKey, _Route] = {}
         self._newest_number = 0
-        self._times = RoundTimes()
-        self._company_until_s = self._looked_s = -math.inf
 
     @property
     def num_waiting(self) -> int:
@@ -101,11 +89,7 @@ class FirstHop:
 
     def on_next(self, message: pb.Next) -> None:
         """A microbatch came round, or a session joins."""
-        touched = []
-        for key, route in self._routes.items():
-            if (microbatch := route.under_way.pop(message.microbatch, None)) is not None:
-                self._times.observe(len(microbatch.rows), self._clock() - microbatch.sent_s)
-                touched.append(key)
+        touched = [key for key, route in self._routes.items() if route.under_way.pop(message.microbatch, None)]
         for row in message.rows:
             session = self._sessions.get(row.session_id)
             is_open = session is not None and session.is_open_as(row.epoch, row.client_id)
@@ -126,7 +110,6 @@ class FirstHop:
 
         What has been under way for very long gives up its place, too: the word that it came round may be lost.
         """
-        self._note_company()
         oldest_s = self._clock() - _LONGEST_ROUND_S
         for key, route in list(self._routes.items()):
             lost = [
@@ -138,29 +121,6 @@ class FirstHop:
                 del route.under_way[number]
             route.waiting = {name: row for name, row in route.waiting.items() if self._is_current(row)}
             self._send_ready(key)
-
-    def _note_company(self) -> None:
-        """Sessions that were begun and whose prompts are not through yet count, those whose readers are slow do not."""
-        now_s = self._clock()
-        if now_s < self._looked_s + _LOOK_INTERVAL_S:
-            return
-        self._looked_s = now_s
-        tenants = {
-            session.request.tenant
-            for session in self._sessions
-            if session.state is SessionState.RUNNING and session.ring is None
-        }
-        for route in self._routes.values():
-            tenants.update(self._rows_by_tenant(route))
-        if len(tenants) > 1:
-            self._company_until_s = now_s + _COMPANY_S
-
-    def _rows_by_tenant(self, route: _Route) -> Counter[str]:
-        """That wait or are under way."""
-        rows = Counter(map(self._tenant, route.waiting))
-        for microbatch in route.under_way.values():
-            rows.update(self._tenant(row.session_id) for row in microbatch.rows)
-        return rows
 
     def _route(self, key: _RouteKey, ring: RingPlace) -> _Route:
         route = self._routes.get(key)
@@ -189,29 +149,23 @@ class FirstHop:
             del self._routes[key]
 
     def _leaving(self, route: _Route) -> Sequence[bytes]:
-        """The sessions whose rows leave now as one microbatch."""
+        """The sessions whose rows leave now as one microbatch. Where not all can, tenants take turns."""
         names = list(route.waiting)
-        if self._clock() < self._company_until_s:
-            names = self._shared(route, names)
-        return names[: route.num_leaving(names)]
+        num_leaving = route.num_leaving(names)
+        if 0 < num_leaving < len(names):
+            names = self._in_turn(names)
+            num_leaving = route.num_leaving(names)
+        return names[:num_leaving]
 
-    def _shared(self, route: _Route, names: Sequence[bytes]) -> list[bytes]:
-        """First the oldest row of each tenant, then the second one of each, up to as many as each may have."""
+    def _in_turn(self, names: Sequence[bytes]) -> list[bytes]:
+        """First the oldest row of each tenant, then the second one of each."""
         num_before, ranks = Counter[str](), {}
         for name in names:
-            tenant = self._tenant(name)
+            session = self._sessions.get(name)
+            tenant = "" if session is None else session.request.tenant
             ranks[name] = num_before[tenant]
             num_before[tenant] += 1
-        num_rows, fewest = self._rows_by_tenant(route), 1
-        if len(num_rows) > 1:
-            fewest = min(num_rows.values())
-            self._company_until_s = self._clock() + _COMPANY_S
-        most = max(1.0, self._times.rows_for_free + fewest)
-        return sorted((name for name in names if ranks[name] < most), key=ranks.__getitem__)
-
-    def _tenant(self, session_id: bytes) -> str:
-        session = self._sessions.get(session_id)
-        return "" if session is None else session.request.tenant
+        return sorted(names, key=ranks.__getitem__)
 
     def _step(self, route: _Route, rows: Sequence[pb.StepRow]) -> pb.Step:
         blocks = common_pb2.BlockSpan(start=route.blocks.start, end=route.blocks.end)

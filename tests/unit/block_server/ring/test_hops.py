@@ -97,51 +97,11 @@ def test_a_tenants_many_rows_do_not_go_before_another_ones_few() -> None:
     for name in (b"1", b"2"):
         ring.open(name, tenant="quiet")
         ring.come_round(0, name)
-    ring.first_hop.settle()
     # More wait than a microbatch may have: eight, and each tenant in the order in which its own came.
     ring.come_round(1, b"a", position=6)
     assert ring.sent[2:] == [(3, b"c1d2efgh")]
     ring.come_round(2, b"b", position=6)
     assert ring.sent[3:] == [(4, b"ijklmnop")]
-
-
-def test_where_rows_cost_time_a_tenant_next_to_another_one_has_few_of_them() -> None:
-    ring, noisy = Ring(), b"abcdefghijklmnop"
-    for name in noisy:
-        ring.open(bytes([name]))
-    position = 5
-
-    def a_round(seconds_of_row: float) -> None:
-        """All microbatches come round, after 10 ms and so much for each row."""
-        nonlocal position
-        position += 1
-        for number, names in ring.sent[-2:]:
-            ring.now_s += 0.01 + seconds_of_row * len(names)
-            ring.come_round(number, *(bytes([each]) for each in names), position=position)
-
-    for name in noisy:
-        ring.come_round(0, bytes([name]), position=position)
-        a_round(0.005)
-    # Two rows take as long as a round without any.
-    quiet = ring.open(b"1", tenant="quiet")
-    # Its prompt is not through yet.
-    place, quiet.ring = quiet.ring, None
-    ring.first_hop.settle()
-    quiet.ring = place
-    ring.come_round(0, b"1", position=position)
-    for _ in range(16):
-        a_round(0.005)
-    sent = [names for _, names in ring.sent[-16:]]
-    assert max(len(set(names) & set(noisy)) for names in sent) <= 4
-    assert sum(b"1" in names for names in sent) >= 8
-    # None of the others is left out.
-    assert set(b"".join(sent)) == {*noisy, *b"1"}
-    ring.sessions.end(b"1" * 16, 1)
-    ring.now_s += 5
-    ring.first_hop.settle()
-    for _ in range(8):
-        a_round(0.005)
-    assert max(len(names) for _, names in ring.sent[-2:]) > 4
 
 
 def test_what_comes_round_twice_or_late_begins_nothing() -> None:
