@@ -90,6 +90,6 @@ async def test_a_library_with_the_secret_meets_the_client_services_and_nobody_el
             assert (await client.generate(PROMPT, max_tokens=4)).usage.cached_tokens == 2 * PAGE_TOKENS
 
 
-async def test_a_library_refuses_a_secret_that_can_be_guessed(tmp_path: Path) -> None:
+async def test_a_library_refuses_a_short_secret(tmp_path: Path) -> None:
     with pytest.raises(SettingsError):
         AutoDistributedModelForCausalLM.from_pretrained(str(tmp_path), edges="remote", cache_secret="hunter2")
