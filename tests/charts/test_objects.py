@@ -336,7 +336,7 @@ PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe")
 METRICS: Final = 9464
 PORTS: Final[dict[str, dict[str, int]]] = {
     "block-server": {"data": 50052, "grpc": 50053, "metrics": METRICS},
-    "client": {"grpc": 50051, "metrics": METRICS},
+    "client": {"grpc": 50051, "http": 8080, "metrics": METRICS},
     "redis": {"redis": 6379},
     "router": {"grpc": 50050, "metrics": METRICS},
     "test": {},
@@ -386,6 +386,8 @@ def test_services_listen_on_the_ports_of_their_containers(values: Object) -> Non
         listens = {"grpc": "port", "metrics": "metrics_port"}
         if component == "block-server":
             listens |= {"data": "port", "grpc": "control_port"}
+        if component == "client":
+            listens["http"] = "http_port"
         assert ports_of(objects, component) == {name: getattr(settings, listens[name]) for name in listens}
 
 
@@ -472,7 +474,7 @@ def test_connections_are_admitted_at_both_ends_and_no_others() -> None:
         outside = {port for called, port in admitted(objects, component, "egress") if called == "any"}
         assert outside == {53}, component
         reached = {port for caller, port in admitted(objects, component, "ingress") if caller == "any"}
-        assert reached <= {METRICS} | ({50051} if component == "client" else set()), component
+        assert reached <= {METRICS} | ({50051, 8080} if component == "client" else set()), component
     # Health is asked for from the node, which policies do not hold back.
     assert {port for _, port in admitted(objects, "block-server", "ingress")} == {50052, METRICS}
 
