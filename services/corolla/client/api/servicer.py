@@ -24,6 +24,7 @@ from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering, AnswerOptions
 from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.speech.reading import Speech, SpeechFormat
+from corolla.client.text import formats
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.conversation import ChatSetting, Message, check_conversation
 from corolla.client.text.tokenizer import TextTokenizer
@@ -211,10 +212,11 @@ class GenerationServicer:
     ) -> AnswerOptions:
         rules = conversations.call_rules(request, setting.tools)
         grammar = self._speech_format.grammar(rules)
-        if grammar is not None and not request.HasField("response_format"):
-            # From here on, calls that have to fit their schemas are as any other form that a caller asks for.
-            request.response_format.CopyFrom(pb.ResponseFormat(lark=grammar))
         options = self._options(request, tenant)
+        if grammar is not None and options.form is None:
+            # From here on, calls that have to fit their schemas are as any other form that a caller asks for.
+            validation.check_form_ends(request)
+            options = replace(options, form=formats.lark(grammar, "tools"))
         speech = Speech(
             self._speech_format,
             rules,

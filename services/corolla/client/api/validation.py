@@ -102,9 +102,18 @@ def _form(request: pb.GenerateRequest | pb.ChatRequest, violations: list[tuple[s
     except InvalidRequest as error:
         violations += error.violations
         return None
-    if form is not None and request.stopping.ignore_eos:
-        violations.append(("stopping.ignore_eos", "an answer of a given format ends where that does"))
+    try:
+        if form is not None:
+            check_form_ends(request)
+    except InvalidRequest as error:
+        violations += error.violations
     return form
+
+
+def check_form_ends(request: pb.GenerateRequest | pb.ChatRequest) -> None:
+    """Raises InvalidRequest where an answer of a form is to go on behind its end."""
+    if request.stopping.ignore_eos:
+        raise InvalidRequest("stopping.ignore_eos", "an answer of a given format ends where that does")
 
 
 def _resumption(request: pb.GenerateRequest | pb.ChatRequest, vocab_size: int) -> Resumption | None:
