@@ -127,7 +127,7 @@ def take_template(data: bytes) -> None:
     """A template is one or is none. What one may cost is bounded by the process that it runs in, which is not here."""
     source = data.decode(errors="replace")
     if not re.search(r"\*|\d{4}", source):
-        with contextlib.suppress(TemplateError, MemoryError, RecursionError):  # the last two: it is nested too deeply
+        with contextlib.suppress(TemplateError, SyntaxError, MemoryError, RecursionError):
             Template(source, {})
 
 

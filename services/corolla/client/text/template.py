@@ -46,7 +46,7 @@ class Template:
         special_tokens: texts that the template may name, such as `bos_token`.
 
     Raises:
-        TemplateError: the source is no template.
+        TemplateError, SyntaxError: the source is no template.
         MemoryError, RecursionError: it is nested too deeply.
     """
 
