@@ -28,7 +28,7 @@ class BlockServerSettings(ServiceSettings):
         "", description="Name or address by which others reach this server; empty: the machine's own name."
     )
     router: str = Field("127.0.0.1:50050", description="host:port of the router.")
-    model: str = Field("demo", description="Checkpoint folder, hub id, or `demo`.")
+    model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")
     offline: bool = Field(
         False, description="Never ask the hub: what its cache lacks is missing. HF_HUB_OFFLINE=1 means the same."

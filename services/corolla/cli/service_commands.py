@@ -13,7 +13,7 @@ Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a fre
 Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)]
 MetricsPort = Annotated[int | None, typer.Option(help="Port of the metrics.", show_default=False)]
 LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", show_default=False)]
-Model = Annotated[str | None, typer.Option(help="Checkpoint folder, hub id, or demo.", show_default=False)]
+Model = Annotated[str | None, typer.Option(help="Checkpoint folder, GGUF file, hub id, or demo.", show_default=False)]
 Router = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The router.", show_default=False)]
 Dtype = Annotated[
     str | None, typer.Option(help="float32 (fp32), bfloat16 (bf16) or float16 (fp16).", show_default=False)

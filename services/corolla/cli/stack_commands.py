@@ -9,7 +9,7 @@ from corolla.chassis.weight_formats import QuantizationName, full_dtype_name
 
 _PANEL = "Run a whole stack"
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id, or demo.")]
+Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, GGUF file, hub id, or demo.")]
 Threads = Annotated[int, typer.Option(min=1, max=1024, help="Torch threads of each process.")]
 LogFolder = Annotated[
     Path | None, typer.Option(help="Folder for the log files; a new one if not given.", show_default=False)

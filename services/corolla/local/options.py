@@ -17,7 +17,7 @@ class StackOptions:
     """A local stack.
 
     Attributes:
-        model: checkpoint folder, hub id or "demo".
+        model: checkpoint folder, GGUF file, hub id or "demo".
         num_servers: block servers; without `blocks` they get even parts of the model.
         blocks: spans such as "0:10,10:30", one server for each; "auto" lets the router choose; empty is even parts.
         port: of the client service; None takes the usual one if it is free, 0 any free one.

@@ -121,7 +121,7 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
         "COROLLA_METRICS_PORT": "0",
         "COROLLA_GRACE_S": str(options.grace_s / 2),
     }
-    offline = {"HF_HUB_OFFLINE": "1"} if options.model == "demo" or Path(options.model).expanduser().is_dir() else {}
+    offline = {"HF_HUB_OFFLINE": "1"} if options.model == "demo" or Path(options.model).expanduser().exists() else {}
     # The command line says these to each process; a variable of the surroundings is not meant for all of them.
     own = {key: value for key, value in os.environ.items() if key not in _OF_ONE_PROCESS}
     # The servers share this machine, and would each measure that the others are idle. Who knows better says so.

@@ -17,19 +17,15 @@ _ARCHITECTURES: Final = {
     "llama": ("llama", "llama"),
     "qwen2": ("qwen2", "qwen2"),
     "qwen3": ("qwen3", "qwen3"),
-    "qwen2moe": ("qwen2_moe", "qwen2_moe"),
     "qwen3moe": ("qwen3_moe", "qwen3_moe"),
     "gemma2": ("gemma2", "gemma2"),
     "gemma3": ("gemma3_text", "gemma3"),
-    "phi3": ("phi3", "phi3"),
-    "starcoder2": ("starcoder2", "starcoder2"),
 }
 # What transformers' table leaves out.
 _MORE_KEYS: Final = {
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
     "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
