@@ -106,8 +106,8 @@ MUTANTS: Final = (
     Mutant(
         "token_beyond_vocabulary",
         "services/corolla/client/api/validation.py",
-        ">= vocab_size",
-        "> vocab_size",
+        "(largest := max(checked)) >= vocab_size",
+        "(largest := max(checked)) > vocab_size",
         ("tests/unit/client", "tests/integration/test_bad_input.py"),
     ),
     Mutant(
