@@ -260,7 +260,8 @@ $(VENV)/.tools-done: requirements/tools.txt | $(STAMP)
 	@$(PIP) install --quiet --require-hashes --no-deps --target $(TOOLS) -r requirements/tools.txt
 	@touch $@
 
-AUDITED := $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt
+AUDITED := $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt \
+  requirements/http-clients.txt
 PIP_AUDIT = $(TOOL) pip_audit --require-hashes --no-deps --disable-pip --progress-spinner off --format json
 
 .PHONY: audit

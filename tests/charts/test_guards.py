@@ -104,8 +104,10 @@ def test_client_services_may_ask_the_issuer() -> None:
         ({"name": "demo"}, DEMO_FOLDER_NAME),
         ({"name": "org/model", "numBlocks": 30}, "org/model=30"),
         ({"name": "/models/llama/", "numBlocks": 80}, "llama=80"),
+        ({"name": "/models/llama.Q4_1-00001-of-00003.gguf"}, "llama.Q4_1"),
+        ({"name": "org/model/llama.gguf"}, "llama"),
     ],
-    ids=["demo", "hub", "folder"],
+    ids=["demo", "hub", "folder", "parts of a file", "file on the hub"],
 )
 def test_routers_take_block_servers_of_the_releases_model_only(model: Object, expected: str) -> None:
     given = settings({"model": model}, "rel-corolla-router")["COROLLA_MODELS"]

@@ -65,13 +65,23 @@ HF_ENDPOINT: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* What block servers call the model: its id, or the name of its folder, as the demo model has one. */}}
+{{/* What block servers call the model: its id, or the name of its folder, as the demo model has one; or that of its GGUF
+     file, without what says that it is one of several parts. */}}
 {{- define "corolla.modelName" -}}
 {{- $name := .Values.model.name -}}
 {{- if eq $name "demo" -}}
 smollm2-135m-instruct-v1
+{{- else if hasSuffix ".gguf" $name -}}
+{{ regexReplaceAll "-[0-9]{5}-of-[0-9]{5}$" (base $name | trimSuffix ".gguf") "" }}
 {{- else -}}
 {{ ternary (base $name) $name (hasPrefix "/" $name) }}
+{{- end -}}
+{{- end }}
+
+{{/* Where the file of quotas is, unless settings say otherwise. */}}
+{{- define "corolla.usualQuotas" -}}
+{{- if .Values.client.quotas -}}
+quotasFile: /etc/corolla/quotas/quotas.json
 {{- end -}}
 {{- end }}
 

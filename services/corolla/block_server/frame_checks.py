@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.kv.prefixes import ExpectedText, salt_of
@@ -13,6 +14,7 @@ from corolla.chassis.errors import CapabilityDenied, HopSessionLost, MalformedMe
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import PARENT_HEADER, STATE_HEADER, TraceParent, trace_parent
 from corolla.trust.capabilities import Capabilities
+from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import MAX_TENANT_CHARS, Buffer
@@ -23,6 +25,8 @@ from corolla.wire.tensors import check_payload
 ID_BYTES = 16
 MAX_LEASE_S = 24 * 3600.0
 MAX_VERIFIED_TOKENS = 65
+
+_SPAN_ID_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class FrameChecks:
         if request.owner != peer.owner:
             raise CapabilityDenied("somebody else has signed for the session")
         text = self._text(control, request.blocks)
-        return replace(request, resume=control.resume, text=text, stream=peer.number, trace=_trace(control))
+        return replace(request, resume=control.resume, text=text, stream=peer.number, trace=_trace(control, peer))
 
     def handover_request(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
         """As what a session is offered that another block server holds. Raises CapabilityDenied or RoleDenied."""
@@ -259,6 +263,8 @@ class FrameChecks:
         """How many tokens the rows of a step have together."""
         if not step.rows or len({row.session_id for row in step.rows}) != len(step.rows):
             raise MalformedMessage("rows", "a step has at least one row, and one for each session")
+        if len(step.span_id) not in (0, _SPAN_ID_BYTES):
+            raise MalformedMessage("span_id", "has eight bytes")
         if any(row.num_tokens == 0 or row.num_result_tokens > row.num_tokens for row in step.rows):
             raise MalformedMessage("rows", "a row has at least one token, and no more results than tokens")
         num_tokens = sum(row.num_tokens for row in step.rows)
@@ -267,9 +273,14 @@ class FrameChecks:
         return num_tokens
 
 
-def _trace(control: pb.Open) -> TraceParent | None:
-    """The trace of what the session is opened for, where this process' spans are collected, too."""
+def _trace(control: pb.Open, peer: Peer) -> TraceParent | None:
+    """The trace of what the session is opened for, where this process' spans are collected, too.
+
+    A library is a tenant's own process: what it would have collected, it may not fill others' collector with.
+    """
     if not control.HasField("trace") or not spans.is_collected():
+        return None
+    if peer.workload is not None and peer.workload.role is Role.LIBRARY:
         return None
     parent = trace_parent({PARENT_HEADER: control.trace.parent, STATE_HEADER: control.trace.state})
     return parent if parent is not None and parent.is_sampled else None

@@ -1,7 +1,10 @@
 """What was opened with certificates that have been replaced, and goes on with the new ones before the old ones end."""
 
 import asyncio
+import logging
 from typing import Final, Protocol
+
+log = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S: Final = 0.5
 
@@ -33,4 +36,7 @@ class Renewals:
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
             for standing in list(self._standing):
-                standing.renew()
+                try:
+                    standing.renew()
+                except Exception as failure:  # one that cannot must not keep the others from it
+                    log.error("what stands cannot be renewed", extra={"failure": type(failure).__name__})

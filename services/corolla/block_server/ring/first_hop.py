@@ -159,10 +159,12 @@ class FirstHop:
 
     def _in_turn(self, names: Sequence[bytes]) -> list[bytes]:
         """First the oldest row of each tenant, then the second one of each."""
+        sessions = map(self._sessions.get, names)
+        tenants = ["" if session is None else session.request.tenant for session in sessions]
         num_before, ranks = Counter[str](), {}
-        for name in names:
-            session = self._sessions.get(name)
-            tenant = "" if session is None else session.request.tenant
+        if len(set(tenants)) == 1:
+            return list(names)
+        for name, tenant in zip(names, tenants, strict=True):
             ranks[name] = num_before[tenant]
             num_before[tenant] += 1
         return sorted(names, key=ranks.__getitem__)
