@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +100,7 @@ class HttpChat:
 
     def __init__(self, client: HttpClient, system: str | None, session: str | None, options: Mapping[str, Any]) -> None:
         self._client = client
-        self._system = system
+        self._system = system if session is None else None
         self._options = _fields(options)
         self._is_own = session is None
         self.session_id = session or str(client.ask("POST", "/v1/sessions", {})["id"])
@@ -132,9 +132,11 @@ class HttpChat:
     def stream(self, turn: Turn) -> "HttpStream":
         """One turn, chunk by chunk."""
         body = self._body(turn, stream=True, stream_options={"include_usage": True}, return_token_ids=True)
-        stream = HttpStream(self._client, self._client.open("/v1/chat/completions", body))
+        return HttpStream(self._client, self._client.open("/v1/chat/completions", body), self._begun)
+
+    def _begun(self) -> None:
+        """The session has had a turn, whose messages it keeps."""
         self._system = None
-        return stream
 
     def _body(self, turn: Turn, **more: Any) -> Mapping[str, Any]:
         messages = [{"role": "user", "content": turn}] if isinstance(turn, str) else [_message(each) for each in turn]
@@ -152,8 +154,9 @@ class HttpStream:
         tool_calls: that the answer makes, as far as it has come.
     """
 
-    def __init__(self, client: HttpClient, reply: httpx2.Response) -> None:
+    def __init__(self, client: HttpClient, reply: httpx2.Response, on_end: Callable[[], None]) -> None:
         self._client = client
+        self._on_end = on_end
         self._reply = reply
         self._is_closed = False
         self.usage: Usage | None = None
@@ -183,6 +186,7 @@ class HttpStream:
             raise _error_of(json.dumps(facts).encode())
         if facts.get("usage"):
             self.usage = _usage(facts["usage"])
+            self._on_end()
         for choice in facts["choices"]:
             self.finish_reason = _ENDS.get(choice["finish_reason"], self.finish_reason)
             delta, ids = choice["delta"], choice.get("token_ids", ())

@@ -6,10 +6,11 @@ Everything that an answer takes is held by a context: finish, cancellation and f
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.reservations import OpenOptions
@@ -46,6 +47,9 @@ NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
 RecordTurn = Callable[[router_pb2.SessionRecord, Message], None]
 """Writes a finished turn's answer into the record."""
 
+Result = TypeVar("Result")
+
+_NUM_THREADS: Final = 4
 _DRAFT_SOURCES: Final = {
     SpeculationMode.PROMPT_LOOKUP: blocks_pb2.Drafts.SOURCE_PROMPT_LOOKUP,
     SpeculationMode.DRAFT_MODEL: blocks_pb2.Drafts.SOURCE_DRAFT_MODEL,
@@ -124,6 +128,8 @@ class Answering:
         traces: RequestTraces | None = None,
     ) -> None:
         self._grammars = grammars
+        # Of their own: where prompts take long, nothing else that needs a thread waits, such as a look at revoked keys.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompts")
         self._sessions = sessions
         self._transcripts = transcripts
         self._tokenizer = tokenizer
@@ -148,7 +154,7 @@ class Answering:
         until_s = caller.waits_until_s(options.time_limit_s)
         async with AsyncExitStack() as stack:
             allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, options, num_completions))
-            prompt_ids = await asyncio.to_thread(encode)
+            prompt_ids = await self._in_thread(encode)
             max_tokens = self._max_tokens(len(prompt_ids), options)
             job = _Completion(caller.tenant, prompt_ids, max_tokens, meter, until_s, options.cache_salt)
             if (end := (await self._begun_answer(prompt_ids, job.max_tokens, options)).finish_reason) is not None:
@@ -258,15 +264,20 @@ class Answering:
                 ) as allowance,
                 self._admission.enter(caller.tenant, caller.num_bytes, num_sequences) as ticket,
             ):
-                await self._check_form(options)
+                await self._check_form(caller.tenant, options)
                 with RequestMeter(self._metrics, caller.usage) as meter:
                     yield allowance, ticket, meter
 
-    async def _check_form(self, options: AnswerOptions) -> None:
+    async def _in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    async def _check_form(self, tenant: str, options: AnswerOptions) -> None:
         """Refuses a form that no answer could have, before the request is admitted."""
         if options.form is not None:
             received_ids = () if options.resumption is None else options.resumption.received_ids
-            await asyncio.to_thread(self._grammars.check, options.form, received_ids)
+            if len(received_ids) > self._limits.context_length:
+                raise ContextLengthExceeded("received.ids", "are more than the model's context")
+            await self._grammars.admit(tenant, options.form, received_ids)
 
     async def _check_turn(
         self, session_id: str, tenant: str, turn_name: str, next_prompt: NextPrompt, options: AnswerOptions
@@ -283,7 +294,7 @@ class Answering:
         self, record: router_pb2.SessionRecord, next_prompt: NextPrompt, options: AnswerOptions
     ) -> tuple[int, Sequence[int], int]:
         """The next token log, how many of its first tokens are those of the old one, and how many may follow."""
-        num_kept_tokens, prompt_ids = await asyncio.to_thread(next_prompt, record)
+        num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
         return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), options)
 
     async def _stream_completion(
@@ -399,7 +410,7 @@ class Answering:
         """As `_answer`. The text of tokens that have come is made in a thread: all answers share the event loop."""
         if options.resumption is None:
             return self._answer(prompt_ids, max_tokens, options)
-        return await asyncio.to_thread(self._answer, prompt_ids, max_tokens, options)
+        return await self._in_thread(self._answer, prompt_ids, max_tokens, options)
 
     def _answer(self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions) -> Answer:
         decider = StopDecider(
@@ -439,7 +450,7 @@ class Answering:
         prompt_ids = record.token_log[:num_prompt_tokens]
         answer = self._new_answer(prompt_ids, unbounded, options)
         answer_ids, reason = record.token_log[num_prompt_tokens:], FinishReason(record.last_finish_reason)
-        return await asyncio.to_thread(replay_answer, answer, answer_ids, reason)
+        return await self._in_thread(replay_answer, answer, answer_ids, reason)
 
 
 def _check_drafts(session: ChainSession, options: AnswerOptions) -> None:

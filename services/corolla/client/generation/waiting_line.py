@@ -102,6 +102,8 @@ class WaitingLine(Generic[Ticket]):
         while self._waiting:
             tenant = min(self._waiting, key=self._turn)
             ticket = self._waiting[tenant][0]
+            # Guarantees may have grown since it came.
+            self._places[ticket] = min(self._places[ticket], self._most_places(tenant))
             if not self._may_run(tenant, self._places[ticket]):
                 break
             self._stop_waiting(tenant, ticket)

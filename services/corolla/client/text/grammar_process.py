@@ -1,11 +1,14 @@
 """Tries the grammars of requests in a process of its own, before anything of an answer is computed."""
 
+import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
+from weakref import WeakValueDictionary
 
-from corolla.chassis.errors import InvalidRequest
+from corolla.chassis.errors import InvalidRequest, QueueFull
 from corolla.client.text.formats import AnswerFormat
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.text.worker_process import RanAway, WorkerProcess
@@ -14,10 +17,11 @@ from corolla.models.tokenizer_text import tokenizer_text
 _MOST_REMEMBERED: Final = 256
 _LONGEST_WAIT_S: Final = 10.0
 """The first request waits until the tokenizer is read."""
+_MOST_WAITING: Final = 512
 
 
 class GrammarProcess:
-    """Safe to use from several threads; its methods block. What was found of the latest grammars is remembered.
+    """What was found of the latest grammars is remembered. Safe to use from several threads.
 
     Args:
         vocab_size: how many logits the model has for a token.
@@ -31,14 +35,36 @@ class GrammarProcess:
         self._worker: WorkerProcess | None = None
         self._problems: OrderedDict[str, str | None] = OrderedDict()
         self._lock = threading.Lock()
+        # The process does one thing at a time, and so does the thread that waits for it. Of each tenant one request is
+        # in its line, so that nobody waits for all those of another one.
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._num_waiting = 0
 
     @property
     def pid(self) -> int | None:
         """Of the process; None while it is not needed."""
         return None if self._worker is None else self._worker.pid
 
+    async def admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> None:
+        """As `check`, at the tenant's turn."""
+        if not received_ids and self._is_known(form):
+            return self.check(form)
+        if self._num_waiting >= _MOST_WAITING:
+            raise QueueFull("too many answers of a form are asked for at once")
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(_LONGEST_WAIT_S), turn:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._thread, self.check, form, received_ids)
+        except TimeoutError:
+            raise QueueFull("the forms of others take too long to read") from None
+        finally:
+            self._num_waiting -= 1
+
     def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
-        """Returns where answers of this form can be made, and one that has these tokens be continued.
+        """Returns where answers of this form can be made, and one that has these tokens be continued. It blocks.
 
         Raises:
             InvalidRequest: the form is none, takes too long or too much memory, or the answer is not of it.
@@ -52,11 +78,16 @@ class GrammarProcess:
         if problem is not None:
             raise InvalidRequest(form.field, problem)
 
+    def _is_known(self, form: AnswerFormat) -> bool:
+        with self._lock:
+            return form.grammar in self._problems
+
     def _try(self, form: AnswerFormat, received_ids: Sequence[int]) -> str | None:
         try:
             found = self._its_worker(form.field).ask([form.grammar, list(received_ids)])
         except RanAway as error:
-            found = "grammar", f"takes {error} to read"
+            # It may be the tokens that take so long: of the grammar, nothing is known then.
+            found = "token_ids" if received_ids else "grammar", f"takes {error} to read"
         what: str
         problem: str | None
         what, problem = found or ("grammar", None)

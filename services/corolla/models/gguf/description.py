@@ -29,6 +29,7 @@ _MORE_KEYS: Final = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_SIZES: Final = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 _WHOLE_HEADS_OF_27B: Final = {"gemma2": 46, "gemma3_text": 62}
 _SCALINGS: Final = frozenset({"linear", "yarn"})
 _FREQUENCY_FACTORS: Final = "rope_freqs.weight"
@@ -43,7 +44,8 @@ def configuration(header: GgufHeader) -> dict[str, Any]:
     """The content of `config.json`.
 
     Raises:
-        CheckpointError: nothing here serves this architecture, or not with this rotary embedding.
+        CheckpointError: nothing here serves this architecture, or not with this rotary embedding, or the file does not
+            say how large the model is.
     """
     architecture = header.architecture
     if architecture not in _ARCHITECTURES:
@@ -71,13 +73,24 @@ def configuration(header: GgufHeader) -> dict[str, Any]:
             found[name] = value
     if model_type == "llama" and "sliding_window" in found:
         found["model_type"] = "mistral"  # whose models call themselves llama
-    if model_type in _WHOLE_HEADS_OF_27B:
-        # llama.cpp knows these by their number of blocks: a file does not say by what their scores are divided.
-        is_27b = found["num_hidden_layers"] == _WHOLE_HEADS_OF_27B[model_type]
-        per_head = found["hidden_size"] // found["num_attention_heads"]
-        found["query_pre_attn_scalar"] = per_head if is_27b else found["head_dim"]
+    _check_sizes(found)
+    _add_score_scale(found)
     _add_rotary_scaling(found, header, architecture)
     return found
+
+
+def _check_sizes(found: Mapping[str, Any]) -> None:
+    absent = [name for name in _SIZES if not isinstance(found.get(name), int) or found[name] < 1]
+    if absent:
+        raise CheckpointError(f"The file does not say the model's {absent[0]}; fetch it again.")
+
+
+def _add_score_scale(found: dict[str, Any]) -> None:
+    if found["model_type"] in _WHOLE_HEADS_OF_27B:
+        # llama.cpp knows these by their number of blocks: a file does not say by what their scores are divided.
+        is_27b = found["num_hidden_layers"] == _WHOLE_HEADS_OF_27B[found["model_type"]]
+        per_head = found["hidden_size"] // found["num_attention_heads"]
+        found["query_pre_attn_scalar"] = per_head if is_27b else found.get("head_dim", per_head)
 
 
 def _add_rotary_scaling(found: dict[str, Any], header: GgufHeader, architecture: str) -> None:

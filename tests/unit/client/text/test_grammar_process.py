@@ -1,5 +1,6 @@
 """Grammars are tried in a small process that can be ended."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -51,6 +52,36 @@ def test_a_grammar_that_exhausts_the_process_is_refused_and_the_next_one_tried(g
     deep = "start: r0\n" + "".join(f"r{n}:r{n + 1}\n" for n in range(5000)) + 'r5000:"a"'
     assert "too much memory" in str(refusal(grammars, formats.lark(deep, "lark")))
     assert refusal(grammars, formats.regex("a", "regex")) is None
+
+
+async def test_a_tenant_does_not_wait_for_all_the_grammars_of_another_one(grammars: GrammarProcess) -> None:
+    def deep(number: int) -> formats.AnswerFormat:
+        rules = "".join(f"r{n}:r{n + 1}\n" for n in range(5000 + number))
+        return formats.lark(f'start: r0\n{rules}r{5000 + number}:"a"', "lark")
+
+    refused: list[int] = []
+
+    async def ask(number: int) -> None:
+        with pytest.raises(InvalidRequest):
+            await grammars.admit("noisy", deep(number), ())
+        refused.append(number)
+
+    noisy = [asyncio.ensure_future(ask(number)) for number in range(6)]
+    await asyncio.wait(noisy, return_when=asyncio.FIRST_COMPLETED)
+    before = len(refused)
+    await grammars.admit("quiet", formats.regex("a", "regex"), ())
+    assert len(refused) <= before + 2
+    await asyncio.gather(*noisy)
+
+
+@pytest.mark.full
+def test_tokens_that_take_long_do_not_count_against_their_grammar(
+    grammars: GrammarProcess, byte_level_tokenizer: TextTokenizer
+) -> None:
+    form = formats.regex("a*", "regex")
+    received = byte_level_tokenizer.encode("a", add_special_tokens=False) * 20_000_000
+    assert "received.ids" in str(refusal(grammars, form, received))
+    assert refusal(grammars, form) is None
 
 
 def test_tokens_that_have_come_are_tried_too(grammars: GrammarProcess, byte_level_tokenizer: TextTokenizer) -> None:

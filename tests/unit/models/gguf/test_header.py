@@ -97,6 +97,18 @@ def test_a_type_that_is_not_served_is_named(good: Path, tmp_path: Path) -> None:
         read_header(tmp_path / "other.gguf")
 
 
+@pytest.mark.parametrize("key", [b"llama.block_count", b"llama.embedding_length", b"llama.attention.head_count\x04"])
+def test_a_file_that_does_not_say_how_large_its_model_is_is_refused(
+    good: Path, tmp_path: Path, key: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
+    content = good.read_bytes()
+    place = content.index(key)
+    (tmp_path / "unsaid.gguf").write_bytes(content[:place] + b"x" + content[place + 1 :])
+    with pytest.raises(CheckpointError, match="does not say the model's"):
+        Checkpoint.from_pretrained(str(tmp_path / "unsaid.gguf"))
+
+
 def test_a_split_model_needs_all_its_parts(good: Path, tmp_path: Path) -> None:
     first = tmp_path / "model-00001-of-00002.gguf"
     shutil.copy(good, first)
