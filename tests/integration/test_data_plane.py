@@ -17,6 +17,7 @@ from corolla.block_server import servicer
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.block_server.runner import BatchOutput, RowWork, Runner
+from corolla.client.text import formats
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import MAX_PROMPT_BYTES, Frame, FrameParser, encode, join
@@ -645,3 +646,15 @@ async def test_a_late_stream_that_ends_leaves_the_answers_of_the_other_one(
         await has_ended.wait()
         caller.send(a_step())
         await caller.result()
+
+
+async def test_all_answers_of_a_client_service_may_come_at_once_with_a_grammar_that_is_new(swarm: Swarm) -> None:
+    grammar = pb.Grammar(text=formats.regex("[ab]{1,50}", "regex").grammar)
+    sampler = pb.Sampler(top_p=1, repetition_penalty=1, grammar=grammar)
+    async with calling(swarm) as caller:
+        for number in range(1, 301):
+            session_id = number.to_bytes(16, "big")
+            caller.send(an_open(request_id=number, session_id=session_id, max_tokens=1, sampler=sampler))
+        answers = [await caller.answer() for _ in range(300)]
+        reasons = [answer.reason for answer in answers if not isinstance(answer, pb.Opened)]
+        assert reasons == []

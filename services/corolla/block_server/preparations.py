@@ -18,7 +18,8 @@ from corolla.v1 import blocks_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-_MOST: Final = 64
+_MOST_OF_PEER: Final = 1024
+"""More than the answers of a client service, all of which may come at once when another last hop dies."""
 _MOST_LEFT_OUT: Final = 16
 """Not more than a last hop chooses between two states of the random stream."""
 _LONG_TEXT_TOKENS: Final = 2048
@@ -65,10 +66,10 @@ class Preparations:
             refuse: is called instead with what was wrong.
 
         Raises:
-            QueueFull: too many are being made.
+            QueueFull: too many are being made for this peer.
         """
-        if len(self._of_sessions) >= _MOST:
-            raise QueueFull("a block server prepares too many sessions")
+        if sum(each.peer is peer for each in self._of_sessions.values()) >= _MOST_OF_PEER:
+            raise QueueFull("a block server prepares too many sessions of one client")
 
         def make_ready() -> SessionSampler:
             sampler = make(control)

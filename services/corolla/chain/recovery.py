@@ -12,7 +12,7 @@ from corolla.chain.quarantine import LostServers
 from corolla.chain.recovery_budget import RECOVERABLE, RecoveryBudget, RecoveryReport
 from corolla.chain.recovery_plan import CLIENT, HopState, plan_lanes
 from corolla.chain.replay import Replayable, Replayer
-from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, Reservations
+from corolla.chain.reservations import LONGEST_BUSY_PAUSE_S, ChainBinding, ChainLimits, NotOpened, Reservations
 from corolla.chain.routes import Routes
 from corolla.chassis.errors import (
     CorollaError,
@@ -24,6 +24,7 @@ from corolla.chassis.errors import (
     OutOfPages,
     OutputsNotKept,
     PositionGap,
+    QueueFull,
     RouteUnknown,
 )
 from corolla.chassis.tracing import spans
@@ -45,6 +46,7 @@ class _Job:
         without_outputs: ids of the servers that no longer have the outputs that they said they keep.
         may_scratch: until a hop had no room for a scratch session.
         patience_s: how long to wait for a server that can replace a lost one.
+        longest_pause_s: before the next attempt.
     """
 
     binding: ChainBinding
@@ -57,6 +59,7 @@ class _Job:
     without_outputs: set[str] = field(default_factory=set)
     may_scratch: bool = True
     patience_s: float = 0.0
+    longest_pause_s: float = _LONGEST_PAUSE_S
     methods: set[str] = field(default_factory=set)
     num_recomputed_tokens: int = 0
 
@@ -141,7 +144,7 @@ class Recovery:
         while latest is not None:
             if latest is not failure:
                 # Sessions that lost the same server do not all come at once.
-                await asyncio.sleep(random.uniform(0, _LONGEST_PAUSE_S))
+                await asyncio.sleep(random.uniform(0, job.longest_pause_s))
             job.budget.take_attempt(latest)
             if isinstance(latest, HopUnavailable) and await self._could_not_reach(latest):
                 self._exclude_unreachable(job, latest)
@@ -259,7 +262,11 @@ class Recovery:
 
     def _on_refusal(self, job: _Job, refused: NotOpened) -> CorollaError:
         message = "a hop of the chain is not reachable"
+        job.longest_pause_s = LONGEST_BUSY_PAUSE_S if refused.is_for_now else _LONGEST_PAUSE_S
         for hop, failure in refused.failures:
+            if isinstance(failure, QueueFull):
+                message = failure.message
+                continue
             if not isinstance(failure, HopUnavailable | HopLeaving | OutOfPages):
                 raise failure
             self._routes.on_open_refused(hop.server_id, failure)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
@@ -21,6 +22,7 @@ from corolla.chassis.errors import (
     InvalidRequest,
     NoChain,
     OutOfPages,
+    QueueFull,
     RouterUnavailable,
     StoreUnavailable,
 )
@@ -38,7 +40,10 @@ log = logging.getLogger(__name__)
 _MAX_REFUSALS: Final = 3
 _ALL_TOKENS: Final = 2**31
 # A hop may believe another authority than the others for a while, or have another time.
-_AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages, CapabilityDenied)
+_AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages, QueueFull, CapabilityDenied)
+
+LONGEST_BUSY_PAUSE_S: Final = 1.0
+"""Until a hop is asked again that had too many sessions to open. They do not all come at once."""
 
 
 class TrainedPrompts(Protocol):
@@ -163,7 +168,7 @@ class ChainBinding:
 class Attempts:
     """The attempts of one request: servers that were `too_full`, or `lost` since they did not answer or refused.
 
-    `num_refused` counts the attempts that failed though every server answered.
+    `num_refused` counts the attempts that failed though every server answered. A server that was busy is none of them.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -173,12 +178,12 @@ class Attempts:
 
     def record(self, failures: Sequence[tuple[common_pb2.Hop, BaseException]], now_s: float) -> None:
         """What hops answered in one attempt."""
-        if not any(isinstance(failure, HopUnavailable) for _, failure in failures):
+        if not any(isinstance(failure, HopUnavailable | QueueFull) for _, failure in failures):
             self.num_refused += 1
         for hop, failure in failures:
             if isinstance(failure, OutOfPages):
                 self.too_full.add(hop.server_id)
-            else:
+            elif not isinstance(failure, QueueFull):
                 self.lost.add(hop.server_id, now_s, for_good=not isinstance(failure, HopUnavailable))
 
     def excluded(self, now_s: float, *, as_last_resort: bool) -> frozenset[str]:
@@ -193,6 +198,11 @@ class NotOpened(Exception):
     def __init__(self, failures: Sequence[tuple[common_pb2.Hop, BaseException]]) -> None:
         super().__init__()
         self.failures = failures
+
+    @property
+    def is_for_now(self) -> bool:
+        """Whether a hop had too many sessions to open, and is well otherwise."""
+        return any(isinstance(failure, QueueFull) for _, failure in self.failures)
 
 
 class Reservations:
@@ -209,11 +219,12 @@ class Reservations:
         """Opens sessions, all of them on one chain.
 
         A hop that cannot be reached is left out for a while and another chain is tried; so is one without free pages.
+        A hop that has too many sessions to open is asked again.
         Where there is no chain without a hop that could not be reached, it is asked again and again: it may be slow, or
         the connection to blame. Nobody waits after `until_s` of the event loop's clock.
 
         Raises:
-            NoChain, OutOfPages, HopUnavailable: nothing stays allocated.
+            NoChain, OutOfPages, HopUnavailable, QueueFull: nothing stays allocated.
             InvalidRequest: the prompts are too large for a hop.
         """
         if trace := trace_headers():
@@ -230,7 +241,7 @@ class Reservations:
             try:
                 return await self.open(identities, open_options, chain)
             except NotOpened as refused:
-                failures = refused.failures
+                failures, is_for_now = refused.failures, refused.is_for_now
             self._undo(identities, open_options, chain)
             attempts.record(failures, clock())
             for hop, failure in failures:
@@ -241,6 +252,8 @@ class Reservations:
                 raise (hard or [failure for _, failure in failures])[0]
             reason = getattr(failures[0][1], "reason", "INTERNAL")
             log.warning("chain not opened; trying another", extra={"reason": reason})
+            if is_for_now:
+                await asyncio.sleep(random.uniform(0, LONGEST_BUSY_PAUSE_S))
 
     async def open(
         self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain

@@ -19,7 +19,7 @@ SAMPLED = pb.Sampler(temperature=1, top_p=1, repetition_penalty=1, num_skipped=3
 
 
 def an_open(number: int = 1, epoch: int = 1, sampler: pb.Sampler = SAMPLED) -> pb.Open:
-    return pb.Open(session_id=bytes([number]) * 16, epoch=epoch, max_tokens=1000, sampler=sampler)
+    return pb.Open(session_id=bytes([number % 256, number // 256]) * 8, epoch=epoch, max_tokens=1000, sampler=sampler)
 
 
 def read(control: pb.Open) -> SessionSampler:
@@ -87,30 +87,32 @@ async def test_nobody_gets_what_nobody_wants_any_more() -> None:
     making.start(an_open(1, epoch=3), peer)
     making.start(an_open(2, epoch=3), peer)
     making.start(an_open(3, epoch=3), other)
-    making.subject.cancel(bytes([1]) * 16, 2)  # of an epoch before
+    making.subject.cancel(an_open(1).session_id, 2)  # of an epoch before
     making.subject.cancel_of(other)
-    making.subject.cancel(bytes([2]) * 16, 3)
+    making.subject.cancel(an_open(2).session_id, 3)
     await making.finish()
     assert len(making.made) == 1
     # Whoever opens it once more gets one sampler, not two.
     making.go_on.clear()
     making.start(an_open(1, epoch=4), peer)
-    making.subject.cancel(bytes([1]) * 16, 5)
+    making.subject.cancel(an_open(1).session_id, 5)
     making.start(an_open(1, epoch=5), peer)
     await making.finish()
     assert len(making.made) == 2
     assert making.refused == []
 
 
-async def test_only_so_many_are_made_at_a_time() -> None:
-    making, peer = Making(), Peer(b"c", UnreadStream())
-    for number in range(64):
+async def test_only_so_many_are_made_for_one_peer_at_a_time() -> None:
+    making, peer, other = Making(), Peer(b"c", UnreadStream()), Peer(b"d", UnreadStream())
+    for number in range(1024):
         making.start(an_open(number), peer)
     with pytest.raises(QueueFull):
-        making.start(an_open(64), peer)
+        making.start(an_open(1024), peer)
+    making.start(an_open(1025), other)
     making.subject.cancel_of(peer)
-    making.start(an_open(64), peer)
+    making.start(an_open(1024), peer)
     making.subject.cancel_of(peer)
+    making.subject.cancel_of(other)
     await making.finish()
     await making.tasks.close()
     assert making.made == []

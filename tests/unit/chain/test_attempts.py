@@ -2,7 +2,7 @@ import pytest
 
 from corolla.chain.quarantine import FIRST_RETRY_INTERVAL_S
 from corolla.chain.reservations import Attempts
-from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InvalidRequest, OutOfPages
+from corolla.chassis.errors import CorollaError, HopLeaving, HopUnavailable, InvalidRequest, OutOfPages, QueueFull
 from corolla.v1 import common_pb2
 
 HOP = common_pb2.Hop(server_id="a")
@@ -45,3 +45,10 @@ def test_a_server_without_room_has_not_failed() -> None:
     assert attempts.too_full == {"a"}
     assert not any(hop.server_id in attempts.lost for hop in CHAIN.hops)
     assert attempts.excluded(12.0, as_last_resort=True) == {"a"}
+
+
+def test_a_server_that_is_busy_is_asked_again() -> None:
+    attempts = Attempts(30.0)
+    attempts.record([(HOP, QueueFull("too many sessions"))], 10.0)
+    assert attempts.excluded(10.0, as_last_resort=False) == set()
+    assert attempts.num_refused == 0

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
+from corolla.chain import recovery as recoveries
 from corolla.chain.handovers import Handovers
 from corolla.chain.history import StepShapes
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
 from corolla.chain.replay import ReplayInputs
-from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions
-from corolla.chassis.errors import HopSessionLost, HopUnavailable, RequestKillsServers
+from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, OpenOptions
+from corolla.chassis.errors import HopSessionLost, HopUnavailable, QueueFull, RequestKillsServers
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 
@@ -38,11 +39,13 @@ class LostSequence:
 class SameRoutes:
     def __init__(self, left: Collection[str] = ()) -> None:
         self._left = left
+        self.lost: frozenset[str] = frozenset()
 
     def is_leaving_or_gone(self, server_id: str) -> bool:
         return server_id in self._left
 
-    async def replace_lost(self, chain: common_pb2.Chain, lost: object, **_options: Any) -> common_pb2.Chain:
+    async def replace_lost(self, chain: common_pb2.Chain, lost: Collection[str], **_options: Any) -> common_pb2.Chain:
+        self.lost = frozenset(lost)
         return chain
 
     def avoid(self, server_id: str) -> None:
@@ -50,9 +53,15 @@ class SameRoutes:
 
 
 class EmptyReservations:
-    """Every hop opens each session, and holds no token of it."""
+    """Every hop opens each session, though not at once, and holds no token of it."""
+
+    def __init__(self, num_refusals: int = 0) -> None:
+        self._num_refusals = num_refusals
 
     async def open(self, identities: tuple[SessionIdentity, ...], *_args: Any) -> ChainBinding:
+        if self._num_refusals:
+            self._num_refusals -= 1
+            raise NotOpened([(CHAIN.hops[0], QueueFull("too many sessions"))])
         options = OpenOptions(max_tokens=8, transient=True)
         return ChainBinding(identities, CHAIN, options, 8, [[pb.Opened() for _ in identities]])
 
@@ -60,12 +69,12 @@ class EmptyReservations:
         pass
 
 
-def recovery_with(fill: Callable[[int], Any], left: Collection[str] = ()) -> Recovery:
+def recovery_with(fill: Callable[[int], Any], routes: Any = None, num_refusals: int = 0) -> Recovery:
     async def replay(binding: ChainBinding, number: int, *_args: Any) -> None:
         await fill(number)
 
-    routes: Any = SameRoutes(left)
-    reservations: Any = EmptyReservations()
+    routes = SameRoutes() if routes is None else routes
+    reservations: Any = EmptyReservations(num_refusals)
     replayer: Any = SimpleNamespace(replay=replay)
     return Recovery(routes, reservations, replayer, Handovers(), LIMITS)
 
@@ -113,7 +122,7 @@ async def test_a_request_is_not_to_blame_for_servers_that_leave(left: Collection
     binding = ChainBinding(
         (SessionIdentity(bytes(16), 1, "tenant"),), CHAIN, OpenOptions(max_tokens=8, transient=True), 8
     )
-    recovery = recovery_with(fill, left)
+    recovery = recovery_with(fill, SameRoutes(left))
     budget = RecoveryBudget(16)
     failure = HopUnavailable("a hop of the chain was lost", "a:1")
     await recovery.recover(binding, [LostSequence()], failure, budget)
@@ -122,3 +131,21 @@ async def test_a_request_is_not_to_blame_for_servers_that_leave(left: Collection
     else:
         with pytest.raises(RequestKillsServers):
             await recovery.recover(binding, [LostSequence()], failure, budget)
+
+
+async def test_a_hop_that_is_busy_is_asked_again_and_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recoveries, "LONGEST_BUSY_PAUSE_S", 0.01)
+    filled: list[int] = []
+
+    async def fill(number: int) -> None:
+        filled.append(number)
+
+    binding = ChainBinding(
+        (SessionIdentity(bytes(16), 1, "tenant"),), CHAIN, OpenOptions(max_tokens=8, transient=True), 8
+    )
+    routes = SameRoutes()
+    recovery = recovery_with(fill, routes, num_refusals=3)
+    await recovery.recover(binding, [LostSequence()], HopSessionLost("not held here"), RecoveryBudget(16))
+    assert filled == [0]
+    assert binding.identities[0].epoch == 5
+    assert not routes.lost

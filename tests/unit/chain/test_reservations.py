@@ -1,0 +1,56 @@
+"""Hops that have too many sessions to open. The test replaces the search for servers and the streams to them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from corolla.chain import reservations
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.reservations import ChainLimits, OpenOptions, Reservations
+from corolla.chassis.errors import QueueFull
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+
+SPAN = common_pb2.BlockSpan(start=0, end=2)
+CHAIN = common_pb2.Chain(hops=[common_pb2.Hop(server_id="a", address="a:1", span=SPAN)], fingerprint="weights")
+IDENTITY = SessionIdentity(bytes(16), 1, "tenant")
+
+
+class BusyPlane:
+    """A hop that refuses the first sessions that it is to open."""
+
+    def __init__(self, num_refusals: int) -> None:
+        self.num_refusals = num_refusals
+
+    async def connect(self, _address: str) -> pb.Welcome:
+        return pb.Welcome(span=SPAN)
+
+    async def open(self, *_args: Any) -> tuple[pb.Opened, int]:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise QueueFull("too many sessions")
+        return pb.Opened(), 8
+
+    def close_session(self, *_args: Any) -> None:
+        pass
+
+
+def reservations_on(plane: Any, patience_s: float) -> Reservations:
+    async def plan(*, excluded_ids: frozenset[str], **_options: Any) -> common_pb2.Chain:
+        assert not excluded_ids
+        return CHAIN
+
+    routes: Any = SimpleNamespace(plan=plan, on_open_refused=lambda *_args: None)
+    limits = ChainLimits(8, 8, step_timeout_s=60.0, lease_ms=60_000, recovery_patience_s=patience_s)
+    return Reservations(routes, plane, limits)
+
+
+async def test_a_hop_that_is_busy_is_asked_again_until_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservations, "LONGEST_BUSY_PAUSE_S", 0.01)
+    options = OpenOptions(max_tokens=8, transient=True)
+    plane = BusyPlane(num_refusals=5)
+    binding = await reservations_on(plane, 30.0).reserve([IDENTITY], options)
+    assert (binding.chain, plane.num_refusals) == (CHAIN, 0)
+    with pytest.raises(QueueFull):
+        await reservations_on(BusyPlane(1000), 0.05).reserve([IDENTITY], options)
