@@ -18,6 +18,7 @@ from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.block_server.runner import BatchOutput, RowWork, Runner
 from corolla.client.text import formats
+from corolla.decoding.grammar_text import read_grammar
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.frames import MAX_PROMPT_BYTES, Frame, FrameParser, encode, join
@@ -658,3 +659,30 @@ async def test_all_answers_of_a_client_service_may_come_at_once_with_a_grammar_t
         answers = [await caller.answer() for _ in range(300)]
         reasons = [answer.reason for answer in answers if not isinstance(answer, pb.Opened)]
         assert reasons == []
+
+
+async def test_grammars_that_are_slow_to_read_hold_up_no_other_open(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler with much to leave out is made in a thread, too; and so are certificates read."""
+    may_end = threading.Event()
+
+    def read_slowly(tokenizer: Any, text: str) -> object:
+        assert may_end.wait(60)
+        return read_grammar(tokenizer, text)
+
+    def a_sampler(**changes: Any) -> pb.Sampler:
+        return pb.Sampler(temperature=1, top_p=1, repetition_penalty=1, **changes)
+
+    monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
+    async with calling(swarm) as caller, streaming(swarm, b"d" * 16) as other:
+        try:
+            for number in range(1, 41):
+                sampler = a_sampler(grammar=pb.Grammar(text=formats.regex(f"a{number}", "regex").grammar))
+                session_id = number.to_bytes(16, "big")
+                caller.send(an_open(request_id=number, session_id=session_id, max_tokens=1, sampler=sampler))
+            other.send(an_open(sampler=a_sampler(num_skipped=50)))
+            assert isinstance(await other.answer(), pb.Opened)
+        finally:
+            may_end.set()
+        assert all([isinstance(await caller.answer(), pb.Opened) for _ in range(40)])

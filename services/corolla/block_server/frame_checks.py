@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from corolla.block_server.grammars import GrammarNotRead
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.kv.prefixes import ExpectedText, salt_of
 from corolla.block_server.peers import Peer
@@ -131,12 +132,16 @@ class FrameChecks:
             return None
         return ExpectedText(salt_of(control.tenant, blocks), hashes, control.text.num_tokens)
 
-    def takes_a_while(self, message: pb.Sampler) -> bool:
-        """Whether a sampler should not be made on the event loop: its text is long, or its grammar new."""
-        grammars = self._shared.grammars if message.HasField("grammar") else None
-        return takes_a_while(message) or (grammars is not None and not grammars.has(message.grammar.text))
+    def sampler_at_once(self, control: pb.Open) -> SessionSampler | None:
+        """As `sampler`, on the event loop. None where it takes a while: its text is long, or its grammar new."""
+        if takes_a_while(control.sampler):
+            return None
+        try:
+            return self.sampler(control, may_read_grammar=False)
+        except GrammarNotRead:
+            return None
 
-    def sampler(self, control: pb.Open) -> SessionSampler:
+    def sampler(self, control: pb.Open, *, may_read_grammar: bool = True) -> SessionSampler:
         """Who is to choose a session's tokens. It may run in any thread, as it may take a while."""
         return SessionSampler.read(
             control.sampler,
@@ -144,6 +149,7 @@ class FrameChecks:
             vocab_size=self._identity.vocab_size,
             max_tokens=control.max_tokens,
             grammars=self._shared.grammars,
+            may_read_grammar=may_read_grammar,
         )
 
     def page_hashes(self, text: pb.ExpectedText) -> tuple[bytes, ...]:

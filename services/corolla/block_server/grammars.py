@@ -1,8 +1,10 @@
 """The grammars of answers that are chosen here, as read for the model's tokenizer."""
 
+import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from llguidance import LLMatcher, LLTokenizer
@@ -21,8 +23,14 @@ _STACK_BYTES: Final = 128 << 20
 _starting = threading.Lock()
 
 
+class GrammarNotRead(Exception):
+    """An answer cannot begin at once: its grammar is to be read first."""
+
+
 class Grammars:
     """Reads each grammar once, while it is among the latest. Safe to use from several threads.
+
+    Grammars are read one after the other in a thread of their own: nobody else's work waits for them.
 
     The tokenizer is read with the first grammar, which takes about a second: most servers never need it.
     """
@@ -32,28 +40,41 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._read: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        # Whoever has a grammar already does not wait for those who read others.
-        self._reading = threading.Lock()
+        self._reading = ThreadPoolExecutor(1, "grammars")
 
-    def has(self, text: str) -> bool:
-        """Whether an answer can begin at once."""
-        return text in self._read
+    async def read(self, text: str) -> None:
+        """Returns when an answer can begin without waiting, while the grammar is among the latest.
 
-    def begin(self, text: str, token_ids: Sequence[int]) -> AnswerGrammar:
+        Raises:
+            MalformedMessage: the text is no grammar.
+            InternalError: the model's tokenizer cannot be read for grammars.
+        """
+        await asyncio.wrap_future(self._later(text))
+
+    def begin(self, text: str, token_ids: Sequence[int], *, may_read: bool = True) -> AnswerGrammar:
         """Follows an answer that has these tokens. It may take seconds where this server does not have the grammar.
 
         Raises:
+            GrammarNotRead: this server does not have the grammar, and must not read it now (`may_read`).
             MalformedMessage: the text is no grammar, or the answer breaks it.
             InternalError: the model's tokenizer cannot be read for grammars.
         """
         matcher = self._copy(text)
         if matcher is None:
-            with self._reading:
-                matcher = self._copy(text) or self._keep(text, _on_deep_stack(lambda: self._matcher(text)))
+            if not may_read:
+                raise GrammarNotRead
+            matcher = self._later(text).result()
         grammar = AnswerGrammar(matcher)
         if not grammar.add_all(token_ids):
             raise MalformedMessage("sampler.token_ids", "are no beginning of an answer that fits the grammar")
         return grammar
+
+    def _later(self, text: str) -> Future[LLMatcher]:
+        def read() -> LLMatcher:
+            # Of all who wait for it, the first has read it.
+            return self._copy(text) or self._keep(text, _on_deep_stack(lambda: self._matcher(text)))
+
+        return self._reading.submit(read)
 
     def _copy(self, text: str) -> LLMatcher | None:
         with self._lock:

@@ -1,6 +1,6 @@
 """Sessions whose samplers take a while to make: a long text or a grammar to read, or many choices to leave out.
 
-All that happens in threads, before the session is opened, and holds up nobody else.
+All that happens in threads, the reading in one of its own, before the session is opened, and holds up nobody else.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from corolla.block_server.grammars import Grammars
 from corolla.block_server.peers import Peer
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.chassis.errors import CorollaError, InternalError, QueueFull
@@ -42,10 +43,12 @@ class Preparations:
 
     Args:
         tasks: of this server.
+        grammars: that it follows; None where it follows none.
     """
 
-    def __init__(self, tasks: TaskGroup) -> None:
+    def __init__(self, tasks: TaskGroup, grammars: Grammars | None = None) -> None:
         self._tasks = tasks
+        self._grammars = grammars
         self._of_sessions: dict[bytes, _Preparation] = {}
 
     def __len__(self) -> int:
@@ -78,6 +81,8 @@ class Preparations:
 
         async def prepare() -> None:
             try:
+                if self._grammars is not None and control.sampler.HasField("grammar"):
+                    await self._grammars.read(control.sampler.grammar.text)
                 sampler = await asyncio.to_thread(make_ready)
             except CorollaError as error:
                 refuse(error)

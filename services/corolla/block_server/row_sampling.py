@@ -83,16 +83,19 @@ class SessionSampler:
         vocab_size: int,
         max_tokens: int,
         grammars: Grammars | None = None,
+        may_read_grammar: bool = True,
     ) -> Self:
         """From what an Open brings.
 
         Args:
             max_tokens: of the session.
             grammars: that this server follows; None where it follows none.
+            may_read_grammar: wait for one that this server does not have.
 
         Raises:
             MalformedMessage: a parameter is out of range, or the text has ids that are none, or breaks its grammar.
             InternalError: grammars cannot be followed here.
+            GrammarNotRead: this server does not have the grammar, and must not read it now.
         """
         _check(message, vocab_size, max_tokens)
         text = list(message.token_ids)
@@ -101,7 +104,7 @@ class SessionSampler:
         if message.HasField("grammar"):
             if grammars is None:
                 raise MalformedMessage("sampler.grammar", "this server follows no grammars")
-            grammar = grammars.begin(message.grammar.text, generated_ids)
+            grammar = grammars.begin(message.grammar.text, generated_ids, may_read=may_read_grammar)
         try:
             params = SamplingParams(
                 temperature=message.temperature,

@@ -75,7 +75,7 @@ class BlockServicer:
         self._count_error = count_error
         self._checks = FrameChecks(identity, shared, capabilities)
         self._has_draft_model = shared.draft_model is not None
-        self._preparations = Preparations(tasks)
+        self._preparations = Preparations(tasks, shared.grammars)
         self._engine = engine
         self._scheduler = scheduler
         self._sessions = sessions
@@ -202,10 +202,10 @@ class BlockServicer:
 
             if not control.HasField("sampler"):
                 open_soon()
-            elif self._checks.takes_a_while(control.sampler):
-                self._preparations.start(control, peer, self._checks.sampler, open_soon, refuse)
+            elif (sampler := self._checks.sampler_at_once(control)) is not None:
+                open_soon(sampler)
             else:
-                open_soon(self._checks.sampler(control))
+                self._preparations.start(control, peer, self._checks.sampler, open_soon, refuse)
         except CorollaError as error:
             refuse(error)
 

@@ -1,10 +1,11 @@
 """A last hop reads each grammar once, and keeps the latest."""
 
+import asyncio
 import threading
 
 import pytest
 
-from corolla.block_server.grammars import Grammars
+from corolla.block_server.grammars import GrammarNotRead, Grammars
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.chassis.errors import MalformedMessage
 from corolla.client.text import formats
@@ -19,6 +20,15 @@ FORM = formats.regex("[ab]{1,5}", "regex").grammar
 DEEP = formats.lark("start: r0\n" + "".join(f"r{n}:r{n + 1}\n" for n in range(5000)) + 'r5000:"a"', "lark").grammar
 
 
+def has(grammars: Grammars, text: str) -> bool:
+    """Whether an answer can begin at once."""
+    try:
+        grammars.begin(text, [], may_read=False)
+    except GrammarNotRead:
+        return False
+    return True
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path_factory.mktemp("grammars") / "tiny")))
@@ -29,8 +39,8 @@ def test_answers_that_break_the_grammar_and_texts_that_are_none_are_refused(chec
     for text, token_ids in ((FORM, [50]), ("no grammar", []), ("", [])):
         with pytest.raises(MalformedMessage):
             grammars.begin(text, token_ids)
-    assert grammars.has(FORM)
-    assert not grammars.has("no grammar")
+    assert has(grammars, FORM)
+    assert not has(grammars, "no grammar")
 
 
 def test_rules_as_deep_as_a_grammar_can_have_do_not_end_the_process(checkpoint: Checkpoint) -> None:
@@ -45,8 +55,8 @@ def test_only_the_latest_are_kept(checkpoint: Checkpoint) -> None:
         grammars.begin(formats.regex(f"a{number}", "regex").grammar, [])
         if number == 50:
             grammars.begin(FORM, [])
-    assert grammars.has(FORM)
-    assert not grammars.has(formats.regex("a0", "regex").grammar)
+    assert has(grammars, FORM)
+    assert not has(grammars, formats.regex("a0", "regex").grammar)
 
 
 def test_who_has_a_grammar_does_not_wait_for_one_that_is_read(
@@ -65,12 +75,38 @@ def test_who_has_a_grammar_does_not_wait_for_one_that_is_read(
     reading.start()
     try:
         assert begun.wait(60)
-        assert not grammars.has(DEEP)
+        assert not has(grammars, DEEP)
         grammars.begin(FORM, [])
     finally:
         may_end.set()
         reading.join()
-    assert grammars.has(DEEP)
+    assert has(grammars, DEEP)
+
+
+async def test_each_grammar_is_read_once_however_many_wait_and_nobody_elses_work_does(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, may_end, texts = Grammars(checkpoint), threading.Event(), list[str]()
+
+    def read_slowly(tokenizer: object, text: str) -> object:
+        texts.append(text)
+        assert may_end.wait(60)
+        return read_grammar(tokenizer, text)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
+    waiting = [asyncio.ensure_future(grammars.read(text)) for text in (FORM, DEEP) for _ in range(50)]
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 30) == "done"
+        assert not has(grammars, FORM)
+        # Nobody waits for a grammar any more that was not begun.
+        for each in waiting[50:]:
+            each.cancel()
+    finally:
+        may_end.set()
+        await asyncio.wait(waiting)
+    assert has(grammars, FORM)
+    assert not has(grammars, DEEP)
+    assert texts == [FORM]
 
 
 @pytest.mark.parametrize(
