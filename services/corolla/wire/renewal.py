@@ -37,6 +37,12 @@ _TICKET_BYTES: Final = 16
 _RETRY_INTERVAL_S: Final = 1.0
 MAX_EARLY_BYTES: Final = 64 << 20
 """That wait on a new connection until the old one has brought all."""
+_EARLY_FRAME_BYTES: Final = 256
+"""What a frame that waits takes in addition to its parts."""
+NUM_STALLED_LOOKS: Final = 60
+"""Of `Renewals`, in a row: if the old connection brings next to nothing meanwhile, what waits for it waits no more."""
+_STALLED_BYTES: Final = 4096
+"""More than the pings and their answers of so many looks."""
 
 _OF_RENEWALS: Final = (pb.Renew, pb.Continue)
 
@@ -122,6 +128,8 @@ class _RenewedStream(ABC):
         self._next: FrameStream | None = None
         self._early: list[Frame] = []
         self._num_early_bytes = 0
+        self._num_moved_bytes = 0
+        self._num_stalled_looks = 0
 
     @property
     def peer(self) -> Workload | None:
@@ -150,7 +158,9 @@ class _RenewedStream(ABC):
             elif self.receiver is not None:
                 self.receiver(frame)
         elif connection is self._next:
-            self._num_early_bytes += len(frame.payload)
+            # An empty payload would hold on to all bytes that came with it.
+            frame = frame if frame.payload else Frame(frame.control, b"")
+            self._num_early_bytes += _EARLY_FRAME_BYTES + frame.control.ByteSize() + len(frame.payload)
             if self._num_early_bytes > MAX_EARLY_BYTES:
                 raise QueueFull("a connection that is to continue a stream brings too much before that can be read")
             self._early.append(frame)
@@ -178,7 +188,19 @@ class _RenewedStream(ABC):
 
     def _expect(self, connection: FrameStream) -> None:
         self._next = connection
+        self._num_moved_bytes, self._num_stalled_looks = self._current.num_moved_bytes(), 0
         self._attend(connection)
+
+    def _has_stalled(self) -> bool:
+        """Whether the old connection has for too many looks brought too little that the turn could still come.
+
+        Looks are counted, not seconds: where this process was held up, what came meanwhile may lie unread.
+        """
+        num_bytes = self._current.num_moved_bytes()
+        if num_bytes - self._num_moved_bytes > _STALLED_BYTES:
+            self._num_moved_bytes, self._num_stalled_looks = num_bytes, 0
+        self._num_stalled_looks += 1
+        return self._num_stalled_looks > NUM_STALLED_LOOKS
 
     def _turn(self) -> FrameStream:
         """The present connection has brought all: the next one takes its place. Returns the one before."""
@@ -238,8 +260,12 @@ class _BegunStream(_RenewedStream):
         self._begin(connect(address, accept_first, limits))
 
     def renew(self) -> None:
+        if self._next is not None:
+            if self._has_stalled():
+                self._next.abort()
+            return
         now_s = asyncio.get_running_loop().time()
-        if self._next is None and (self._is_asked or self._is_old()) and now_s >= self._next_attempt_s:
+        if (self._is_asked or self._is_old()) and now_s >= self._next_attempt_s:
             with suppress(QueueFull):  # it is tried again
                 self._current.send(pb.Renew())
 
@@ -301,7 +327,10 @@ class _TakenStream(_RenewedStream):
         self._begin(connection)
 
     def renew(self) -> None:
-        if self._next is None and self._is_old() and self._offered_for != self._certificate():
+        if self._next is not None:
+            if self._has_stalled():  # there is no way back: this end has said its last on the old connection
+                self.abort()
+        elif self._is_old() and self._offered_for != self._certificate():
             with suppress(QueueFull):  # it is tried again
                 self._offer()
 

@@ -224,6 +224,7 @@ class FrameStream(asyncio.Protocol):
         self._unsent: list[Buffer] = []
         self._num_unsent_bytes = 0
         self._end: StreamEnd | None = None
+        self._num_read_bytes = 0
         # Of those written ever, how many had left this process when the stream last looked, and how many waited then.
         self._num_written_bytes = 0
         self._num_drained_bytes = 0
@@ -282,6 +283,11 @@ class FrameStream(asyncio.Protocol):
         except Exception as failure:
             self._on_refused(failure)
 
+    def num_moved_bytes(self) -> int:
+        """Ever, both ways; what waits here to be written does not count, but pings do."""
+        num_waiting_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        return self._num_read_bytes + self._num_written_bytes - num_waiting_bytes
+
     def begin(self, address: str) -> None:
         """Connects, as the end that calls."""
         self._connecting = self._loop.create_task(self._connect(address))
@@ -306,6 +312,7 @@ class FrameStream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._heard_s = self._loop.time()
         self._has_pinged = False
+        self._num_read_bytes += len(data)
         try:
             if self._state is StreamState.GREETING:
                 data = self._greet(data)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from corolla.chassis.errors import CorollaError, MalformedMessage, RoleDenied
+from corolla.chassis.errors import CorollaError, MalformedMessage, QueueFull, RoleDenied
 from corolla.chassis.tasks import TaskGroup
 from corolla.trust.authority import Authority
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
+from corolla.wire import renewal
 from corolla.wire.frames import Frame
 from corolla.wire.network import Network
 from corolla.wire.stream import Receiver, Stream, StreamCause, StreamEnd, StreamLimits, StreamListener, connect
@@ -306,3 +307,58 @@ async def test_a_stream_ends_with_either_of_two_connections_once_the_server_writ
         await first.frames.get()
         second.connection.abort()
         assert (await first.end()).cause is StreamCause.CLOSED
+
+
+async def test_frames_without_payloads_that_wait_for_the_old_connection_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewal, "MAX_EARLY_BYTES", 1 << 20)
+    async with paired(tmp_path) as pair:
+        first, second = Caller(pair, CLIENT), Caller(pair, CLIENT)
+        second.connection.send(pb.Continue(ticket=await first.ticket()))
+        for _ in range(100):
+            second.connection.send(pb.Step(span_id=bytes(20_000)))
+        assert isinstance((await second.end()).error, QueueFull)
+
+
+async def test_a_caller_that_never_says_continue_loses_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewal, "NUM_STALLED_LOOKS", 4)
+    async with paired(tmp_path) as pair:
+        first, second = Caller(pair, CLIENT), Caller(pair, CLIENT)
+        second.connection.send(pb.Continue(ticket=await first.ticket()))
+        assert (await first.frames.get()).control == pb.Continue()
+        for _ in range(8):  # so long as the old connection brings something, the server waits
+            first.connection.send(pb.Step(), bytes(10_000))
+            await asyncio.sleep(0.5)
+        assert not first.connection.ended.done()
+        await asyncio.gather(first.end(), second.end())
+
+
+async def test_a_server_that_never_says_continue_keeps_the_stream_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewal, "NUM_STALLED_LOOKS", 4)
+    identities = Identities(tmp_path)
+    server, client = End(identities, SERVER), End(identities, CLIENT)
+    taken: list[Stream] = []
+
+    def accept(stream: Stream) -> Receiver:
+        taken.append(stream)
+        stream.send(pb.Renew(ticket=bytes(16)))
+        return lambda frame: None
+
+    listener, tasks = StreamListener("127.0.0.1", 0), TaskGroup()
+    await listener.start(accept, LIMITS, trust=server.network.callers)
+    client.network.start_renewal(tasks)
+    stream = client.network.connect(f"127.0.0.1:{listener.port}", client.accept, LIMITS)
+
+    async def is_given_up() -> bool:
+        return len(taken) == 2 and taken[1].ended.done()
+
+    await until(is_given_up)
+    assert not stream.ended.done()
+    await tasks.close()
+    stream.close()
+    await listener.close()
