@@ -114,9 +114,10 @@ class RenewedStreams:
 
 
 class _RenewedStream(ABC):
-    """One end of a stream. `_next` is the connection that continues it, while there are two.
+    """One end of a stream. `_next` is the connection that continues it or was to, while the old one has its turn.
 
-    It ends with the connection that it reads, and where either end writes to the other one already, with that, too.
+    It ends with the connection that it reads. Where the next one has ended before its turn, the stream still takes what
+    both have brought, and ends as that one did.
     """
 
     def __init__(self, certificate: Callable[[], bytes]) -> None:
@@ -174,7 +175,7 @@ class _RenewedStream(ABC):
         """The other end has sent this on the present connection."""
 
     @abstractmethod
-    def _on_next_lost(self, end: StreamEnd) -> None:
+    def _on_next_ended(self, end: StreamEnd) -> None:
         """The connection has ended that was to continue this stream."""
 
     def _is_old(self) -> bool:
@@ -188,6 +189,7 @@ class _RenewedStream(ABC):
 
     def _expect(self, connection: FrameStream) -> None:
         self._next = connection
+        self._early, self._num_early_bytes = [], 0
         self._num_moved_bytes, self._num_stalled_looks = self._current.num_moved_bytes(), 0
         self._attend(connection)
 
@@ -210,6 +212,8 @@ class _RenewedStream(ABC):
         self._writer = self._current
         early, self._early, self._num_early_bytes = self._early, [], 0
         self._current.take(early)
+        if self._current.ended.done():
+            self._conclude(self._current.ended.result())
         return before
 
     def _connections(self) -> list[FrameStream]:
@@ -222,9 +226,7 @@ class _RenewedStream(ABC):
         if connection is self._current:
             self._conclude(end)
         elif connection is self._next:
-            self._next = None
-            self._early, self._num_early_bytes = [], 0
-            self._on_next_lost(end)
+            self._on_next_ended(end)
 
     def _conclude(self, end: StreamEnd) -> None:
         if not self.ended.done():
@@ -260,7 +262,7 @@ class _BegunStream(_RenewedStream):
         self._begin(connect(address, accept_first, limits))
 
     def renew(self) -> None:
-        if self._next is not None:
+        if self._next is not None and not self._next.ended.done():
             if self._has_stalled():
                 self._next.abort()
             return
@@ -271,16 +273,14 @@ class _BegunStream(_RenewedStream):
 
     def _on_renewal(self, control: pb.Renew | pb.Continue) -> None:
         if isinstance(control, pb.Continue):
-            if self._next is None:  # the server has written to one that broke
-                self.abort()
-                return
             self._current.send(pb.Continue())
             if self._left is not None:  # the server reads what came behind it
                 self._left.abort()
+            self._left = self._current
             # What waits on the next one may ask again.
             self._is_asked = False
-            self._left = self._turn()
-        elif self._next is None:
+            self._turn()
+        elif self._next is None or self._next.ended.done():
             self._is_asked = True
             self._open_next(control.ticket)
 
@@ -300,7 +300,7 @@ class _BegunStream(_RenewedStream):
     def _connections(self) -> list[FrameStream]:
         return [*super()._connections(), *([] if self._left is None else [self._left])]
 
-    def _on_next_lost(self, end: StreamEnd) -> None:
+    def _on_next_ended(self, end: StreamEnd) -> None:
         if end.cause is not StreamCause.CLOSED:
             reason = end.error.reason if end.error is not None else ""
             facts = {"address": self._address, "cause": end.cause.value, "reason": reason}
@@ -363,7 +363,7 @@ class _TakenStream(_RenewedStream):
         self._offered.pop(self._ticket, None)
         self._ticket, self._offered_for = b"", b""
 
-    def _on_next_lost(self, end: StreamEnd) -> None:
+    def _on_next_ended(self, end: StreamEnd) -> None:
         """What was written to it is lost."""
         self._conclude(end)
 

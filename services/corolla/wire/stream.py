@@ -276,10 +276,13 @@ class FrameStream(asyncio.Protocol):
         self._transport.abort()
 
     def take(self, frames: Iterable[Frame]) -> None:
-        """Takes frames of this connection that its receiver has put off."""
+        """Takes frames of this connection that its receiver has put off, also where it has ended since."""
+        state = self._state
         try:
             for frame in frames:
-                self._take(frame)
+                if self._receive is None or self._state is not state:
+                    break
+                self._receive(frame)
         except Exception as failure:
             self._on_refused(failure)
 

@@ -362,3 +362,38 @@ async def test_a_server_that_never_says_continue_keeps_the_stream_as_it_was(
     await tasks.close()
     stream.close()
     await listener.close()
+
+
+async def test_a_caller_learns_the_error_that_the_server_wrote_to_the_new_connection(tmp_path: Path) -> None:
+    """The new connection has brought its last before the old one brings the server's Continue."""
+    identities = Identities(tmp_path)
+    server, client = End(identities, SERVER), End(identities, CLIENT)
+    taken: list[Stream] = []
+
+    def accept(stream: Stream) -> Receiver:
+        taken.append(stream)
+        if len(taken) == 1:
+            stream.send(pb.Renew(ticket=bytes(16)))
+
+        def receive(frame: Frame) -> None:
+            if isinstance(frame.control, pb.Continue) and frame.control.ticket:
+                stream.send(pb.Step(step_id=2))
+                stream.fail(QueueFull("too much"))
+
+        return receive
+
+    async def has_failed() -> bool:
+        return len(taken) == 2 and taken[1].ended.done()
+
+    listener = StreamListener("127.0.0.1", 0)
+    await listener.start(accept, LIMITS, trust=server.network.callers)
+    stream = client.network.connect(f"127.0.0.1:{listener.port}", client.accept, LIMITS)
+    await until(has_failed)
+    await asyncio.sleep(0.5)
+    taken[0].send(pb.Step(step_id=1))
+    taken[0].send(pb.Continue())
+    taken[0].close()
+    end = await asyncio.wait_for(stream.ended, 10)
+    assert isinstance(end.error, QueueFull)
+    assert client.numbers == [1, 2]
+    await listener.close()
