@@ -364,8 +364,9 @@ class _TakenStream(_RenewedStream):
         self._ticket, self._offered_for = b"", b""
 
     def _on_next_ended(self, end: StreamEnd) -> None:
-        """What was written to it is lost."""
-        self._conclude(end)
+        """What was written to one that broke is lost. Where the caller closed it, the old one brings the rest."""
+        if end.cause not in (StreamCause.CLOSED, StreamCause.FAILED):
+            self._conclude(end)
 
     def _conclude(self, end: StreamEnd) -> None:
         self._withdraw()

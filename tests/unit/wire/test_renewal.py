@@ -397,3 +397,22 @@ async def test_a_caller_learns_the_error_that_the_server_wrote_to_the_new_connec
     assert isinstance(end.error, QueueFull)
     assert client.numbers == [1, 2]
     await listener.close()
+
+
+async def test_what_a_caller_sent_before_it_closed_the_stream_arrives(tmp_path: Path) -> None:
+    """The new connection has brought its last before the old one brings the caller's Continue."""
+    async with paired(tmp_path) as pair:
+        first, second = Caller(pair, CLIENT), Caller(pair, CLIENT)
+        second.connection.send(pb.Continue(ticket=await first.ticket()))
+        assert (await first.frames.get()).control == pb.Continue()
+        second.connection.send(pb.Step(step_id=3))
+        second.connection.close()
+        await second.end()
+        await asyncio.sleep(0.5)
+        first.connection.send(pb.Step(step_id=1))
+        await asyncio.sleep(RENEWED_S)
+        assert first.frames.empty()
+        first.connection.send(pb.Step(step_id=2))
+        first.connection.send(pb.Continue())
+        assert (await first.end()).cause is StreamCause.CLOSED
+        assert pair.server.numbers == [1, 2, 3]
