@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _TICKET_BYTES: Final = 16
 _RETRY_INTERVAL_S: Final = 1.0
 MAX_EARLY_BYTES: Final = 64 << 20
-"""That wait on a new connection until the old one has brought all."""
+"""That wait on a new connection until the old one has brought all; with more, that one is not read meanwhile."""
 _EARLY_FRAME_BYTES: Final = 256
 """What a frame that waits takes in addition to its parts."""
 NUM_STALLED_LOOKS: Final = 60
@@ -162,9 +162,9 @@ class _RenewedStream(ABC):
             # An empty payload would hold on to all bytes that came with it.
             frame = frame if frame.payload else Frame(frame.control, b"")
             self._num_early_bytes += _EARLY_FRAME_BYTES + frame.control.ByteSize() + len(frame.payload)
-            if self._num_early_bytes > MAX_EARLY_BYTES:
-                raise QueueFull("a connection that is to continue a stream brings too much before that can be read")
             self._early.append(frame)
+            if self._num_early_bytes > MAX_EARLY_BYTES:
+                connection.pause_reading()
 
     @abstractmethod
     def renew(self) -> None:
@@ -211,6 +211,7 @@ class _RenewedStream(ABC):
         before, self._current, self._next = self._current, self._next, None
         self._writer = self._current
         early, self._early, self._num_early_bytes = self._early, [], 0
+        self._current.resume_reading()
         self._current.take(early)
         if self._current.ended.done():
             self._conclude(self._current.ended.result())

@@ -231,6 +231,7 @@ class FrameStream(asyncio.Protocol):
         self._num_backlog_bytes = 0
         self._heard_s = 0.0
         self._has_pinged = False
+        self._is_paused = False
         self._next_look_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_believed: Callable[[], bool] = lambda: True
@@ -285,6 +286,20 @@ class FrameStream(asyncio.Protocol):
                 self._receive(frame)
         except Exception as failure:
             self._on_refused(failure)
+
+    def pause_reading(self) -> None:
+        """What is not taken yet waits outside this process. Whether the other end lives is not asked meanwhile."""
+        if self._transport is not None and not self._is_paused and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._is_paused = True
+
+    def resume_reading(self) -> None:
+        if not self._is_paused:
+            return
+        self._is_paused = False
+        self._heard_s = self._loop.time()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def num_moved_bytes(self) -> int:
         """Ever, both ways; what waits here to be written does not count, but pings do."""
@@ -461,6 +476,11 @@ class FrameStream(asyncio.Protocol):
         if now_s - self._next_look_s > self._limits.silence_s / 4:
             self._heard_s = now_s - self._limits.ping_after_s
             self._has_pinged = False
+        if self._is_paused:
+            self._heard_s = now_s
+            # The other end may ask whether this one lives, and its question is not read.
+            with contextlib.suppress(QueueFull):
+                self.send(pb.Pong())
         silence_s = now_s - self._heard_s
         if silence_s >= self._limits.silence_s:
             self.abort(StreamCause.SILENT)

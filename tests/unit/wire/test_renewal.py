@@ -225,10 +225,10 @@ async def test_a_server_does_not_fill_its_callers_with_connections(tmp_path: Pat
 class Caller:
     """One connection, on which the test says everything itself."""
 
-    def __init__(self, pair: Pair, workload: tuple[Role, str]) -> None:
+    def __init__(self, pair: Pair, workload: tuple[Role, str], limits: StreamLimits = LIMITS) -> None:
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         trust = End(pair.identities, workload).network.servers
-        self.connection = connect(pair.address, lambda _: self.frames.put_nowait, LIMITS, trust=trust)
+        self.connection = connect(pair.address, lambda _: self.frames.put_nowait, limits, trust=trust)
 
     async def ticket(self) -> bytes:
         self.connection.send(pb.Renew())
@@ -309,16 +309,38 @@ async def test_a_stream_ends_with_either_of_two_connections_once_the_server_writ
         assert (await first.end()).cause is StreamCause.CLOSED
 
 
-async def test_frames_without_payloads_that_wait_for_the_old_connection_are_bounded(
+async def num_taken(stream: Stream) -> int:
+    """Steps without payloads, sent until the other end has not read too many of them; 1000 at most."""
+    for num_sent in range(1000):
+        try:
+            stream.send(pb.Step(step_id=num_sent + 1, span_id=bytes(100_000)))
+        except QueueFull:
+            return num_sent
+        await asyncio.sleep(0.001)
+    return 1000
+
+
+async def test_a_new_connection_is_not_read_while_too_much_waits_for_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Frames without payloads count, too. Nothing is lost, however long that takes."""
     monkeypatch.setattr(renewal, "MAX_EARLY_BYTES", 1 << 20)
+    limits = StreamLimits(silence_s=3.0, ping_after_s=1.0, max_waiting_bytes=8 << 20)
     async with paired(tmp_path) as pair:
-        first, second = Caller(pair, CLIENT), Caller(pair, CLIENT)
+        first, second = Caller(pair, CLIENT), Caller(pair, CLIENT, limits)
         second.connection.send(pb.Continue(ticket=await first.ticket()))
-        for _ in range(100):
-            second.connection.send(pb.Step(span_id=bytes(20_000)))
-        assert isinstance((await second.end()).error, QueueFull)
+        num_sent = await num_taken(second.connection)
+        assert num_sent < 1000
+        await asyncio.sleep(2 * limits.silence_s)
+        assert not second.connection.ended.done()
+        first.connection.send(pb.Continue())
+
+        async def has_come() -> bool:
+            return len(pair.server.numbers) == num_sent
+
+        await until(has_come)
+        assert pair.server.numbers == list(range(1, num_sent + 1))
+        second.connection.close()
 
 
 async def test_a_caller_that_never_says_continue_loses_the_stream(
