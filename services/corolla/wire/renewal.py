@@ -11,7 +11,7 @@ goes. No frame is lost, and none overtakes another.
         Continue {}              -- old -->       the caller's last frame there; the server closes the old one
 
 What comes on the new connection waits until the old one has brought all. Where the new one does not come about, the old
-one stays, and the caller tries again.
+one stays, and the caller tries again; ever more seldom where one end refuses the other.
 """
 
 import asyncio
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _TICKET_BYTES: Final = 16
 _RETRY_INTERVAL_S: Final = 1.0
+_MAX_RETRY_INTERVAL_S: Final = 30.0
+"""It doubles up to this where one end refuses the other, which each of them may write to its audit log."""
 MAX_EARLY_BYTES: Final = 64 << 20
 """That wait on a new connection until the old one has brought all; with more, that one is not read meanwhile."""
 _EARLY_FRAME_BYTES: Final = 256
@@ -253,6 +255,7 @@ class _BegunStream(_RenewedStream):
         # The server has asked for another connection, and there is none yet.
         self._is_asked = False
         self._next_attempt_s = 0.0
+        self._retry_interval_s = _RETRY_INTERVAL_S
         # It has brought all, and the server closes it once it has read all.
         self._left: FrameStream | None = None
 
@@ -280,6 +283,7 @@ class _BegunStream(_RenewedStream):
             self._left = self._current
             # What waits on the next one may ask again.
             self._is_asked = False
+            self._retry_interval_s = _RETRY_INTERVAL_S
             self._turn()
         elif self._next is None or self._next.ended.done():
             self._is_asked = True
@@ -290,9 +294,11 @@ class _BegunStream(_RenewedStream):
         now_s = asyncio.get_running_loop().time()
         if now_s < self._next_attempt_s:
             return
-        self._next_attempt_s = now_s + _RETRY_INTERVAL_S
+        self._next_attempt_s = now_s + self._retry_interval_s
 
         def accept_next(connection: Stream) -> Receiver:
+            if connection.peer != self.peer:
+                raise RoleDenied("the server of a stream that is to go on is not the one that it was")
             connection.send(pb.Continue(ticket=ticket))
             return self._receiver_of(connection)
 
@@ -302,6 +308,8 @@ class _BegunStream(_RenewedStream):
         return [*super()._connections(), *([] if self._left is None else [self._left])]
 
     def _on_next_ended(self, end: StreamEnd) -> None:
+        if end.cause is StreamCause.FAILED:
+            self._retry_interval_s = min(2 * self._retry_interval_s, _MAX_RETRY_INTERVAL_S)
         if end.cause is not StreamCause.CLOSED:
             reason = end.error.reason if end.error is not None else ""
             facts = {"address": self._address, "cause": end.cause.value, "reason": reason}

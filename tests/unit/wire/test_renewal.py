@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from corolla.chassis.errors import CorollaError, MalformedMessage, QueueFull, RoleDenied
+from corolla.chassis.private_files import write_private
 from corolla.chassis.tasks import TaskGroup
 from corolla.trust.authority import Authority
+from corolla.trust.credentials import CERTIFICATE_FILE, KEY_FILE
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire import renewal
@@ -438,3 +440,49 @@ async def test_what_a_caller_sent_before_it_closed_the_stream_arrives(tmp_path: 
         first.connection.send(pb.Continue())
         assert (await first.end()).cause is StreamCause.CLOSED
         assert pair.server.numbers == [1, 2, 3]
+
+
+async def test_a_caller_that_is_refused_tries_ever_more_seldom(tmp_path: Path) -> None:
+    identities = Identities(tmp_path)
+    server, client = End(identities, SERVER), End(identities, CLIENT)
+    taken: list[Stream] = []
+
+    def accept(stream: Stream) -> Receiver:
+        taken.append(stream)
+        if len(taken) == 1:
+            stream.send(pb.Renew(ticket=bytes(16)))
+
+        def receive(frame: Frame) -> None:
+            if isinstance(frame.control, pb.Continue):
+                raise RoleDenied("not here")
+            stream.send(pb.Renew(ticket=bytes(16)))
+
+        return receive
+
+    listener, tasks = StreamListener("127.0.0.1", 0), TaskGroup()
+    await listener.start(accept, LIMITS, trust=server.network.callers)
+    client.network.start_renewal(tasks)
+    stream = client.network.connect(f"127.0.0.1:{listener.port}", client.accept, LIMITS)
+    await asyncio.sleep(6)
+    # At 0, 1 and 3 s; the next one at 7 s.
+    assert 2 <= len(taken[1:]) <= 3
+    assert not stream.ended.done()
+    await tasks.close()
+    stream.close()
+    await listener.close()
+
+
+async def test_a_stream_does_not_go_on_at_another_server(tmp_path: Path) -> None:
+    """Whose address it is by now."""
+    async with paired(tmp_path) as pair:
+        pair.send()
+        await pair.until_answered()
+        peer = pair.stream.peer
+        here, other = pair.identities.folder_of(*SERVER), pair.identities.folder_of(Role.BLOCK, "4")
+        for name in (KEY_FILE, CERTIFICATE_FILE):
+            write_private(here / name, (other / name).read_bytes())
+        pair.take_changes()
+        await asyncio.sleep(RENEWED_S)
+        pair.send()
+        await pair.until_answered()
+        assert pair.stream.peer == peer
