@@ -1,6 +1,7 @@
 """The door of HTTP on its own: over real connections, with replies that no model has to make."""
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from starlette.routing import Route, Router
 from corolla.chassis.calls import Call
 from corolla.chassis.errors import InternalError, StartupError
 from corolla.chassis.metrics import RpcMetrics
+from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.door import Door
 from corolla.client.http.exchange import Exchange, HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
@@ -36,6 +38,10 @@ class Running:
     async def broken(self, exchange: Exchange, call: Call[Any]) -> None:
         await exchange.without_body()
         await exchange.stream(self._failing())
+
+    async def strict(self, exchange: Exchange, call: Call[Any]) -> None:
+        await exchange.read(CompletionRequest)
+        await exchange.reply(b"{}")
 
     async def _parts(self) -> AsyncGenerator[bytes, None]:
         try:
@@ -63,13 +69,32 @@ async def running() -> AsyncIterator[Running]:
         pass
 
     door = Door(let_in, metrics, Limits(1000, HeldBytes(1000), 5.0, 0.3))
-    behaviours = {"/much": service.much, "/broken": service.broken}
-    routes = [Route(path, door.endpoint(path, {"GET": behaviour})) for path, behaviour in behaviours.items()]
+    behaviours = {
+        "/much": {"GET": service.much},
+        "/broken": {"GET": service.broken},
+        "/strict": {"POST": service.strict},
+    }
+    routes = [Route(path, door.endpoint(path, methods)) for path, methods in behaviours.items()]
     await server.start(Router(routes, default=door.not_found))
     try:
         yield service
     finally:
         await server.stop(0)
+
+
+async def asked(service: Running, text: bytes) -> bytes:
+    """The whole reply to what is said on a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.server.port)
+    writer.write(text)
+    async with asyncio.timeout(10):
+        found = await reader.read()
+    writer.close()
+    return found
+
+
+def posted(body: bytes, *headers: bytes) -> bytes:
+    lines = (b"POST /strict HTTP/1.1", b"host: a", b"connection: close", b"content-length: %d" % len(body), *headers)
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
 async def test_an_answer_that_nobody_takes_ends_with_its_connection() -> None:
@@ -105,3 +130,11 @@ async def test_a_taken_port_is_said_at_once() -> None:
         metrics = HttpMetrics(CollectorRegistry(), RpcMetrics(CollectorRegistry()))
         with pytest.raises(StartupError, match="choose another port for HTTP"):
             HttpServer("127.0.0.1", service.server.port, None, metrics, max_connections=8, head_timeout_s=5.0)
+
+
+async def test_a_body_of_nothing_but_faults_is_refused_in_one_sentence() -> None:
+    async with running() as service:
+        body = json.dumps({"prompt": "a", **{f"x{number}": 0 for number in range(65)}}).encode()
+        reply = await asked(service, posted(body, b"content-type: application/json"))
+        assert reply.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"] == "body: has more than 64 faults"

@@ -7,7 +7,7 @@ from google.protobuf.struct_pb2 import Struct
 from pydantic import Field
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.fields import AnswerFields, Fields, ResponseFormat, Tolerated, as_json, response_format
+from corolla.client.http.fields import AnswerFields, Fields, ListOf, ResponseFormat, Tolerated, as_json, response_format
 from corolla.v1 import generation_pb2 as pb
 
 
@@ -37,9 +37,9 @@ class ChatMessage(Fields):
     """A message of a conversation, in any order that the model's chat template accepts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
@@ -80,14 +80,14 @@ ToolMode = Literal["none", "auto", "required"]
 class ChatCompletionRequest(AnswerFields):
     """A conversation to be answered."""
 
-    messages: list[ChatMessage] = Field(description="With a session_id: what is new since its last turn.")
+    messages: ListOf[ChatMessage] = Field(description="With a session_id: what is new since its last turn.")
     max_completion_tokens: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
         None, description="Another name of max_tokens."
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(None, description="0 to 20.")
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: ToolMode | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Handed to the chat template.")
@@ -96,7 +96,7 @@ class ChatCompletionRequest(AnswerFields):
         False, description="The last message is an assistant's, and the answer continues it."
     )
     add_generation_prompt: bool | None = Field(None, description="Must be the contrary of continue_final_message.")
-    modalities: list[Literal["text"]] | None = Tolerated
+    modalities: ListOf[Literal["text"]] | None = Tolerated
     verbosity: str | None = Tolerated
 
     def as_protocol(self) -> pb.ChatRequest:

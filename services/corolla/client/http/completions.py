@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.http.fields import AnswerFields, ResponseFormat, TokenId, response_format
+from corolla.client.http.fields import AnswerFields, ListOf, ResponseFormat, TokenId, response_format
 from corolla.v1 import generation_pb2 as pb
 
 MAX_PROMPTS: Final = 64
@@ -15,7 +15,7 @@ MAX_PROMPTS: Final = 64
 class CompletionRequest(AnswerFields):
     """Prompts to be completed."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+    prompt: str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]] = Field(
         description=f"A text or token ids, or up to {MAX_PROMPTS} of them; with a session_id just one."
     )
     logprobs: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(None, description="0 to 20.")

@@ -28,6 +28,7 @@ JSON: Final = "application/json"
 _EVENTS: Final = "text/event-stream; charset=utf-8"
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _MAX_VIOLATIONS: Final = 8
+_MAX_FAULTS: Final = 64
 _LINGER_S: Final = 1.0
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -248,6 +249,9 @@ class Exchange:
 
 def _refusal(failure: ValidationError) -> InvalidRequest:
     """What is wrong with a body, by field; never what stands there."""
+    # The facts of each fault take far more than the bytes that it was sent with.
+    if failure.error_count() > _MAX_FAULTS:
+        return InvalidRequest("body", f"has more than {_MAX_FAULTS} faults")
     problems = failure.errors(include_url=False, include_context=False, include_input=False)
     found = dict.fromkeys((_place(each["loc"]), _sentence(each["type"], each["msg"])) for each in problems)
     first, *more = list(found)[:_MAX_VIOLATIONS]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,13 @@ DEFAULT_TEMPERATURE: Final = 1.0
 
 _INT32: Final = (1 << 31) - 1
 _INT64: Final = (1 << 63) - 1
+
+Element = TypeVar("Element")
+Name = TypeVar("Name")
+
+ListOf = Annotated[list[Element], Field(fail_fast=True)]
+MappingOf = Annotated[dict[Name, Element], Field(fail_fast=True)]
+"""Refused at the first element that is wrong: each further fault would take memory and time for nobody."""
 
 Count = Annotated[int, Field(ge=0, le=_INT32)]
 TokenId = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
@@ -47,7 +54,7 @@ class SamplingFields(Fields):
     temperature: float | None = Field(None, description="0 is greedy; unset is 1, as OpenAI has it.")
     top_p: float | None = None
     user: str | None = Tolerated
-    metadata: dict[str, str] | None = Tolerated
+    metadata: MappingOf[str, str] | None = Tolerated
     service_tier: str | None = Tolerated
     safety_identifier: str | None = Tolerated
     prompt_cache_key: str | None = Tolerated
@@ -69,12 +76,12 @@ class AnswerFields(SamplingFields):
     n: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = Field(None, description="Answers, 1 to 16.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = Field(None, description="The answer ends before the first of these texts.")
+    stop: str | ListOf[str] | None = Field(None, description="The answer ends before the first of these texts.")
     seed: Annotated[int, Field(ge=-_INT64, le=_INT64)] | None = None
     max_tokens: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(
+    logit_bias: MappingOf[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(
         None, description="Added to the logits of these tokens, which are named by their ids."
     )
     top_k: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = Field(None, description="0 is off.")
@@ -89,7 +96,7 @@ class AnswerFields(SamplingFields):
     session_id: str = Field("", description="Continue this session: only what is new is sent.")
     request_id: str = Field("", description="Names the request, so that it can go on after its stream broke.")
     resume_from: Count = Field(0, description="With a request_id: so many tokens of the answer have come.")
-    received: list[TokenId] = Field([], description="Just these tokens, from a caller that still has them.")
+    received: ListOf[TokenId] = Field([], description="Just these tokens, from a caller that still has them.")
     return_token_ids: bool | None = Field(None, description="Ids of tokens; unset: where there is a request_id.")
     store: bool | None = Tolerated
 
@@ -170,7 +177,7 @@ class RegexFormat(Fields):
 
 class ChoiceFormat(Fields):
     type: Literal["choice"]
-    choice: list[str]
+    choice: ListOf[str]
 
 
 class LarkFormat(Fields):

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from corolla.chassis.errors import InvalidRequest, ResourceNotFound
 from corolla.client.http.chat import struct_of
-from corolla.client.http.fields import Fields, SamplingFields, Tolerated, as_json, json_schema_format
+from corolla.client.http.fields import Fields, ListOf, SamplingFields, Tolerated, as_json, json_schema_format
 from corolla.v1 import generation_pb2 as pb
 
 _ID: Final = re.compile(r"resp_([0-9a-f]{32})([0-9a-f]{8})")
@@ -35,7 +35,7 @@ class Item(Fields):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | ListOf[ContentPart]
     phase: str | None = Tolerated
 
 
@@ -53,13 +53,13 @@ class FunctionOutputItem(Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[ContentPart]
+    output: str | ListOf[ContentPart]
 
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
-    summary: list[ContentPart] | None = None
-    content: list[ContentPart] | None = None
+    summary: ListOf[ContentPart] | None = None
+    content: ListOf[ContentPart] | None = None
     encrypted_content: str | None = Tolerated
 
 
@@ -126,19 +126,19 @@ class ResponseStreamOptions(Fields):
 class ResponseRequest(SamplingFields):
     """A conversation to be answered, or what is new in it since an earlier response."""
 
-    input: str | list[InputItem]
+    input: str | ListOf[InputItem]
     instructions: str | None = Field(None, description="A system message in front of the input.")
     previous_response_id: str | None = Field(None, description="The newest response of the conversation.")
     store: bool | None = Field(None, description="Unset: true. Only a stored response can be continued.")
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: ListOf[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[str] | None = Field(None, description="`message.output_text.logprobs`; others have no effect.")
+    include: ListOf[str] | None = Field(None, description="`message.output_text.logprobs`; others have no effect.")
     top_logprobs: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(None, description="0 to 20.")
     truncation: Literal["disabled"] | None = Field(None, description="Conversations are never cut.")
     background: Literal[False] | None = Field(None, description="Responses are made while their callers wait.")

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.http.chat import ChatMessage, Tool, message_of, struct_of, tools_of
-from corolla.client.http.fields import Fields, TokenId
+from corolla.client.http.fields import Fields, ListOf, TokenId
 from corolla.v1 import generation_pb2 as pb
 
 
@@ -15,8 +15,8 @@ class TokenizeRequest(Fields):
 
     model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
     prompt: str | None = Field(None, description="One of prompt and messages must be set.")
-    messages: list[ChatMessage] | None = Field(None, description="They go through the model's chat template.")
-    tools: list[Tool] | None = None
+    messages: ListOf[ChatMessage] | None = Field(None, description="They go through the model's chat template.")
+    tools: ListOf[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = Field(True, description="Of a prompt: those that the tokenizer adds of itself.")
@@ -50,7 +50,7 @@ class DetokenizeRequest(Fields):
     """Tokens to be made a text again."""
 
     model: str = Field("", max_length=512, description="Empty: the only model that the service has.")
-    tokens: list[TokenId]
+    tokens: ListOf[TokenId]
     skip_special_tokens: bool = False
 
     def as_protocol(self) -> pb.DetokenizeRequest:
