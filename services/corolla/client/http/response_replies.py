@@ -173,7 +173,7 @@ class _Writer:
             text += self._extend("message", chunk.text_delta, logprob_facts(chunk.logprobs))
         for call in chunk.tool_calls:
             if call.id:
-                text += self._begin(_OpenItem("function_call", len(self.output), call.id, call.name))
+                text += self._begin(_OpenItem("function_call", self._next_index, call.id, call.name))
             text += self._extend("function_call", call.arguments_delta)
         return text
 
@@ -185,7 +185,7 @@ class _Writer:
     def _extend(self, kind: str, delta: str, logprobs: list[dict[str, Any]] | None = None) -> str:
         item, text = self._open, ""
         if item is None or item.kind != kind:
-            text = self._begin(_OpenItem(kind, len(self.output) + (item is not None)))
+            text = self._begin(_OpenItem(kind, self._next_index))
             item = self._open
         if item is None or not delta:
             return text
@@ -195,6 +195,11 @@ class _Writer:
         text += f'{item.delta_head}{self._number}{item.delta_place}"delta":{escaped(delta)}{more}}}\n\n'
         self._number += 1
         return text
+
+    @property
+    def _next_index(self) -> int:
+        """Of the item that begins next: the open one, if any, stands before it."""
+        return len(self.output) + (self._open is not None)
 
     def _begin(self, item: "_OpenItem") -> str:
         text = self._close()
