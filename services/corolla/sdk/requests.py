@@ -159,7 +159,7 @@ def _set_template(
         add_tools(request, tools)
     try:
         request.template_arguments.update(arguments or {})
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, OverflowError, AttributeError):
         raise InvalidRequest("template_arguments", "must be a mapping of names to values of JSON") from None
 
 

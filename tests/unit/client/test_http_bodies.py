@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from corolla.chassis.errors import InvalidRequest
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.openapi import OPERATIONS
@@ -60,3 +61,21 @@ def test_a_body_of_nothing_but_faults_has_few(kind: type[BaseModel], body: Any) 
     with pytest.raises(ValidationError) as refusal:
         kind.model_validate_json(json.dumps(body))
     assert refusal.value.error_count() < 10
+
+
+def nested(depth: int) -> Any:
+    return {"a": nested(depth - 1)} if depth else 1
+
+
+@pytest.mark.parametrize("arguments", [{"a": 10**400}, nested(9), nested(150)])
+def test_arguments_that_the_protocol_cannot_hold_are_refused(arguments: Any) -> None:
+    body = json.dumps({"messages": [], "chat_template_kwargs": arguments})
+    for kind in (ChatCompletionRequest, TokenizeRequest):
+        with pytest.raises(InvalidRequest) as refusal:
+            kind.model_validate_json(body).as_protocol()
+        assert refusal.value.violations[0][0] == "chat_template_kwargs"
+
+
+def test_arguments_may_be_eight_deep() -> None:
+    body = {"messages": [], "chat_template_kwargs": nested(8)}
+    assert ChatCompletionRequest.model_validate(body).as_protocol().template_arguments == nested(8)

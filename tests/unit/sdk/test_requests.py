@@ -152,3 +152,11 @@ def test_a_message_of_another_shape_is_refused(message: object) -> None:
 def test_a_conversation_is_tokenised_as_one() -> None:
     assert tokenize_request("a", special_tokens=False).without_special_tokens
     assert tokenize_request([Message("user", "a")]).WhichOneof("input") == "chat"
+
+
+@pytest.mark.parametrize("arguments", [{"a": 10**400}, {"a": object()}, 7])
+def test_template_arguments_are_values_of_json(arguments: Any) -> None:
+    with pytest.raises(InvalidRequest, match="template_arguments"):
+        chat_request([], {"template_arguments": arguments})
+    with pytest.raises(InvalidRequest, match="template_arguments"):
+        tokenize_request([], template_arguments=arguments)

@@ -139,12 +139,12 @@ def _json_object(text: str, field: str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise InvalidRequest(field, "must be an object in JSON")
-    if text.count("{") + text.count("[") > MAX_JSON_DEPTH and _depth(value) > MAX_JSON_DEPTH:
+    if text.count("{") + text.count("[") > MAX_JSON_DEPTH and depth_of(value) > MAX_JSON_DEPTH:
         raise InvalidRequest(field, f"must be at most {MAX_JSON_DEPTH} deep")
     return value
 
 
-def _depth(value: Any) -> int:
+def depth_of(value: Any) -> int:
     """1 for an object of plain values. No recursion: whoever asks decides how deep the value is."""
     depth, level = 0, [value]
     while level := [each for each in level if isinstance(each, dict | list)]:

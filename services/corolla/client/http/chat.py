@@ -7,6 +7,7 @@ from google.protobuf.struct_pb2 import Struct
 from pydantic import Field
 
 from corolla.chassis.errors import InvalidRequest
+from corolla.client.api.conversations import MAX_ARGUMENT_DEPTH, depth_of
 from corolla.client.http.fields import AnswerFields, Fields, ListOf, ResponseFormat, Tolerated, as_json, response_format
 from corolla.v1 import generation_pb2 as pb
 
@@ -173,9 +174,12 @@ def struct_of(arguments: dict[str, Any]) -> Struct | None:
     """Raises InvalidRequest: protobuf's JSON has no such value."""
     if not arguments:
         return None
+    # Protobuf itself fails on what is too deep only when it copies the message.
+    if depth_of(arguments) > MAX_ARGUMENT_DEPTH:
+        raise InvalidRequest("chat_template_kwargs", f"must be at most {MAX_ARGUMENT_DEPTH} deep")
     struct = Struct()
     try:
         struct.update(arguments)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise InvalidRequest("chat_template_kwargs", "must hold values of JSON") from None
     return struct
