@@ -26,6 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 KEY = NewKey("acme", scopes=[Scope.GENERATE])
 SIMPLE = "a-simple-key-of-bob"
+HASTY = "a-simple-key-of-hasty"
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
@@ -34,8 +35,8 @@ LONG: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 3000, "temperature": 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
     folder: Path = tmp_path_factory.mktemp("door")
-    (folder / "keys").write_text(f"{KEY.record.line}\nbob:{SIMPLE}\n")
-    quotas = {"tenants": {"acme": {"running_sequences": 2}}}
+    (folder / "keys").write_text(f"{KEY.record.line}\nbob:{SIMPLE}\nhasty:{HASTY}\n")
+    quotas = {"tenants": {"acme": {"running_sequences": 2}, "hasty": {"requests_per_second": 1}}}
     (folder / "quotas.json").write_text(json.dumps(quotas))
     Identities(folder).folder_of(Role.CLIENT, "public")
     model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 4096})
@@ -96,6 +97,12 @@ async def test_scopes_sessions_and_quotas_are_those_of_grpc(swarm: Swarm) -> Non
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(refused.headers["retry-after"]) >= 1
         assert (await http.post(COMPLETIONS, json={**LONG, "max_tokens": 1, "n": 2})).status_code == 200
+
+
+async def test_a_response_and_the_session_made_for_it_are_one_request(swarm: Swarm) -> None:
+    async with caller(swarm.clients[0], HASTY) as http:
+        reply = await http.post("/v1/responses", json={"input": "a", "max_output_tokens": 1})
+    assert reply.status_code == 200, reply.json()
 
 
 async def test_requests_are_counted_and_audited(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:

@@ -231,6 +231,15 @@ class GenerationServicer:
         tenant = self._tenant(call, Scope.SESSIONS)
         validation.check_model(request.model, self._model.name)
         await self._quotas.check_request(tenant)
+        return await self._new_session(tenant)
+
+    async def create_session_of_turn(self, request: pb.CreateSessionRequest, call: Call[KeyHolder]) -> pb.Session:
+        """A session for a turn that follows at once: both are one request, which the turn counts."""
+        tenant = self._tenant(call, Scope.SESSIONS)
+        validation.check_model(request.model, self._model.name)
+        return await self._new_session(tenant)
+
+    async def _new_session(self, tenant: str) -> pb.Session:
         limits = self._quotas.limits(tenant)
         with self._quotas.counted_refusals():
             record = await self._transcripts.create(tenant, limits.stored_sessions, limits.stored_session_bytes)

@@ -113,7 +113,8 @@ class Surface:
         elif body.previous_response_id is not None:
             yield Turn.after(body.previous_response_id), is_kept
         else:
-            session = await self._servicer.CreateSession(pb.CreateSessionRequest(model=body.model), call)
+            created = pb.CreateSessionRequest(model=body.model)
+            session = await self._servicer.create_session_of_turn(created, call)
             try:
                 yield Turn(session.session_id, 1), is_kept
             finally:
