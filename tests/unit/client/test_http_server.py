@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from corolla.chassis.calls import Call
 from corolla.chassis.errors import InternalError, StartupError
@@ -59,7 +60,7 @@ class Running:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Running]:
+async def running(app: ASGIApp | None = None) -> AsyncIterator[Running]:
     registry = CollectorRegistry()
     metrics = HttpMetrics(registry, RpcMetrics(registry))
     server = HttpServer("127.0.0.1", 0, None, metrics, max_connections=8, head_timeout_s=5.0)
@@ -75,7 +76,7 @@ async def running() -> AsyncIterator[Running]:
         "/strict": {"POST": service.strict},
     }
     routes = [Route(path, door.endpoint(path, methods)) for path, methods in behaviours.items()]
-    await server.start(Router(routes, default=door.not_found))
+    await server.start(app or Router(routes, default=door.not_found))
     try:
         yield service
     finally:
@@ -123,6 +124,31 @@ async def test_what_fails_in_a_stream_is_its_last_event_and_says_nothing_of_its_
         assert SECRET not in text
         assert service.count("corolla_errors_total", reason=InternalError.reason) == 1
         assert service.count("corolla_http_requests_total", route="GET /broken", status="500", fault="service") == 1
+
+
+async def test_a_body_of_tiny_chunks_leaves_turns_to_others() -> None:
+    found: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        has_more = True
+        while has_more:
+            message = await receive()
+            found.append(message["body"])
+            has_more = message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async with running(app) as service:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.server.port)
+        head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+        for _ in range(2):  # the connection goes on
+            writer.write(head + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n")
+            async with asyncio.timeout(30):
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            assert b"".join(found) == b"x" * 20_000
+            assert max(map(len, found)) <= 256
+            found.clear()
+        writer.close()
 
 
 async def test_a_taken_port_is_said_at_once() -> None:

@@ -5,8 +5,8 @@ import socket
 import ssl
 from typing import Any, Final
 
+import h11
 import uvicorn
-from h11 import IDLE
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -18,6 +18,7 @@ _MAX_HEAD_BYTES: Final = 32 << 10
 _KEEP_ALIVE_S: Final = 75
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
 _BACKLOG: Final = 2048
+_EVENTS_PER_TURN: Final = 64
 _LAST_WORD_S: Final = 1.0
 _FULL_BODY: Final = body_of(ServiceUnavailable("the service has as many connections as it takes"))
 _FULL: Final = (
@@ -62,7 +63,6 @@ class HttpServer:
         config = uvicorn.Config(
             app, http=H11Protocol, ws="none", lifespan="off", loop="none", log_config=None, log_level="critical",
             access_log=False, proxy_headers=False, server_header=False, timeout_keep_alive=_KEEP_ALIVE_S,
-            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         )  # fmt: skip
         config.load()
         self._server = _Server(config, self)
@@ -128,13 +128,31 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
 
+class _Parser(h11.Connection):
+    """h11's, which gives so many events in a turn of the event loop, and keeps the rest: a chunk may be one byte.
+
+    Attributes:
+        num_left: in this turn.
+    """
+
+    num_left = 0
+
+    def next_event(self) -> Any:
+        if not self.num_left:
+            return h11.NEED_DATA
+        self.num_left -= 1
+        return super().next_event()
+
+
 class _Connection(H11Protocol):
-    """uvicorn's, within bounds: so many at a time, and none that keeps its request's head back."""
+    """uvicorn's, within bounds: so many at a time, and none that keeps its request's head back or takes all turns."""
 
     def __init__(
         self, max_connections: int, head_timeout_s: float, metrics: HttpMetrics, *arguments: Any, **named: Any
     ) -> None:
         super().__init__(*arguments, **named)
+        self.conn = self._parser = _Parser(h11.SERVER, _MAX_HEAD_BYTES)
+        self._next_turn: asyncio.Handle | None = None
         self._max_connections = max_connections
         self._head_timeout_s = head_timeout_s
         self._metrics = metrics
@@ -158,6 +176,8 @@ class _Connection(H11Protocol):
         if self._is_refused:
             return
         self._end_watch()
+        if self._next_turn is not None:
+            self._next_turn.cancel()
         self._metrics.connections.dec()
         super().connection_lost(exc)
 
@@ -165,10 +185,27 @@ class _Connection(H11Protocol):
         if self._is_refused:
             return
         super().data_received(data)
-        if self.conn.their_state is IDLE:
+        if self.conn.their_state is h11.IDLE:
             self._watch_head()
         else:
             self._end_watch()
+
+    def handle_events(self) -> None:
+        if self._next_turn is not None:
+            return
+        self._parser.num_left = _EVENTS_PER_TURN
+        super().handle_events()
+        if not self._parser.num_left:
+            self.transport.pause_reading()
+            self._next_turn = self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._next_turn = None
+        if self.transport.is_closing():
+            return
+        self.handle_events()
+        if self._next_turn is None and not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def _watch_head(self) -> None:
         if self._head_timer is None:
