@@ -107,7 +107,7 @@ async def test_a_response_and_the_session_made_for_it_are_one_request(swarm: Swa
 
 async def test_requests_are_counted_and_audited(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, audit.LOGGER)
-    (service,) = swarm.clients
+    service = swarm.clients[0]
     labels = {"route": f"POST {COMPLETIONS}", "status": "200", "fault": "none"}
     before = await metric(service, "corolla_http_requests_total", **labels)
     async with caller(service) as http:
@@ -119,7 +119,7 @@ async def test_requests_are_counted_and_audited(swarm: Swarm, caplog: pytest.Log
 
 
 async def test_who_leaves_is_counted_as_gone_and_leaves_nothing(swarm: Swarm) -> None:
-    (service,) = swarm.clients
+    service = swarm.clients[0]
     async with caller(service) as http, http.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as stream:
         lines = stream.aiter_lines()
         await anext(lines)

@@ -327,7 +327,7 @@ async def test_known_keys_stay_in_force_while_the_issuer_is_away(swarm: Swarm, p
         provider.status = 0
     # It is asked again soon, though nobody shows a new key.
     await until(lambda: _has_been_asked(provider, before), 10)
-    assert await is_taken(swarm.address, new.sign(provider.claims()))
+    await until(lambda: is_taken(swarm.address, new.sign(provider.claims())), 10)
     assert await is_up(1)
 
 
