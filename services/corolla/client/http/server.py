@@ -204,7 +204,7 @@ class _Connection(H11Protocol):
         if self.transport.is_closing():
             return
         self.handle_events()
-        if self._next_turn is None and not self.flow.read_paused:
+        if self._parser.num_left and not self.flow.read_paused:
             self.transport.resume_reading()
 
     def _watch_head(self) -> None:
