@@ -102,7 +102,9 @@ async def test_scopes_sessions_and_quotas_are_those_of_grpc(swarm: Swarm) -> Non
 async def test_a_response_and_the_session_made_for_it_are_one_request(swarm: Swarm) -> None:
     async with caller(swarm.clients[0], HASTY) as http:
         reply = await http.post("/v1/responses", json={"input": "a", "max_output_tokens": 1})
-    assert reply.status_code == 200, reply.json()
+        assert reply.status_code == 200, reply.json()
+        session_id = reply.json()["id"].removeprefix("resp_")[:32]
+        assert (await http.delete(f"/v1/sessions/{session_id}")).is_success
 
 
 async def test_requests_are_counted_and_audited(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ async def events_of(*chunks: pb.ChatChunk) -> list[dict[str, Any]]:
         for chunk in chunks:
             yield chunk
 
-    reply = Reply(ResponseRequest(input="Where?"), "resp_1", "tiny")
+    reply = Reply(ResponseRequest.model_validate({"input": "Where?"}), "resp_1", "tiny")
     text = "".join([part.decode() async for part in reply.events(given())])
     return [json.loads(each.partition("\ndata: ")[2]) for each in text.split("\n\n") if each]
 
