@@ -5,6 +5,7 @@ import json
 import logging
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,28 @@ async def test_connections_are_bounded(swarm: Swarm) -> None:
     assert await metric(service, "corolla_http_refused_connections_total") == 1
     for _, writer in streams:
         writer.close()
+
+
+async def test_handshakes_are_connections_too(swarm: Swarm, public: Path) -> None:
+    service = await swarm.add_client(public_tls_dir=public, http_max_connections=2)
+    silent = [await asyncio.open_connection("127.0.0.1", service.http_port) for _ in range(2)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.http_port)
+    async with asyncio.timeout(5):
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    assert await metric(service, "corolla_http_refused_connections_total") == 1
+    for each in (*[writer for _, writer in silent], writer):
+        each.close()
+    context = ssl.create_default_context(cafile=str(public / "ca.crt"))
+
+    async def is_served() -> bool:
+        async with caller(service, verify=context) as http:
+            try:
+                return (await http.get("/health")).status_code == 200
+            except httpx2.TransportError:
+                return False
+
+    await until(is_served)
 
 
 async def test_a_service_that_stops_ends_its_streams_with_an_event(swarm: Swarm) -> None:

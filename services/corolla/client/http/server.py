@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import ssl
+from collections.abc import Callable
 from typing import Any, Final
 
 import h11
@@ -13,6 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from corolla.chassis.errors import ServiceUnavailable, StartupError
 from corolla.client.http.errors import body_of
 from corolla.client.http.metrics import HttpMetrics
+
+_Tasks = set[asyncio.Task[None]]
 
 _MAX_HEAD_BYTES: Final = 32 << 10
 _KEEP_ALIVE_S: Final = 75
@@ -55,6 +58,7 @@ class HttpServer:
         self._max_connections = max_connections
         self._head_timeout_s = head_timeout_s
         self._server: _Server | None = None
+        self._handshakes: _Tasks = set()
         self._socket = _bind(host, port)
         self.port: int = self._socket.getsockname()[1]
 
@@ -81,19 +85,21 @@ class HttpServer:
             return
         await server.leave(grace_s)
 
-    def connection(self, *arguments: Any, **named: Any) -> H11Protocol:
+    def connection(self, *arguments: Any, **named: Any) -> "_Connection":
         """What speaks with one caller."""
-        return _Connection(self._max_connections, self._head_timeout_s, self._metrics, *arguments, **named)
+        bounds = self._max_connections, self._head_timeout_s
+        return _Connection(*bounds, self._handshakes, self._metrics, *arguments, **named)
 
-    async def listen(self, make: Any) -> asyncio.Server:
+    def end_handshakes(self) -> None:
+        """Those that have not ended yet."""
+        for each in self._handshakes:
+            each.cancel()
+
+    async def listen(self, make: Callable[[], "_Connection"]) -> asyncio.Server:
         """Begins to take connections."""
-        return await asyncio.get_running_loop().create_server(
-            make,
-            sock=self._socket,
-            ssl=self._context,
-            backlog=_BACKLOG,
-            ssl_handshake_timeout=None if self._context is None else _HANDSHAKE_TIMEOUT_S,
-        )
+        loop, context = asyncio.get_running_loop(), self._context
+        first = make if context is None else lambda: _Handshake(make(), context, self._handshakes)
+        return await loop.create_server(first, sock=self._socket, backlog=_BACKLOG)
 
 
 class _Server(uvicorn.Server):
@@ -104,8 +110,8 @@ class _Server(uvicorn.Server):
         self._owner = owner
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        def connection(_loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Protocol:
-            return self._owner.connection(self.config, self.server_state, {}, _loop)
+        def connection() -> _Connection:
+            return self._owner.connection(self.config, self.server_state, {})
 
         self.servers = [await self._owner.listen(connection)]
         self.started = True
@@ -113,6 +119,7 @@ class _Server(uvicorn.Server):
     async def leave(self, grace_s: float) -> None:
         for server in self.servers:
             server.close()
+        self._owner.end_handshakes()
         for connection in list(self.server_state.connections):
             connection.shutdown()
         tasks = set(self.server_state.tasks)
@@ -144,36 +151,82 @@ class _Parser(h11.Connection):
         return super().next_event()
 
 
+class _Handshake(asyncio.Protocol):
+    """A connection until TLS has begun: it has its place from here on, so that handshakes are bounded, too."""
+
+    def __init__(self, connection: "_Connection", context: ssl.SSLContext, handshakes: _Tasks) -> None:
+        self._connection = connection
+        self._context = context
+        self._handshakes = handshakes
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._connection.is_refused():
+            transport.abort()
+            return
+        task = asyncio.create_task(self._shake_hands(transport))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, transport: asyncio.Transport) -> None:
+        try:
+            secured = await asyncio.get_running_loop().start_tls(
+                transport, self._connection, self._context, server_side=True, ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S
+            )
+        except OSError:
+            return
+        # None: the caller has gone.
+        if secured is not None:
+            self._handshakes.discard(asyncio.current_task())
+            self._connection.connection_made(secured)
+
+
 class _Connection(H11Protocol):
     """uvicorn's, within bounds: so many at a time, and none that keeps its request's head back or takes all turns."""
 
     def __init__(
-        self, max_connections: int, head_timeout_s: float, metrics: HttpMetrics, *arguments: Any, **named: Any
+        self,
+        max_connections: int,
+        head_timeout_s: float,
+        handshakes: _Tasks,
+        metrics: HttpMetrics,
+        *arguments: Any,
+        **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
         self.conn = self._parser = _Parser(h11.SERVER, _MAX_HEAD_BYTES)
         self._next_turn: asyncio.Handle | None = None
         self._max_connections = max_connections
         self._head_timeout_s = head_timeout_s
+        self._handshakes = handshakes
         self._metrics = metrics
         self._head_timer: asyncio.TimerHandle | None = None
-        self._is_refused = False
+        self._is_open = False
+        self._early = b""
+
+    def is_refused(self) -> bool:
+        """Whether there are as many as there may be."""
+        if len(self.connections) + len(self._handshakes) < self._max_connections:
+            return False
+        self._metrics.refused_connections.inc()
+        return True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self._max_connections:
-            self._is_refused = True
-            self._metrics.refused_connections.inc()
+        if self.is_refused():
             transport.write(_FULL)
             transport.close()
             return
+        self._is_open = True
         super().connection_made(transport)
         self._metrics.connections.inc()
         # Where an answer is not taken, its connection ends at once, with what the buffers hold.
         self.app_state = {"abort": transport.abort}
         self._watch_head()
+        if self._early:
+            early, self._early = self._early, b""
+            self.data_received(early)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._is_refused:
+        if not self._is_open:
             return
         self._end_watch()
         if self._next_turn is not None:
@@ -182,7 +235,9 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if not self._is_open:
+            # The first request may come with the end of the handshake.
+            self._early += data
             return
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
