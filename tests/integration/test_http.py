@@ -15,6 +15,7 @@ from tests.integration.swarm import Swarm
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+JSON = {"content-type": "application/json"}
 CHAT = [{"role": "user", "content": "Who is the thin man?"}]
 
 
@@ -232,7 +233,10 @@ async def test_every_failure_has_the_same_form(http: httpx2.AsyncClient) -> None
         (await http.get("/v1/nothing"), 404, "not_found"),
         (await http.get("/v1/completions"), 405, "method_not_allowed"),
         (await http.post("/v1/completions", content=b"{"), 400, "malformed_message"),
+        (await http.post("/v1/completions", content=b"{", headers=JSON), 400, "malformed_message"),
         (await http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 400, None),
+        (await http.post("/v1/completions", content=b'{"prompt": "a"}'), 400, "malformed_message"),
+        (await http.get("/v1/models", headers={"origin": "https://elsewhere.example"}), 400, "invalid_request"),
         (await http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"}), 400, None),
         (await http.post("/v1/completions", json={"prompt": "a", "model": "b"}), 404, "model_not_found"),
         (await http.post("/v1/completions", json={"prompt": "a" * (64 << 10)}), 413, "message_too_large"),
@@ -240,6 +244,19 @@ async def test_every_failure_has_the_same_form(http: httpx2.AsyncClient) -> None
         error = reply.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert (reply.status_code, error["code"]) == (status, code or error["code"])
+
+
+async def test_without_keys_pages_of_other_hosts_are_refused(http: httpx2.AsyncClient) -> None:
+    own = str(http.base_url).rstrip("/")
+    body = {"prompt": "a", "max_tokens": 1}
+    assert (await http.post("/v1/completions", json=body, headers={"origin": own})).status_code == 200
+    for headers in (
+        {"origin": "https://elsewhere.example"},
+        {"origin": "null"},
+        {"origin": "http://elsewhere.example", "host": "elsewhere.example"},
+    ):
+        refused = await http.post("/v1/completions", json=body, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "origin")
 
 
 async def test_requests_are_known_by_their_ids(http: httpx2.AsyncClient) -> None:

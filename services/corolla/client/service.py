@@ -30,6 +30,7 @@ from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.http.door import Door
 from corolla.client.http.exchange import HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
+from corolla.client.http.origins import OwnPages
 from corolla.client.http.routes import router
 from corolla.client.http.server import HttpServer
 from corolla.client.http.surface import Surface
@@ -266,7 +267,9 @@ class ClientService:
         settings = self.settings
         held = HeldBytes(settings.max_held_request_bytes)
         limits = Limits(settings.max_request_bytes, held, settings.http_read_timeout_s, settings.reader_timeout_s)
-        door = Door(self._tenants.authenticate, self._http_metrics, limits)
+        asks_for_keys = settings.api_keys_file is not None or bool(settings.oidc_issuer)
+        pages = None if asks_for_keys else OwnPages(settings.host)
+        door = Door(self._tenants.authenticate, self._http_metrics, limits, pages)
         return router(door, Surface(servicer, model, lambda: self._rpc.is_serving))
 
 

@@ -12,6 +12,7 @@ from corolla.client.api.tenants import KeyHolder
 from corolla.client.http.errors import ErrorFacts, ErrorReply
 from corolla.client.http.exchange import Exchange, Limits
 from corolla.client.http.metrics import HttpMetrics
+from corolla.client.http.origins import OwnPages
 
 Behaviour = Callable[[Exchange, Call[KeyHolder]], Awaitable[None]]
 """Reads the request and replies. Raises errors of the tree."""
@@ -22,10 +23,14 @@ class Door:
 
     Args:
         authenticate: as of gRPC.
+        pages: whose requests are let in; None: those of any page, since a key is asked for.
     """
 
-    def __init__(self, authenticate: Authenticate, metrics: HttpMetrics, limits: Limits) -> None:
+    def __init__(
+        self, authenticate: Authenticate, metrics: HttpMetrics, limits: Limits, pages: OwnPages | None = None
+    ) -> None:
         self._authenticate = authenticate
+        self._pages = pages
         self._metrics = metrics
         self._limits = limits
 
@@ -42,7 +47,7 @@ class Door:
             )
             for method in behaviours
         }
-        return Endpoint(behaviours, guards, self._metrics, self._limits)
+        return Endpoint(behaviours, guards, self._metrics, self._limits, None if is_open else self._pages)
 
     async def not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves what no route is for."""
@@ -54,10 +59,16 @@ class Endpoint:
     """An ASGI application for one route."""
 
     def __init__(
-        self, behaviours: Mapping[str, Behaviour], guards: Mapping[str, Guard], metrics: HttpMetrics, limits: Limits
+        self,
+        behaviours: Mapping[str, Behaviour],
+        guards: Mapping[str, Guard],
+        metrics: HttpMetrics,
+        limits: Limits,
+        pages: OwnPages | None,
     ) -> None:
         self._behaviours = behaviours
         self._guards = guards
+        self._pages = pages
         self._metrics = metrics
         self._limits = limits
 
@@ -71,6 +82,8 @@ class Endpoint:
         guard = self._guards[scope["method"]]
         call = guard.begin(exchange)
         try:
+            if self._pages is not None:
+                self._pages.check(exchange.headers)
             await guard.let_in(call)
             await behaviour(exchange, call)
         except BaseException as failure:

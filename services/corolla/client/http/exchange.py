@@ -115,7 +115,7 @@ class Exchange:
     async def read(self, kind: type[Body]) -> Body:
         """The body as a value. Raises InvalidRequest, MessageTooLarge, QueueFull, DeadlineExceeded."""
         data = await self._body()
-        media = self.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+        media = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != JSON:
             raise MalformedMessage("content-type", f"must be {JSON}")
         try:

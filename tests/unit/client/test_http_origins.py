@@ -1,0 +1,43 @@
+"""Which pages are let in where nobody is asked for a key."""
+
+import pytest
+
+from corolla.chassis.errors import InvalidRequest
+from corolla.client.http.origins import OwnPages
+
+
+@pytest.mark.parametrize(
+    "listens, host, origin",
+    [
+        ("127.0.0.1", "elsewhere.example", None),
+        ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:8080"),
+        ("127.0.0.1", "localhost:8080", "http://localhost:8080"),
+        ("localhost", "LOCALHOST", "http://localhost"),
+        ("::1", "[::1]:8080", "http://[::1]:8080"),
+        ("[::1]", "[::1]", "http://[::1]"),
+        ("0.0.0.0", "llm.example", "https://llm.example"),
+        ("", "llm.example:8080", "https://llm.example:8080"),
+    ],
+)
+def test_programs_and_own_pages_are_let_in(listens: str, host: str, origin: str | None) -> None:
+    OwnPages(listens).check({"host": host} if origin is None else {"host": host, "origin": origin})
+
+
+@pytest.mark.parametrize(
+    "listens, host, origin",
+    [
+        ("127.0.0.1", "127.0.0.1:8080", "https://elsewhere.example"),
+        ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:3000"),
+        ("127.0.0.1", "127.0.0.1:8080", "null"),
+        ("127.0.0.1", "", "null"),
+        ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:8080.elsewhere.example"),
+        ("127.0.0.1", "elsewhere.example:8080", "http://elsewhere.example:8080"),
+        ("localhost", "localhost.elsewhere.example", "http://localhost.elsewhere.example"),
+        ("::1", "elsewhere.example", "http://elsewhere.example"),
+        ("0.0.0.0", "llm.example", "https://elsewhere.example"),
+    ],
+)
+def test_pages_of_other_hosts_are_refused(listens: str, host: str, origin: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        OwnPages(listens).check({"host": host, "origin": origin})
+    assert refusal.value.violations[0][0] == "origin"
