@@ -16,7 +16,7 @@ class TemplateProcess:
         longest_wait_s: for the renderings before one's own, which have a second of a processor each.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, Any], *, longest_wait_s: float = 3.0) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, Any], *, longest_wait_s: float = 10.0) -> None:
         self._worker = WorkerProcess(
             "corolla.client.text.template_worker",
             [source, dict(special_tokens)],

@@ -38,7 +38,7 @@ class WorkerProcess:
         longest_wait_s: for the work before one's own, which has a second of a processor each.
     """
 
-    def __init__(self, module: str, beginning: Any, purpose: str, *, longest_wait_s: float = 3.0) -> None:
+    def __init__(self, module: str, beginning: Any, purpose: str, *, longest_wait_s: float = 10.0) -> None:
         self._module = module
         self._beginning = beginning
         self._purpose = purpose
