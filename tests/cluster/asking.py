@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import httpx2
+
 from corolla import Client
 from tests.golden import GoldenAnswer, golden_answers
 
@@ -25,6 +27,15 @@ def answer_of(address: str, golden: GoldenAnswer, disturb: Callable[[], None] | 
                 disturb = None
         assert stream.usage is not None
         return token_ids, stream.usage.recoveries
+
+
+def answer_over_http(address: str, golden: GoldenAnswer) -> list[int]:
+    """The token ids, by OpenAI's dialect."""
+    options = {"max_tokens": len(golden.token_ids), "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {"prompt": list(golden.prompt_ids), **options}
+    reply = httpx2.post(f"http://{address}/v1/completions", json=body, timeout=600)
+    assert reply.is_success, reply.text
+    return list(reply.json()["choices"][0]["token_ids"])
 
 
 @contextmanager

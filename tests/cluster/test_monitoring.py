@@ -11,13 +11,15 @@ import pytest
 
 from tests.charts.test_monitoring import ALERTS, queries
 from tests.cluster import release
-from tests.cluster.asking import GREEDY, answer_of
+from tests.cluster.asking import GREEDY, answer_of, answer_over_http
 from tests.cluster.prometheus import Prometheus, running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
+HTTP_PORT: Final = 8080
 NEEDS_A_FAULT: Final = {
     "ErrorBudgetBurn": "no answer failed",
+    "HttpErrorBudgetBurn": "no answer failed",
     "MetricsAbsent": "nothing is absent",
     "overview: Errors": "no call failed",
     "spans: Refused rows": "no row was refused",
@@ -37,8 +39,10 @@ def prometheus(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder: Path = tmp_path_factory.mktemp("prometheus")
     with running(folder, port) as prometheus:
         # Enough scrapes for a rate, while answers are given.
-        answer_of(address, GREEDY[1])
-        answer_of(address, GREEDY[2])
+        with release.forwarded(f"service/{release.RELEASE}-client", HTTP_PORT) as http:
+            for golden in GREEDY[1:3]:
+                assert answer_over_http(http, golden) == golden.token_ids
+                answer_of(address, golden)
         yield prometheus
 
 
