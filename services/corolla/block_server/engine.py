@@ -142,6 +142,7 @@ class Engine:
     def submit(self, queued: QueuedStep[StepWork]) -> None:
         """Queues a step. Raises QueueFull."""
         self._scheduler.add(queued)
+        self.first_hop.on_tenants(queued.tenant_tokens)
         self._wake.set()
 
     def _submit_microbatch(self, step: pb.Step) -> None:

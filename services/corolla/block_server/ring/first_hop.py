@@ -3,17 +3,22 @@
 If each hop gathered for itself, sessions would scatter over the hops and batches stay small. So the first hop forms
 each microbatch once, of all sessions with the same route, whichever client they are of. As many as the chain has hops
 may be under way, so that no hop idles.
+
+Tenants share microbatches by time: while several have rows or prompts here, each has no more rows in a microbatch than
+take as long as one of the tenant with the fewest rows takes by itself. Next to one other tenant, a token takes at most
+twice as long as alone; and where rows cost no time, as on a GPU, all of them go.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from corolla.block_server.hop_session import RingPlace, SessionState
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.ring.microbatch_rules import MicrobatchRules
+from corolla.block_server.ring.round_times import RoundTimes
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.v1 import blocks_pb2 as pb
@@ -22,12 +27,17 @@ from corolla.wire.span import Span
 
 _LONGEST_ROUND_S: Final = 5.0
 """For so long a microbatch keeps its place at most; a longer round is no fault, and only costs some evenness."""
+_PRESENCE_S: Final = 0.1
+"""For so long after its last row or prompt a tenant is expected to have another one here."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
+    """`num_rows_under_way`: when it left, its own among them."""
+
     rows: Sequence[pb.StepRow]
     sent_s: float
+    num_rows_under_way: int
 
 
 @dataclass(slots=True)
@@ -48,6 +58,10 @@ class _Route:
     @property
     def num_rows_under_way(self) -> int:
         return sum(len(microbatch.rows) for microbatch in self.under_way.values())
+
+    def tenants_under_way(self, tenant_of: Callable[[bytes], str]) -> Counter[str]:
+        """How many rows under way are whose."""
+        return Counter(tenant_of(row.session_id) for each in self.under_way.values() for row in each.rows)
 
     def num_leaving(self, names: Sequence[bytes]) -> int:
         """How many of the waiting rows leave now, if they wait in this order."""
@@ -81,15 +95,28 @@ class FirstHop:
         # A route is kept while a row of it waits or is under way.
         self._routes: dict[_RouteKey, _Route] = {}
         self._newest_number = 0
+        self._round_times = RoundTimes()
+        self._seen_s: dict[str, float] = {}
 
     @property
     def num_waiting(self) -> int:
         """Rows that have come round and wait for their microbatch."""
         return sum(len(route.waiting) for route in self._routes.values())
 
+    def on_tenants(self, tenants: Iterable[str]) -> None:
+        """Steps of these tenants came that do not go round: prompts, mostly."""
+        now_s = self._clock()
+        for tenant in tenants:
+            self._seen_s[tenant] = now_s
+
     def on_next(self, message: pb.Next) -> None:
         """A microbatch came round, or a session joins."""
-        touched = [key for key, route in self._routes.items() if route.under_way.pop(message.microbatch, None)]
+        now_s = self._clock()
+        touched = []
+        for key, route in self._routes.items():
+            if (microbatch := route.under_way.pop(message.microbatch, None)) is not None:
+                self._round_times.observe(microbatch.num_rows_under_way, now_s - microbatch.sent_s)
+                touched.append(key)
         for row in message.rows:
             session = self._sessions.get(row.session_id)
             is_open = session is not None and session.is_open_as(row.epoch, row.client_id)
@@ -97,6 +124,7 @@ class FirstHop:
                 if not self._sessions.has_ended(row.session_id, row.epoch, row.client_id):
                     self._fault(message, HopSessionLost("the session is not held here"), [row])
                 continue
+            self._seen_s[session.request.tenant] = now_s
             key = (session.request.blocks, session.ring.route_key)
             # What came before does not go round again.
             if row.position > session.newest_ring_position:
@@ -143,31 +171,45 @@ class FirstHop:
         while leaving := self._leaving(route):
             rows = [route.waiting.pop(name) for name in leaving]
             self._newest_number += 1
-            route.under_way[self._newest_number] = _Microbatch(rows, self._clock())
+            route.under_way[self._newest_number] = _Microbatch(
+                rows, self._clock(), route.num_rows_under_way + len(rows)
+            )
             self._submit(self._step(route, rows))
         if not route.waiting and not route.under_way:
             del self._routes[key]
 
     def _leaving(self, route: _Route) -> Sequence[bytes]:
-        """The sessions whose rows leave now as one microbatch. Where not all can, tenants take turns."""
+        """The sessions whose rows leave now as one microbatch."""
         names = list(route.waiting)
-        num_leaving = route.num_leaving(names)
-        if 0 < num_leaving < len(names):
-            names = self._in_turn(names)
-            num_leaving = route.num_leaving(names)
-        return names[:num_leaving]
+        if names and self._has_company():
+            names = self._shared(route, names)
+        return names[: route.num_leaving(names)]
 
-    def _in_turn(self, names: Sequence[bytes]) -> list[bytes]:
-        """First the oldest row of each tenant, then the second one of each."""
-        sessions = map(self._sessions.get, names)
-        tenants = ["" if session is None else session.request.tenant for session in sessions]
+    def _has_company(self) -> bool:
+        """Whether several tenants are here. Those that were not seen for a while are forgotten."""
+        if len(self._seen_s) > 1:
+            oldest_s = self._clock() - _PRESENCE_S
+            self._seen_s = {tenant: seen_s for tenant, seen_s in self._seen_s.items() if seen_s >= oldest_s}
+        return len(self._seen_s) > 1
+
+    def _shared(self, route: _Route, names: Sequence[bytes]) -> list[bytes]:
+        """First the oldest row of each tenant, then the second one of each, up to as many as each may have."""
         num_before, ranks = Counter[str](), {}
-        if len(set(tenants)) == 1:
-            return list(names)
-        for name, tenant in zip(names, tenants, strict=True):
+        for name in names:
+            tenant = self._tenant(name)
             ranks[name] = num_before[tenant]
             num_before[tenant] += 1
-        return sorted(names, key=ranks.__getitem__)
+        num_rows = num_before + route.tenants_under_way(self._tenant)
+        # One that has only a prompt here will have a row.
+        fewest = min(num_rows.values()) if len(num_rows) > 1 else 1
+        num_others = max(len(num_rows), 2) - 1
+        num_rows_of_each = (self._round_times.num_rows_within(num_others + 1, fewest) - fewest) / num_others
+        most = max(fewest, num_rows_of_each) / route.rules.max_under_way
+        return sorted((name for name in names if ranks[name] < most), key=ranks.__getitem__)
+
+    def _tenant(self, session_id: bytes) -> str:
+        session = self._sessions.get(session_id)
+        return "" if session is None else session.request.tenant
 
     def _step(self, route: _Route, rows: Sequence[pb.StepRow]) -> pb.Step:
         blocks = common_pb2.BlockSpan(start=route.blocks.start, end=route.blocks.end)

@@ -104,6 +104,55 @@ def test_a_tenants_many_rows_do_not_go_before_another_ones_few() -> None:
     assert ring.sent[3:] == [(4, b"ijklmnop")]
 
 
+def test_where_rows_cost_time_a_tenant_next_to_another_one_has_few_of_them() -> None:
+    ring, noisy = Ring(), b"abcdefghijklmnop"
+    for name in noisy:
+        ring.open(bytes([name]))
+    position = 5
+
+    def a_round() -> None:
+        """All microbatches come round, after 10 ms and 5 ms for each row of theirs."""
+        nonlocal position
+        position += 1
+        latest = ring.sent[-2:]
+        ring.now_s += 0.01 + 0.005 * sum(len(names) for _, names in latest)
+        for number, names in latest:
+            ring.come_round(number, *(bytes([each]) for each in names), position=position)
+
+    for name in noisy:
+        ring.come_round(0, bytes([name]), position=position)
+        a_round()
+    # Its prompt is not through yet: it will have one row, and two rows take as long as a round without any.
+    quiet = ring.open(b"1", tenant="quiet")
+    ring.first_hop.on_tenants(["quiet"])
+    a_round()
+    assert all(len(names) <= 2 for _, names in ring.sent[-2:])
+    ring.come_round(0, b"1", position=position)
+    for _ in range(24):
+        a_round()
+    sent = [names for _, names in ring.sent[-24:]]
+    assert max(len(set(names) & set(noisy)) for names in sent) == 2
+    assert sum(b"1" in names for names in sent) >= 12
+    # None of the others is left out.
+    assert set(b"".join(sent)) == {*noisy, *b"1"}
+    ring.sessions.end(quiet.request.session_id, 1)
+    for _ in range(8):
+        a_round()
+    assert max(len(names) for _, names in ring.sent[-2:]) == 8
+
+
+def test_where_rows_cost_no_time_none_waits_for_another_tenants_sake() -> None:
+    ring, names = Ring(), b"abcdefgh"
+    for name in names + b"1":
+        ring.open(bytes([name]), tenant="quiet" if name in b"1" else "t")
+        ring.come_round(0, bytes([name]))
+    for position in range(6, 12):
+        ring.now_s += 0.01
+        for number, sent in ring.sent[-2:]:
+            ring.come_round(number, *(bytes([each]) for each in sent), position=position)
+    assert set(b"".join(sent for _, sent in ring.sent[-2:])) == set(names + b"1")
+
+
 def test_what_comes_round_twice_or_late_begins_nothing() -> None:
     ring = Ring()
     session = ring.open(b"1", epoch=2)
