@@ -10,6 +10,7 @@ from typing import Any, Self
 from prometheus_client import CollectorRegistry
 
 from corolla.chassis import errors
+from corolla.chassis.channels import CallerBounds
 from corolla.chassis.handlers import service_handler
 from corolla.chassis.loop_thread import LoopThread
 from corolla.chassis.metrics import RpcMetrics
@@ -221,7 +222,7 @@ class GenerationServer:
         self._thread.stop(lambda: self._server.stop(0))
 
     async def _start(self) -> None:
-        self._server = RpcServer("127.0.0.1", 0, with_reflection=False, max_request_bytes=4 << 20)
+        self._server = RpcServer("127.0.0.1", 0, with_reflection=False, callers=CallerBounds(4 << 20, 4096, 3600))
         service = pb.DESCRIPTOR.services_by_name["GenerationService"]
         self._server.add(service, service_handler(service, self.servicer, RpcMetrics(CollectorRegistry())))
         await self._server.start()

@@ -152,7 +152,10 @@ class Drain:
     ) -> str:
         request, version = session.request, session.version
         num_tokens = session.cache.num_tokens if session.is_idle else request.max_tokens
-        usable = peers_for(servers, self._server.fingerprint, request.blocks, num_tokens, {self._server.server_id})
+        usable = peers_for(
+            servers, self._server.fingerprint, request.blocks, num_tokens, {self._server.server_id},
+            is_guaranteed=request.tenant in self._sessions.guarantees,
+        )  # fmt: skip
         outcome = "refused" if usable else "no_peer"
         for each in usable:
             hop = common_pb2.Hop(server_id=each.server.server_id, address=each.server.address)

@@ -28,6 +28,9 @@ class PageGuarantees:
     def __bool__(self) -> bool:
         return bool(self._pages)
 
+    def __contains__(self, tenant: str) -> bool:
+        return tenant in self._pages
+
     def num_kept(self, held: Mapping[str, int]) -> int:
         """Pages that are kept free, when tenants hold so many."""
         return sum(max(0, each - held.get(tenant, 0)) for tenant, each in self._pages.items())

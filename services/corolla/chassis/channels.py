@@ -4,6 +4,7 @@ Keepalive alone notices a frozen peer only after a minute; with the HTTP/2 ping 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -37,6 +38,8 @@ _CALLERS: Final[list[tuple[str, Any]]] = [
     ("grpc.http2.max_ping_strikes", 64),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 50),
     ("grpc.compression_enabled_algorithms_bitset", 1),
+    # Pings keep a connection from looking dead, not from being idle; the next call opens another one.
+    ("grpc.max_connection_idle_ms", 300_000),
 ]
 _CHANNEL: Final[list[tuple[str, Any]]] = [
     *_COMMON,
@@ -98,18 +101,36 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
     return grpc.aio.insecure_channel(address, options=options)
 
 
-def new_server(max_request_bytes: int | None = None) -> grpc.aio.Server:
+@dataclass(frozen=True, slots=True)
+class CallerBounds:
+    """Of a server that is called by whoever uses Corolla, and not by services only.
+
+    gRPC reads no compressed message, of which 60 KB can be 60 MB. Nothing bounds the calls of one connection: at such a
+    bound gRPC fails calls of callers that keep to it.
+
+    Attributes:
+        max_request_bytes: of a message.
+        max_connections: at a time; a further one is closed at once.
+        max_connection_age_s: then a connection takes no new call, and ends with its last one.
+    """
+
+    max_request_bytes: int
+    max_connections: int
+    max_connection_age_s: float
+
+
+def new_server(callers: CallerBounds | None = None) -> grpc.aio.Server:
     """A server without handlers. Its owner must hold on to it: a collected server silently stops serving.
 
     Args:
-        max_request_bytes: it is called by whoever uses Corolla, and not by services only; gRPC reads no larger message
-            and no compressed one, of which 60 KB can be 60 MB. Nothing bounds the calls of one connection: at such a
-            bound gRPC fails calls of callers that keep to it.
+        callers: None: only services call it.
     """
     options = dict([*_SERVER, *_PEERS])
-    if max_request_bytes is not None:
+    if callers is not None:
         options |= dict(_CALLERS)
-        options["grpc.max_receive_message_length"] = max_request_bytes + _LABELLED_EXCESS_BYTES
+        options["grpc.max_receive_message_length"] = callers.max_request_bytes + _LABELLED_EXCESS_BYTES
+        options["grpc.max_allowed_incoming_connections"] = callers.max_connections
+        options["grpc.max_connection_age_ms"] = round(callers.max_connection_age_s * 1000)
     return grpc.aio.server(options=list(options.items()))
 
 

@@ -5,7 +5,7 @@ from google.protobuf import descriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from corolla.chassis.channels import bind, new_server
+from corolla.chassis.channels import CallerBounds, bind, new_server
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -24,10 +24,10 @@ class RpcServer:
         port: int,
         *,
         with_reflection: bool,
-        max_request_bytes: int | None = None,
+        callers: CallerBounds | None = None,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        self._server = new_server(max_request_bytes)
+        self._server = new_server(callers)
         self._with_reflection = with_reflection
         self._services = [health.SERVICE_NAME]
         self._health = health.aio.HealthServicer()

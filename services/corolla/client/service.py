@@ -14,6 +14,7 @@ from corolla.chain.reservations import ChainLimits
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSessions
 from corolla.chain.streams import DataPlane
+from corolla.chassis.channels import CallerBounds
 from corolla.chassis.errors import SettingsError
 from corolla.chassis.handlers import service_handler
 from corolla.chassis.lifecycle import fail
@@ -90,7 +91,7 @@ class ClientService:
             settings.host,
             settings.port,
             with_reflection=settings.reflection,
-            max_request_bytes=settings.max_request_bytes,
+            callers=CallerBounds(settings.max_request_bytes, settings.max_connections, settings.max_connection_age_s),
             credentials=self._certificate.for_rpc_servers() if self._certificate is not None else None,
         )
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)

@@ -16,6 +16,14 @@ class ClientSettings(ServiceSettings):
     service_name: ClassVar[str] = "corolla-client"
 
     port: int = Field(50051, ge=0, le=65535, description="Port of the public API; 0 takes a free one.")
+    max_connections: int = Field(4096, ge=1, description="gRPC connections at a time; further ones are closed at once.")
+    max_connection_age_s: float = Field(
+        3600.0,
+        gt=0,
+        le=2_000_000,
+        description="Seconds after which a gRPC connection takes no new call and the caller opens another one, so that "
+        "callers spread over new replicas. Calls that run go on.",
+    )
     http_port: int | None = Field(
         None,
         ge=0,

@@ -5,15 +5,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from corolla.chassis.channels import bind, new_server, open_channel
+from corolla.chassis.channels import CallerBounds, bind, new_server, open_channel
 
 
 @asynccontextmanager
-async def serving(port: int = 0) -> AsyncIterator[int]:
-    server = new_server()
+async def serving(port: int = 0, callers: CallerBounds | None = None) -> AsyncIterator[int]:
+    server = new_server(callers)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
     port = bind(server, "127.0.0.1", port)
     await server.start()
@@ -34,3 +35,40 @@ async def test_a_new_channel_does_not_wait_for_one_that_failed() -> None:
             stub: Any = health_pb2_grpc.HealthStub(new)
             answer = await stub.Check(health_pb2.HealthCheckRequest())
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_callers_have_so_many_connections_and_no_more() -> None:
+    async with serving(callers=CallerBounds(1 << 20, 2, 3600.0)) as port:
+        kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        # Its first frame shows that a connection was taken.
+        assert all([await reader.read(1) for reader, _ in kept])
+        reader, refused = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        for _, writer in (*kept, (reader, refused)):
+            writer.close()
+
+
+async def test_a_connection_that_grew_old_takes_no_new_call_and_ends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    connections: list[str] = []
+    check = HealthServicer.Check
+
+    async def noting(self: Any, request: Any, context: Any) -> Any:
+        connections.append(context.peer())
+        return await check(self, request, context)
+
+    monkeypatch.setattr(HealthServicer, "Check", noting)
+    async with (
+        serving(callers=CallerBounds(1 << 20, 4096, 1.0)) as port,
+        asyncio.timeout(60),
+        open_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        assert await watch.read()
+        await stub.Check(health_pb2.HealthCheckRequest())
+        await asyncio.sleep(2)
+        await stub.Check(health_pb2.HealthCheckRequest())
+        assert connections[0] != connections[1]
+        assert not watch.done()
+        watch.cancel()

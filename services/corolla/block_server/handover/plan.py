@@ -18,12 +18,15 @@ def peers_for(
     blocks: Span,
     num_tokens: int,
     excluded: Collection[str],
+    *,
+    is_guaranteed: bool = False,
 ) -> list[router_pb2.PlacedServer]:
     """Servers that could take a session of `blocks` over, those with most free pages first.
 
     Args:
         num_tokens: for which they need pages.
         excluded: server ids.
+        is_guaranteed: the session's tenant has pages that no server says are free; those without room come last then.
     """
     usable = [
         each
@@ -34,9 +37,13 @@ def peers_for(
         and each.server.server_id not in excluded
         and each.span.start <= blocks.start
         and blocks.end <= each.span.end
-        and has_room(each.load, num_tokens)
+        and (is_guaranteed or has_room(each.load, num_tokens))
     ]
-    return sorted(usable, key=lambda each: (-each.load.num_free_pages, each.server.server_id))
+
+    def rank(each: router_pb2.PlacedServer) -> tuple[bool, int, str]:
+        return not has_room(each.load, num_tokens), -each.load.num_free_pages, each.server.server_id
+
+    return sorted(usable, key=rank)
 
 
 @dataclass(slots=True)

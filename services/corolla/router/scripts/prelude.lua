@@ -18,6 +18,7 @@ local TAKERS = PREFIX .. 'takers'          -- sorted set with a TTL: client serv
 local ALL_SESSIONS = 'of all'             -- no session's id has a space
 local FORGOTTEN_AFTER_MS = 86400000        -- a model that nobody has served for so long is forgotten
 local MOST_SESSION_TTL_MS = 2592000000
+local MOST_ARGUMENTS = 1000                -- of one command; Lua unpacks no more than some thousands
 local MOST_EXPIRED = 256                   -- sessions that one call forgets; the next ones forget the others
 local REPEATED_WITHIN_MS = 30000           -- a call whose answer was lost
 
@@ -147,7 +148,13 @@ end
 local function stored_bytes(tenant)
   local key = tenant_bytes_key(tenant)
   local sum = tonumber(redis.call('HGET', key, ALL_SESSIONS) or '0')
-  for _, id in ipairs(expired_sessions(tenant, -1)) do sum = sum - tonumber(redis.call('HGET', key, id) or '0') end
+  local expired = expired_sessions(tenant, -1)
+  for first = 1, #expired, MOST_ARGUMENTS do
+    local last = math.min(first + MOST_ARGUMENTS - 1, #expired)
+    for _, num_bytes in ipairs(redis.call('HMGET', key, unpack(expired, first, last))) do
+      sum = sum - tonumber(num_bytes or '0')
+    end
+  end
   return sum
 end
 

@@ -39,6 +39,12 @@ def test_the_peer_with_most_room_comes_first() -> None:
     assert chosen(a_server("b", free=5), a_server("a", free=5), a_server("c", free=7)) == ["c", "a", "b"]
 
 
+def test_a_tenant_with_a_guarantee_may_have_room_where_others_have_none() -> None:
+    servers = a_server("full", free=3), a_server("b", free=4), a_server("empty", free=0)
+    usable = peers_for(servers, "f", Span(1, 4), 64, {"self"}, is_guaranteed=True)
+    assert [each.server.server_id for each in usable] == ["b", "full", "empty"]
+
+
 @given(
     num_tokens=st.integers(0, 40),
     max_tokens=st.integers(1, 9),
