@@ -156,7 +156,7 @@ test-chart: setup $(HELM) ## Renders the Helm chart in every way and checks what
 	@$(PY) -m pytest -q -m "promtool or not promtool" -n $(JOBS) tests/charts $(ARGS)
 
 .PHONY: test-cluster
-test-cluster: setup ## Installs the chart on the cluster of the current kubeconfig, and breaks and upgrades it there.
+test-cluster: setup http-clients ## Installs the chart on the cluster of the current kubeconfig, and breaks and upgrades it there.
 	@for tool in helm kubectl; do command -v $$tool >/dev/null || { echo "$$tool is missing" >&2; exit 1; }; done
 	@echo "==> Testing on $$(kubectl config current-context), with images that it has as corolla-server:test and -client:test"
 	@$(PY) -m pytest -q -m cluster --durations=0 --durations-min=1 tests/cluster $(ARGS)

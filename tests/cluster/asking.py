@@ -1,5 +1,7 @@
 """Questions whose answers are known, put to a release."""
 
+import json
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ import httpx2
 
 from corolla import Client
 from tests.golden import GoldenAnswer, golden_answers
+from tests.http_clients import command_of, script, variables
 
 GREEDY: Final = [each for each in golden_answers() if not each.sampling and len(each.prompt_ids) < 200]
 """Short questions, answered by always taking the likeliest token."""
@@ -36,6 +39,14 @@ def answer_over_http(address: str, golden: GoldenAnswer) -> list[int]:
     reply = httpx2.post(f"http://{address}/v1/completions", json=body, timeout=600)
     assert reply.is_success, reply.text
     return list(reply.json()["choices"][0]["token_ids"])
+
+
+def ask_with_openai(address: str, model: str, what: str, golden: GoldenAnswer) -> None:
+    """Asks by the `openai` package, and fails where it does."""
+    command = command_of(script("openai"), f"http://{address}", "no key", what, model)
+    known = json.dumps({"prompt": list(golden.prompt_ids), "answer": list(golden.token_ids)})
+    done = subprocess.run(command, env=variables(), input=known, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-6000:]
 
 
 @contextmanager

@@ -23,6 +23,7 @@ NAMESPACE: Final = "corolla-test"
 TRUST_DOMAIN: Final = "corolla"
 RELEASE: Final = "corolla"
 CLIENT_PORT: Final = 50051
+HTTP_PORT: Final = 8080
 METRICS_PORT: Final = 9464
 ROUTER_NAME: Final = f"{RELEASE}-router.{NAMESPACE}"
 SELECTOR: Final = {"app.kubernetes.io/name": "corolla", "app.kubernetes.io/instance": RELEASE}

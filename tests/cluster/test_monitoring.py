@@ -16,7 +16,6 @@ from tests.cluster.prometheus import Prometheus, running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-HTTP_PORT: Final = 8080
 NEEDS_A_FAULT: Final = {
     "ErrorBudgetBurn": "no answer failed",
     "HttpErrorBudgetBurn": "no answer failed",
@@ -39,7 +38,7 @@ def prometheus(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder: Path = tmp_path_factory.mktemp("prometheus")
     with running(folder, port) as prometheus:
         # Enough scrapes for a rate, while answers are given.
-        with release.forwarded(f"service/{release.RELEASE}-client", HTTP_PORT) as http:
+        with release.forwarded(f"service/{release.RELEASE}-client", release.HTTP_PORT) as http:
             for golden in GREEDY[1:3]:
                 assert answer_over_http(http, golden) == golden.token_ids
                 answer_of(address, golden)

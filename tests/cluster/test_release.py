@@ -10,7 +10,7 @@ import pytest
 from corolla import Client
 from tests.charts.rendering import quantity
 from tests.cluster import release
-from tests.cluster.asking import GREEDY, answer_of, load
+from tests.cluster.asking import GREEDY, answer_of, ask_with_openai, load
 from tests.cluster.bystanders import TESTER, standing
 from tests.golden import GoldenAnswer
 
@@ -44,6 +44,12 @@ def test_a_container_holds_nothing_to_break_out_with(installed: float, component
 @pytest.mark.parametrize("golden", GREEDY[:3], ids=lambda golden: golden.name)
 def test_an_answer_is_that_of_the_unsplit_model(address: str, golden: GoldenAnswer) -> None:
     assert answer_of(address, golden) == (golden.token_ids, 0)
+
+
+@pytest.mark.parametrize("what", ["known answer", "tools"])
+def test_the_openai_package_asks_through_the_service(whole: None, what: str) -> None:
+    with release.forwarded(f"service/{release.RELEASE}-client", release.HTTP_PORT) as http:
+        ask_with_openai(http, "demo", what, GREEDY[0])
 
 
 def test_pods_ask_by_the_services_name(whole: None, address: str) -> None:

@@ -1,4 +1,4 @@
-"""The official `openai` package, blocking and for asyncio: `python openai_package.py URL WHAT`."""
+"""The official `openai` package, blocking and for asyncio: `python openai_package.py URL KEY WHAT [MODEL]`."""
 
 import asyncio
 import json
@@ -10,7 +10,8 @@ import openai
 from openai import AsyncOpenAI, OpenAI
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Who is the thin man?"}]
-GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
+MODEL = sys.argv[4] if len(sys.argv) > 4 else "tiny"
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -61,8 +62,8 @@ def chats(client: OpenAI) -> None:
     assert named.choices[0].message.content is not None
     completion = client.completions.create(**GREEDY, prompt=["a", "b"], max_tokens=4)
     assert [each.index for each in completion.choices] == [0, 1]
-    assert [each.id for each in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
+    assert [each.id for each in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
 
 
 def responses(client: OpenAI) -> None:
@@ -101,14 +102,20 @@ def strict_json(client: OpenAI) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
     for temperature in (0, 1):
         answer = client.chat.completions.create(
-            model="tiny", temperature=temperature, messages=MESSAGES, response_format=wanted, max_tokens=64
+            model=MODEL, temperature=temperature, messages=MESSAGES, response_format=wanted, max_tokens=64
         )
         found = json.loads(answer.choices[0].message.content or "")
         assert set(found) == {"yes", "count"}
 
 
 def tools(client: OpenAI) -> None:
-    asked: dict[str, Any] = {**GREEDY, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
+    asked: dict[str, Any] = {
+        **GREEDY,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+    }
     first = client.chat.completions.create(**asked, messages=MESSAGES)
     call = first.choices[0].message.tool_calls[0]
     assert first.choices[0].finish_reason == "tool_calls"
@@ -122,13 +129,26 @@ def tools(client: OpenAI) -> None:
     assert client.chat.completions.create(**GREEDY, messages=heard, max_tokens=4).choices[0].message is not None
 
 
-def main(url: str, key: str, what: str) -> None:
+def known_answer(client: OpenAI) -> None:
+    """Standard input says what is asked, and what has to be answered, in token ids."""
+    known = json.load(sys.stdin)
+    body = {"ignore_eos": True, "return_token_ids": True}
+    asked: dict[str, Any] = {**GREEDY, "prompt": known["prompt"], "max_tokens": len(known["answer"])}
+    (choice,) = client.completions.create(**asked, extra_body=body).choices
+    chunks = list(client.completions.create(**asked, extra_body=body, stream=True))
+    for found in ([choice], [each for chunk in chunks for each in chunk.choices]):
+        assert [token_id for each in found for token_id in each.model_extra["token_ids"]] == known["answer"]
+
+
+def main(url: str, key: str, what: str, _: str = "") -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     if what == "chats":
         chats(client)
         responses(client)
         errors(client)
         asyncio.run(for_asyncio(url, key))
+    elif what == "known answer":
+        known_answer(client)
     else:
         strict_json(client)
         tools(client)

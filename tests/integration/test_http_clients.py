@@ -1,33 +1,23 @@
 """Clients that others wrote for OpenAI's API, each in a process of its own, and the OpenAPI document under a fuzzer."""
 
 import asyncio
-import os
-import sys
-from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import httpx2
 import pytest
 import pytest_asyncio
 
-from tests.architecture.sources import ROOT
 from tests.checkpoints import make_tiny_checkpoint
+from tests.http_clients import command_of, script, variables
 from tests.integration.swarm import Swarm
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full, pytest.mark.timeout(600)]
 
-PACKAGES = Path(os.environ.get("COROLLA_HTTP_CLIENTS", ROOT / ".venv" / "http-clients"))
-SCRIPTS = ROOT / "tests" / "http_clients"
 KEY = "a-key-of-the-clients"
-
-
-def is_installed() -> bool:
-    return PACKAGES.exists()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    assert is_installed(), "the clients are not installed; run: make http-clients"
     folder = tmp_path_factory.mktemp("clients")
     model = make_tiny_checkpoint("llama", folder / "tiny")
     keys = folder / "keys"
@@ -37,13 +27,11 @@ async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{swarm.clients[0].http_port}"
 
 
-async def run(*command: str, environment: Mapping[str, str] | None = None) -> None:
-    """Runs a program with the clients' packages in front; what it says is shown where it fails."""
-    variables = {**os.environ, "PYTHONPATH": str(PACKAGES), **(environment or {})}
+async def run(*arguments: str) -> None:
+    """What the program says is shown where it fails."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-W", "ignore", *command,
-        env=variables, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
+        *command_of(*arguments), env=variables(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
     said, _ = await process.communicate()
     assert process.returncode == 0, said.decode()[-6000:]
 
@@ -51,7 +39,7 @@ async def run(*command: str, environment: Mapping[str, str] | None = None) -> No
 @pytest.mark.parametrize("what", ["chats", "tools"])
 @pytest.mark.parametrize("package", ["openai", "langchain", "pydantic_ai", "litellm"])
 async def test_a_client_finds_what_it_knows(url: str, package: str, what: str) -> None:
-    await run(str(SCRIPTS / f"{package}_package.py"), url, KEY, what)
+    await run(script(package), url, KEY, what)
 
 
 async def test_nothing_that_the_document_allows_is_a_fault(url: str) -> None:

@@ -1,0 +1,27 @@
+"""Clients of OpenAI's API that others wrote, asking a service; each is run as a program of its own."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from tests.architecture.sources import ROOT
+
+PACKAGES: Final = Path(os.environ.get("COROLLA_HTTP_CLIENTS", ROOT / ".venv" / "http-clients"))
+
+
+def command_of(*arguments: str) -> list[str]:
+    """Runs Python with these arguments; with `variables`, packages of the clients come first."""
+    assert PACKAGES.exists(), "the clients are not installed; run: make http-clients"
+    return [sys.executable, "-W", "ignore", *arguments]
+
+
+def script(package: str) -> str:
+    """The program that asks with a package."""
+    return str(Path(__file__).with_name(f"{package}_package.py"))
+
+
+def variables() -> Mapping[str, str]:
+    """The environment of such a program."""
+    return {**os.environ, "PYTHONPATH": str(PACKAGES)}
