@@ -49,8 +49,11 @@ def calls_grammar(
         lines = [lines[0].replace("start: ", "start: (thought spaces?)? ", 1), *lines[1:], *_thought(reasoning, mark)]
     lines += _written_calls(rules, calls, mark(calls.closing) if calls.closing else "")
     for index, tool in enumerate(rules.tools):
-        beginning = json.dumps(f'{{"name": "{tool.name}", "{calls.arguments_key}": ')
-        lines.append(f'call_{index}: {beginning} arguments_{index} "}}"')
+        if calls.infix:
+            lines.append(f"call_{index}: {json.dumps(tool.name)} {mark(calls.infix)} arguments_{index}")
+        else:
+            beginning = json.dumps(f'{{"name": "{tool.name}", "{calls.arguments_key}": ')
+            lines.append(f'call_{index}: {beginning} arguments_{index} "}}"')
         lines.append(f"arguments_{index}: %json {json.dumps(_schema(tool, rules))}")
     return "\n".join(["%llguidance {}", *lines, ""])
 
@@ -64,7 +67,8 @@ def _required(rules: CallRules, calls: CallFormat, mark: Mark) -> list[str]:
     """Calls and nothing else."""
     written = "bare_calls" if calls.may_be_bare else f"{mark(calls.opening)} calls"
     if rules.may_be_several and not (calls.separator or calls.is_list):
-        written = rf'{written} ("\n" {written})*'
+        gap = "" if calls.infix else r'"\n" '
+        written = f"{written} ({gap}{written})*"
     return [f"start: {written}"]
 
 
@@ -99,6 +103,8 @@ def _written_calls(rules: CallRules, calls: CallFormat, closing: str) -> list[st
         return [f'calls: "[" {several} {closing}']
     if calls.may_be_bare:
         return ["calls: bare_calls", f"bare_calls: {several}"]
+    if calls.infix:
+        return [f"calls: {one}"]
     return [rf'calls: "\n" {one} "\n" {closing}']
 
 

@@ -7,13 +7,14 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """A way to write calls: objects of JSON with a name and arguments.
+    """A way to write calls: objects of JSON with a name and arguments, or names with arguments behind them.
 
     Attributes:
         opening: stands before a call, or before a list of calls.
         closing: stands behind a call, or behind a list of calls; may be empty.
         separator: between calls where no opening stands before the next one; empty: each call has its own opening.
-        arguments_key: the name of the arguments.
+        arguments_key: the name of the arguments; empty where a call is no object.
+        infix: stands between a call's name and its arguments where a call is no object.
         is_list: whether the calls are a list of JSON.
         may_be_bare: whether the answer may begin with a call, without the opening.
         num_id_chars: letters and digits that a call's id has to be; 0: any id will do.
@@ -23,6 +24,7 @@ class CallFormat:
     closing: str
     separator: str
     arguments_key: str
+    infix: str = ""
     is_list: bool = False
     may_be_bare: bool = False
     num_id_chars: int = 0
@@ -41,9 +43,13 @@ HERMES: Final = CallFormat("<tool_call>", "</tool_call>", "", "arguments")
 LLAMA: Final = CallFormat("<|python_tag|>", "", ";", "parameters", may_be_bare=True)
 """As Llama 3 writes."""
 MISTRAL: Final = CallFormat("[TOOL_CALLS]", "]", ",", "arguments", is_list=True, num_id_chars=9)
+"""As Mistral's models wrote until version 7 of their tokenizer."""
+MISTRAL_V11: Final = CallFormat("[TOOL_CALLS]", "", "", "", infix="[ARGS]", num_id_chars=9)
+"""As they write from version 11 on: `[TOOL_CALLS]name[ARGS]{...}`."""
 
 _CALL_SIGNS: Final = (
     ("<tool_call>", HERMES),
+    ("[ARGS]", MISTRAL_V11),
     ("[TOOL_CALLS]", MISTRAL),
     ("<|python_tag|>", LLAMA),
     ("<|start_header_id|>ipython", LLAMA),

@@ -22,6 +22,8 @@ _HEAD: Final = re.compile(
     r'"name"\s{0,9}:\s{0,9}"([^"\\]{1,64})"\s{0,9},\s{0,9}"(?:arguments|parameters)"\s{0,9}:\s{0,9}\{'
 )
 """Up to the arguments' brace, in the order in which models write; bounded, so that it is known soon."""
+_CALL_ID: Final = r"(?:\[CALL_ID\][A-Za-z0-9]{1,64})?"
+"""That a model may give a call itself; it counts for nothing."""
 _FIRST_KEY: Final = re.compile(r'\{\s*"([^"\\]*)"')
 _KEYS: Final = frozenset({"arguments", "id", "name", "parameters", "type"})
 
@@ -41,7 +43,7 @@ class State(Enum):
     TEXT = auto()
     LIST = auto()
     CALL = auto()
-    """Behind an opening or a separator: an object should come."""
+    """Behind an opening or a separator: an object should come, or a name."""
     ARGUMENTS = auto()
     REST = auto()
     """Of a call, behind its arguments."""
@@ -86,6 +88,9 @@ class SpeechParser:
         self._said = Said()
         self._scanner = ObjectScanner()
         self._num_scanned = 0
+        infix = "" if calls is None else calls.infix
+        # From a call's name to its arguments' brace, where a call is no object.
+        self._behind_name = re.compile(rf"{_CALL_ID}{re.escape(infix)}\s{{0,9}}\{{") if infix else None
         self._steps: dict[State, Callable[[], bool]] = {
             State.INSIDE: self._inside,
             State.BEGINNING: self._beginning,
@@ -197,10 +202,12 @@ class SpeechParser:
         rest = self._held[self._call_at :].lstrip()
         if not rest and not self._has_ended:
             return False
+        if self._behind_name is not None:
+            return self._named_call(rest, self._behind_name)
         if not rest.startswith("{"):
             return self._no_call()
         if (head := _HEAD.match(rest[:_HEAD_CHARS])) is not None:
-            return self._begin_call(rest, head)
+            return self._begin_call(head[1], rest, head.end() - 1)
         first = _FIRST_KEY.match(rest)
         if first is not None and first[1] not in _KEYS:
             return self._no_call()
@@ -214,23 +221,35 @@ class SpeechParser:
         self._held = rest[self._num_scanned :]
         return self._to(State.BEHIND_CALL)
 
-    def _begin_call(self, rest: str, head: re.Match[str]) -> bool:
-        if head[1] not in self._tool_names:
+    def _named_call(self, rest: str, behind_name: re.Pattern[str]) -> bool:
+        name, found, _ = rest.partition("[")
+        if not found and not self._has_ended and any(each.startswith(name) for each in self._tool_names):
+            return False
+        head = behind_name.match(rest, len(name), len(name) + _HEAD_CHARS)
+        if head is not None:
+            return self._begin_call(name, rest, head.end() - 1)
+        is_begun = name in self._tool_names and "{" not in rest and len(rest) < len(name) + _HEAD_CHARS
+        return False if is_begun and not self._has_ended else self._no_call()
+
+    def _begin_call(self, name: str, rest: str, brace_at: int) -> bool:
+        if name not in self._tool_names:
             return self._no_call()
-        self._say_call(head[1], "")
+        self._say_call(name, "")
         self._scanner = ObjectScanner()
-        self._scanner.read(rest[: head.end() - 1], 0)
-        self._held = rest[head.end() - 1 :]
+        if self._behind_name is None:
+            self._scanner.read(rest[:brace_at], 0)
+        self._held = rest[brace_at:]
         return self._to(State.ARGUMENTS)
 
     def _arguments(self) -> bool:
-        end, reading = self._scanner.read(self._held, 0, depth=1)
+        is_within_object = self._behind_name is None
+        end, reading = self._scanner.read(self._held, 0, depth=int(is_within_object))
         if self._has_ended and reading is Reading.OPEN:
             end = len(self._held)
         self._say_arguments(self._take(end))
         if reading is Reading.OPEN:
             return False
-        return self._to(State.REST if reading is Reading.CLOSED else State.BEHIND_CALL)
+        return self._to(State.REST if reading is Reading.CLOSED and is_within_object else State.BEHIND_CALL)
 
     def _rest(self) -> bool:
         end, reading = self._scanner.read(self._held, 0)

@@ -9,13 +9,13 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from corolla.client.speech.call_rules import CallRules, calls_grammar, is_special_in_grammars
-from corolla.client.speech.formats import HERMES, LLAMA, MISTRAL, CallFormat, ReasoningFormat
+from corolla.client.speech.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, ReasoningFormat
 from corolla.client.speech.parser import SpeechParser
 from corolla.client.speech.pieces import joined_pieces
 from corolla.client.text.conversation import Tool
 from tests.checkpoints import make_tokenizer
 
-SPECIAL = ("<|python_tag|>", "[TOOL_CALLS]")
+SPECIAL = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
 THINK = ReasoningFormat("<think>", "</think>")
 WEATHER = Tool(
     "get_weather",
@@ -29,7 +29,7 @@ WEATHER = Tool(
 )
 NOW = Tool("now")
 BOTH = CallRules((WEATHER, NOW), is_required=True)
-FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
+FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral-v11": MISTRAL_V11}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,8 @@ def read_by(tokenizer: Any) -> LLTokenizer:
 
 
 def call(name: str, arguments: dict[str, Any], calls: CallFormat) -> str:
+    if calls.infix:
+        return f"{name}{calls.infix}{json.dumps(arguments)}"
     return json.dumps({"name": name, calls.arguments_key: arguments})
 
 
@@ -54,6 +56,8 @@ def answer_of(calls: CallFormat, *objects: str) -> str:
         return f"{calls.opening}[{', '.join(objects)}]"
     if calls.may_be_bare:
         return "; ".join(objects)
+    if calls.infix:
+        return "".join(f"{calls.opening}{each}" for each in objects)
     return "\n".join(f"{calls.opening}\n{each}\n{calls.closing}" for each in objects)
 
 
@@ -87,7 +91,7 @@ def test_required_calls_fit_their_schemas(tokenizer: Any, read_by: LLTokenizer, 
         assert reader.takes("<think>Is it <x>?\n</think>\n\n" + whole)
         parser = SpeechParser(calls, THINK, {"get_weather", "now"})
         said = joined_pieces([*map(parser.push, whole), parser.finish()])
-        assert (said.text, parser.num_calls) == ("", whole.count('"name"'))
+        assert (said.text, parser.num_calls) == ("", whole.count(calls.infix or '"name"'))
     for broken in [
         "",
         "Well.",

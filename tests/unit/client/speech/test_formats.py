@@ -2,7 +2,7 @@
 
 import pytest
 
-from corolla.client.speech.formats import HERMES, LLAMA, MISTRAL, CallFormat, call_format, reasoning_format
+from corolla.client.speech.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, call_format, reasoning_format
 from tests.chat_templates import LLAMA as LLAMA_TEMPLATE
 from tests.chat_templates import MISTRAL as MISTRAL_TEMPLATE
 from tests.chat_templates import PARTS, QWEN
@@ -17,6 +17,8 @@ from tests.chat_templates import PARTS, QWEN
         # The template says more than the tokens.
         (QWEN, ("[TOOL_CALLS]",), HERMES),
         (PARTS, ("[TOOL_CALLS]",), MISTRAL),
+        (PARTS, ("[TOOL_CALLS]", "[ARGS]"), MISTRAL_V11),
+        ("{{ '[TOOL_CALLS]' + call.name + '[ARGS]' }}", (), MISTRAL_V11),
         (PARTS, ("<|python_tag|>",), LLAMA),
         (PARTS, ("<tool_call>", "<|python_tag|>"), HERMES),
         (PARTS, (), HERMES),

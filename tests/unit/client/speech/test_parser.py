@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.client.speech.formats import HERMES, LLAMA, MISTRAL, CallFormat, ReasoningFormat
+from corolla.client.speech.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, ReasoningFormat
 from corolla.client.speech.parser import SpeechParser, State
 from corolla.client.speech.pieces import Piece, joined_pieces
 
 THINK = ReasoningFormat("<think>", "</think>")
 NAMES = frozenset({"get_weather", "now"})
-FORMATS: dict[str, CallFormat | None] = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "none": None}
+CALL_FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral-v11": MISTRAL_V11}
+FORMATS: dict[str, CallFormat | None] = {**CALL_FORMATS, "none": None}
 
 
 def read(calls: CallFormat | None, *chunks: str, **options: Any) -> Piece:
@@ -78,6 +79,22 @@ NOW = '<tool_call>{"name":"now","arguments":{}}</tool_call>'
         ),
         (MISTRAL, '[TOOL_CALLS] [{"name": "now", "arguments": {}}', "", [("now", "{}")]),
         (MISTRAL, "[TOOL_CALLS]now", None, []),
+        (MISTRAL_V11, "[TOOL_CALLS]get_weather[ARGS]" + PARIS, "", [("get_weather", PARIS)]),
+        (
+            MISTRAL_V11,
+            "Well.\n[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[CALL_ID]abcdefgh1[ARGS] " + PARIS,
+            "Well.",
+            [("now", "{}"), ("get_weather", PARIS)],
+        ),
+        (MISTRAL_V11, "[TOOL_CALLS]now[ARGS]{} Well.", " Well.", [("now", "{}")]),
+        (MISTRAL_V11, '[TOOL_CALLS]now[ARGS]{"a": "x\\', "", [("now", '{"a": "x\\')]),
+        (MISTRAL_V11, '[TOOL_CALLS]now[ARGS]{"a": <b', "<b", [("now", '{"a": ')]),
+        (MISTRAL_V11, "[TOOL_CALLS]rm[ARGS]{}", None, []),
+        (MISTRAL_V11, "[TOOL_CALLS]nowadays[ARGS]{}", None, []),
+        (MISTRAL_V11, "[TOOL_CALLS]now[ARGS][]", None, []),
+        (MISTRAL_V11, "[TOOL_CALLS]now[ARGS]", None, []),
+        (MISTRAL_V11, "[TOOL_CALLS]no", None, []),
+        (MISTRAL_V11, '[TOOL_CALLS][{"name": "now", "arguments": {}}]', None, []),
         (None, HERMES_CALL, None, []),
     ],
 )
@@ -131,6 +148,15 @@ def test_arguments_come_as_they_are_written_and_text_at_once() -> None:
     assert parser.finish() == Piece()
 
 
+def test_text_that_cannot_be_a_call_any_more_comes_at_once() -> None:
+    parser = SpeechParser(MISTRAL_V11, None, NAMES, str)
+    assert parser.push("[TOOL_CALLS]no").text == ""
+    assert parser.push("t that").text == "[TOOL_CALLS]not that"
+    assert parser.push("[TOOL_CALLS]now[ARGS]").calls == ()
+    (begun,) = parser.push('{"a"').calls
+    assert (begun.name, begun.arguments) == ("now", '{"a"')
+
+
 def test_no_more_calls_than_wanted() -> None:
     piece = read(HERMES, HERMES_CALL + NOW, most_calls=1)
     assert (calls_of(piece), piece.text) == ([("get_weather", PARIS)], "")
@@ -140,6 +166,7 @@ PIECES = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", "<|python_tag|>", ";", ",", "<think>", "</think>", "\n",
     " ", "{", "}", '{"name": "now", "arguments": ', '{"name": "get_weather", "parameters": ', '{"a": "}"}', "{}", '"',
     "\\", '"name"', '"x"', ": ", "é😀", "<", "abc", '{"arguments": {"a": 1}, "name": "now"}', "1.5", "null",
+    "now", "[ARGS]", "[CALL_ID]a1",
 )  # fmt: skip
 WORDS = st.text(max_size=6)
 ANSWERS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
@@ -158,7 +185,7 @@ def test_it_does_not_matter_where_an_answer_is_cut(
     assert read(calls, *answer, state=state) == whole
 
 
-@pytest.mark.parametrize("calls", [HERMES, LLAMA, MISTRAL], ids=["hermes", "llama", "mistral"])
+@pytest.mark.parametrize("calls", CALL_FORMATS.values(), ids=CALL_FORMATS.keys())
 @given(
     arguments=st.lists(
         st.dictionaries(WORDS, WORDS | st.integers() | st.lists(WORDS, max_size=2), max_size=2), min_size=1, max_size=3
@@ -167,7 +194,9 @@ def test_it_does_not_matter_where_an_answer_is_cut(
 )
 def test_any_arguments_come_back(calls: CallFormat, arguments: list[dict[str, Any]], text: str) -> None:
     objects = [json.dumps({"name": "now", calls.arguments_key: each}, ensure_ascii=False) for each in arguments]
-    if calls.is_list:
+    if calls.infix:
+        answer = "".join(f"{calls.opening}now{calls.infix}{json.dumps(each, ensure_ascii=False)}" for each in arguments)
+    elif calls.is_list:
         answer = calls.opening + "[" + ", ".join(objects) + "]"
     elif calls.separator:
         answer = calls.opening + "; ".join(objects)
