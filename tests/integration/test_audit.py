@@ -2,18 +2,23 @@
 
 import logging
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 
 from corolla.chassis import audit
+from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import CorollaError, ScopeDenied, SessionNotFound, Unauthenticated
 from corolla.client.api.keys import NewKey, Scope
 from corolla.sdk.async_client import AsyncClient
 from corolla.trust.workload import Role
+from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2, router_pb2_grpc
+from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from corolla.wire.network import Network
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
@@ -73,6 +78,27 @@ async def test_a_call_says_who_what_and_how_much(swarm: Swarm, lines: Lines) -> 
     assert (line["tenant"], line["key"]) == ("acme", KEY.record.id)
     assert (line["prompt_tokens"], line["generated_tokens"], line["recoveries"]) == (3, 4, 0)
     assert line["peer"].startswith("ipv4:127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "metadata, request_id, named",
+    [
+        ([("x-request-id", "{mine}/1")], "answer-1", {"x_request_id": "{mine}/1", "request_id": "answer-1"}),
+        ([("x-request-id", "of two words")], "", {}),
+        ([("x-request-id", "x" * 129)], "two words", {}),
+    ],
+)
+async def test_a_call_and_its_answer_have_the_names_that_their_caller_gave(
+    swarm: Swarm, lines: Lines, metadata: list[tuple[str, str]], request_id: str, named: dict[str, str]
+) -> None:
+    request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[1]), request_id=request_id)
+    request.stopping.max_tokens = 2
+    async with open_channel(swarm.address) as channel:
+        stub = GenerationServiceStub(channel)
+        with suppress(grpc.RpcError):
+            await stub.Generate(request, metadata=[("authorization", f"Bearer {KEY.key}"), *metadata])
+    (line,) = lines.of("Generate")
+    assert {key: line[key] for key in ("x_request_id", "request_id") if key in line} == named
 
 
 async def test_a_streams_line_comes_with_its_end_also_where_its_caller_leaves(swarm: Swarm, lines: Lines) -> None:

@@ -114,11 +114,16 @@ async def test_requests_are_counted_and_audited(swarm: Swarm, caplog: pytest.Log
     labels = {"route": f"POST {COMPLETIONS}", "status": "200", "fault": "none"}
     before = await metric(service, "corolla_http_requests_total", **labels)
     async with caller(service) as http:
-        await http.post(COMPLETIONS, json={**LONG, "prompt": [[1, 2], [3]], "max_tokens": 4})
-    assert await metric(service, "corolla_http_requests_total", **labels) == before + 1
+        body = {**LONG, "prompt": [[1, 2], [3]], "max_tokens": 4}
+        replies = [await http.post(COMPLETIONS, json=body, headers={"x-request-id": "mine"})]
+        replies.append(await http.post(COMPLETIONS, json=body))
+    assert await metric(service, "corolla_http_requests_total", **labels) == before + 2
     facts = [vars(each) for each in caplog.records if vars(each).get("method") == labels["route"]]
-    assert [(each["outcome"], each["tenant"]) for each in facts] == [("OK", "bob")]
+    assert [(each["outcome"], each["tenant"]) for each in facts] == [("OK", "bob")] * 2
     assert (facts[0]["prompt_tokens"], facts[0]["generated_tokens"]) == (3, 8)
+    # By the name that the reply has, whoever gave it.
+    assert facts[0]["x_request_id"] == "mine"
+    assert [each["x_request_id"] for each in facts] == [each.headers["x-request-id"] for each in replies]
 
 
 async def test_who_leaves_is_counted_as_gone_and_leaves_nothing(swarm: Swarm) -> None:

@@ -7,6 +7,7 @@ error of the tree; an exception's own text never does.
 
 import asyncio
 import logging
+import re
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -21,6 +22,9 @@ from corolla.chassis.metrics import Fault
 log = logging.getLogger(__name__)
 
 _DENIALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+
+_REQUEST_ID_HEADER: Final = "x-request-id"
+_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 Who = TypeVar("Who", bound=Caller)
 
@@ -39,6 +43,13 @@ class Context(Protocol):
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         """What its certificate says, where it shows one."""
+
+
+def x_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """By which a caller names its call; empty where it does not, or by something else than 1 to 128 visible ASCII
+    characters."""
+    given = next((value for key, value in metadata or () if key == _REQUEST_ID_HEADER), "")
+    return given if isinstance(given, str) and _REQUEST_ID.fullmatch(given) else ""
 
 
 class Call(Generic[Who]):
@@ -69,6 +80,8 @@ class Call(Generic[Who]):
     def write(self, outcome: str, seconds: float) -> None:
         """Writes the call into the audit log."""
         facts = {"method": self.method, "outcome": outcome, "seconds": round(seconds, 3), "peer": self.context.peer()}
+        if name := x_request_id(self.context.invocation_metadata()):
+            facts["x_request_id"] = name
         described: dict[str, Any] = {}
         for each in self._described:
             for name, value in each().items():

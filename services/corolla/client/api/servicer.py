@@ -75,7 +75,7 @@ class GenerationServicer:
     # --- text ---------------------------------------------------------------------------------------------------
 
     async def Generate(self, request: pb.GenerateRequest, call: Call[KeyHolder]) -> pb.GenerateResponse:
-        usage = self._usage(call)
+        usage = self._usage(request, call)
         completions: dict[int, replies.Collected] = {}
         async with aclosing(_with_good_key(call, self._generate(request, call, usage))) as deltas:
             async for index, delta in deltas:
@@ -98,7 +98,7 @@ class GenerationServicer:
     async def GenerateStream(
         self, request: pb.GenerateRequest, call: Call[KeyHolder]
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        usage = self._usage(call)
+        usage = self._usage(request, call)
         num_open = max(1, request.num_completions)
         async with aclosing(_with_good_key(call, self._generate(request, call, usage, is_streamed=True))) as deltas:
             async for index, delta in deltas:
@@ -151,7 +151,7 @@ class GenerationServicer:
     # --- conversations --------------------------------------------------------------------------------------------
 
     async def Chat(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> pb.ChatResponse:
-        usage = self._usage(call)
+        usage = self._usage(request, call)
         answers: dict[int, replies.Collected] = {}
         async with aclosing(_with_good_key(call, self._chat_answers(request, call, usage))) as deltas:
             async for index, delta in deltas:
@@ -168,7 +168,7 @@ class GenerationServicer:
         )
 
     async def ChatStream(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> AsyncGenerator[pb.ChatChunk, None]:
-        usage = self._usage(call)
+        usage = self._usage(request, call)
         num_open = max(1, request.num_completions)
         async with aclosing(_with_good_key(call, self._chat_answers(request, call, usage, is_streamed=True))) as deltas:
             async for index, delta in deltas:
@@ -317,8 +317,8 @@ class GenerationServicer:
         call.caller.check(scope, self._model.name)
         return call.caller.tenant
 
-    def _usage(self, call: Call[KeyHolder]) -> Usage:
-        """A new one, which the audit log will show."""
+    def _usage(self, request: pb.GenerateRequest | pb.ChatRequest, call: Call[KeyHolder]) -> Usage:
+        """A new one, which the audit log will show, with the name of the request."""
         limits = self._quotas.limits(call.caller.tenant)
         usage = Usage(withholds_cached_tokens=limits.withhold_cached_tokens)
         call.describe(
@@ -328,6 +328,9 @@ class GenerationServicer:
                 "recoveries": usage.recoveries,
             }
         )
+        if validation.REQUEST_ID.fullmatch(request.request_id):
+            name = request.request_id
+            call.describe(lambda: {"request_id": name})
         return usage
 
     def _options(self, request: pb.GenerateRequest | pb.ChatRequest, tenant: str) -> AnswerOptions:

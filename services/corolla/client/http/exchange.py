@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from corolla.chassis.calls import x_request_id
 from corolla.chassis.errors import (
     CallerStalled,
     CorollaError,
@@ -26,7 +27,6 @@ from corolla.client.http.metrics import HttpMetrics
 
 JSON: Final = "application/json"
 _EVENTS: Final = "text/event-stream; charset=utf-8"
-_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _MAX_VIOLATIONS: Final = 8
 _MAX_FAULTS: Final = 64
 _LINGER_S: Final = 1.0
@@ -82,8 +82,7 @@ class Exchange:
         self._send = send
         self._limits = limits
         self._metrics = metrics
-        given = self.headers.get("x-request-id", "")
-        self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+        self.request_id = x_request_id(self.headers.items()) or f"req_{secrets.token_hex(16)}"
         self.is_left = False
         self.has_begun = False
         self._is_read = False
@@ -99,7 +98,7 @@ class Exchange:
         return None
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
-        return self.headers.items()
+        return {**self.headers, "x-request-id": self.request_id}.items()
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
         return {}
