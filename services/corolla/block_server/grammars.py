@@ -11,12 +11,15 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import AutoTokenizer
 
 from corolla.chassis.errors import InternalError, MalformedMessage
+from corolla.chassis.turns import Turns
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.grammar_text import UnreadableGrammar, grammar_tokenizer, read_grammar
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.models.tokenizer_text import tokenizer_text
 
 _MOST_KEPT: Final = 64
+_MOST_WAITING: Final = 4096
+"""To be read: as many as several client services may run answers, all of which may come when another last hop dies."""
 _STACK_BYTES: Final = 128 << 20
 """Of a thread that reads grammars: rules that name each other are read by recursion. Only what is used is there."""
 
@@ -30,7 +33,7 @@ class GrammarNotRead(Exception):
 class Grammars:
     """Reads each grammar once, while it is among the latest. Safe to use from several threads.
 
-    Grammars are read one after the other in a thread of their own: nobody else's work waits for them.
+    Grammars are read one after the other, tenants in turn, in a thread of their own: nobody else's work waits for them.
 
     The tokenizer is read with the first grammar, which takes about a second: most servers never need it.
     """
@@ -41,15 +44,19 @@ class Grammars:
         self._read: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._reading = ThreadPoolExecutor(1, "grammars")
+        self._turns = Turns(_MOST_WAITING, "a block server has too many grammars to read")
 
-    async def read(self, text: str) -> None:
+    async def read(self, tenant: str, text: str) -> None:
         """Returns when an answer can begin without waiting, while the grammar is among the latest.
 
         Raises:
+            QueueFull: too many are to be read, most of them for this tenant.
             MalformedMessage: the text is no grammar.
             InternalError: the model's tokenizer cannot be read for grammars.
         """
-        await asyncio.wrap_future(self._later(text))
+        if not self._has(text):
+            async with self._turns.of(tenant):
+                await asyncio.wrap_future(self._later(text))
 
     def begin(self, text: str, token_ids: Sequence[int], *, may_read: bool = True) -> AnswerGrammar:
         """Follows an answer that has these tokens. It may take seconds where this server does not have the grammar.
@@ -68,6 +75,10 @@ class Grammars:
         if not grammar.add_all(token_ids):
             raise MalformedMessage("sampler.token_ids", "are no beginning of an answer that fits the grammar")
         return grammar
+
+    def _has(self, text: str) -> bool:
+        with self._lock:
+            return text in self._read
 
     def _later(self, text: str) -> Future[LLMatcher]:
         def read() -> LLMatcher:

@@ -82,7 +82,7 @@ class Preparations:
         async def prepare() -> None:
             try:
                 if self._grammars is not None and control.sampler.HasField("grammar"):
-                    await self._grammars.read(control.sampler.grammar.text)
+                    await self._grammars.read(control.tenant, control.sampler.grammar.text)
                 sampler = await asyncio.to_thread(make_ready)
             except CorollaError as error:
                 refuse(error)

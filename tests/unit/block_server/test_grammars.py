@@ -94,7 +94,7 @@ async def test_each_grammar_is_read_once_however_many_wait_and_nobody_elses_work
         return read_grammar(tokenizer, text)  # type: ignore[arg-type]
 
     monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
-    waiting = [asyncio.ensure_future(grammars.read(text)) for text in (FORM, DEEP) for _ in range(50)]
+    waiting = [asyncio.ensure_future(grammars.read("one", text)) for text in (FORM, DEEP) for _ in range(50)]
     try:
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 30) == "done"
         assert not has(grammars, FORM)
@@ -107,6 +107,29 @@ async def test_each_grammar_is_read_once_however_many_wait_and_nobody_elses_work
     assert has(grammars, FORM)
     assert not has(grammars, DEEP)
     assert texts == [FORM]
+
+
+async def test_a_tenant_does_not_wait_for_all_the_grammars_of_another_one(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, may_end, texts = Grammars(checkpoint), threading.Event(), list[str]()
+
+    def read_slowly(tokenizer: object, text: str) -> object:
+        texts.append(text)
+        assert may_end.wait(60)
+        return read_grammar(tokenizer, text)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
+    many = [formats.regex(f"a{{{number}}}", "regex").grammar for number in range(1, 1001)]
+    noisy = [asyncio.ensure_future(grammars.read("noisy", text)) for text in many]
+    await asyncio.sleep(0)
+    quiet = asyncio.ensure_future(grammars.read("quiet", FORM))
+    may_end.set()
+    await asyncio.wait_for(quiet, 30)
+    assert texts.index(FORM) <= 2
+    for each in noisy:
+        each.cancel()
+    await asyncio.wait(noisy)
 
 
 @pytest.mark.parametrize(

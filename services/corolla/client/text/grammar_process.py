@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
-from weakref import WeakValueDictionary
 
 from corolla.chassis.errors import InvalidRequest, QueueFull
+from corolla.chassis.turns import Turns
 from corolla.client.text.formats import AnswerFormat
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.text.worker_process import RanAway, WorkerProcess
@@ -35,11 +35,9 @@ class GrammarProcess:
         self._worker: WorkerProcess | None = None
         self._problems: OrderedDict[str, str | None] = OrderedDict()
         self._lock = threading.Lock()
-        # The process does one thing at a time, and so does the thread that waits for it. Of each tenant one request is
-        # in its line, so that nobody waits for all those of another one.
+        # The process does one thing at a time, and so does the thread that waits for it.
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._num_waiting = 0
+        self._turns = Turns(_MOST_WAITING, "too many answers of a form are asked for at once")
 
     @property
     def pid(self) -> int | None:
@@ -50,18 +48,12 @@ class GrammarProcess:
         """As `check`, at the tenant's turn."""
         if not received_ids and self._is_known(form):
             return self.check(form)
-        if self._num_waiting >= _MOST_WAITING:
-            raise QueueFull("too many answers of a form are asked for at once")
-        turn = self._turns.setdefault(tenant, asyncio.Lock())
-        self._num_waiting += 1
         try:
-            async with asyncio.timeout(_LONGEST_WAIT_S), turn:
+            async with asyncio.timeout(_LONGEST_WAIT_S), self._turns.of(tenant):
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._thread, self.check, form, received_ids)
+                await loop.run_in_executor(self._thread, self.check, form, received_ids)
         except TimeoutError:
             raise QueueFull("the forms of others take too long to read") from None
-        finally:
-            self._num_waiting -= 1
 
     def check(self, form: AnswerFormat, received_ids: Sequence[int] = ()) -> None:
         """Returns where answers of this form can be made, and one that has these tokens be continued. It blocks.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from corolla.chassis.errors import InvalidRequest
+from corolla.chassis.errors import InvalidRequest, QueueFull
 from corolla.client.text import formats
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.tokenizer import TextTokenizer
@@ -72,6 +72,18 @@ async def test_a_tenant_does_not_wait_for_all_the_grammars_of_another_one(gramma
     await grammars.admit("quiet", formats.regex("a", "regex"), ())
     assert len(refused) <= before + 2
     await asyncio.gather(*noisy)
+
+
+async def test_a_tenant_that_asks_for_a_thousand_forms_takes_nobody_elses_place(grammars: GrammarProcess) -> None:
+    noisy = [
+        asyncio.ensure_future(grammars.admit("noisy", formats.regex(f"a{{{number}}}", "regex"), ()))
+        for number in range(1, 1001)
+    ]
+    await asyncio.sleep(0)
+    await grammars.admit("quiet", formats.regex("b", "regex"), ())
+    assert sum(each.done() and each.exception() is None for each in noisy) <= 2
+    ends = await asyncio.gather(*noisy, return_exceptions=True)
+    assert any(isinstance(each, QueueFull) for each in ends)
 
 
 @pytest.mark.full

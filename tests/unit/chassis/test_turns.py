@@ -1,0 +1,101 @@
+"""Tenants take turns, and nobody's turn is lost."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corolla.chassis.errors import QueueFull
+from corolla.chassis.turns import Turns
+
+
+class Sequencer:
+    """Tasks that take turns, and the order in which they came to theirs."""
+
+    def __init__(self, most_waiting: int = 1000) -> None:
+        self.turns = Turns(most_waiting, "too many")
+        self.taken: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self._num_inside = 0
+
+    async def _take(self, tenant: str) -> None:
+        async with self.turns.of(tenant):
+            self._num_inside += 1
+            assert self._num_inside == 1
+            self.taken.append(tenant)
+            try:
+                await asyncio.sleep(0)
+            finally:
+                self._num_inside -= 1
+
+    async def come(self, tenants: Sequence[str]) -> None:
+        """One after the other; the first of all begins at once."""
+        for tenant in tenants:
+            self.tasks.append(asyncio.create_task(self._take(tenant)))
+        await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        with suppress(QueueFull):
+            await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 10)
+
+
+async def test_a_tenant_waits_for_one_turn_of_each_other_tenant() -> None:
+    sequencer = Sequencer()
+    await sequencer.come(["noisy"] * 100 + ["quiet", "other", "quiet"])
+    await sequencer.end()
+    assert sequencer.taken[:7] == ["noisy", "noisy", "quiet", "other", "noisy", "quiet", "noisy"]
+    assert len(sequencer.taken) == 103
+
+
+async def test_those_of_one_tenant_come_in_order() -> None:
+    turns, order = Turns(100, ""), list[int]()
+
+    async def take(number: int) -> None:
+        async with turns.of("one"):
+            order.append(number)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*map(take, range(20)))
+    assert order == list(range(20))
+
+
+async def test_where_the_line_is_full_the_longest_one_makes_room() -> None:
+    sequencer = Sequencer(most_waiting=4)
+    await sequencer.come(["noisy"] * 6 + ["quiet"])
+    refused = [task for task in sequencer.tasks if task.done()]
+    await sequencer.end()
+    assert sorted(sequencer.taken) == ["noisy"] * 4 + ["quiet"]
+    assert all(isinstance(task.exception(), QueueFull) for task in refused)
+    assert sum(task.exception() is not None for task in sequencer.tasks) == 2
+
+
+async def test_a_failure_ends_a_turn() -> None:
+    turns = Turns(9, "")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="oh"):
+            async with turns.of("one"):
+                raise ValueError("oh")
+
+
+@given(
+    tenants=st.lists(st.sampled_from("abc"), min_size=1, max_size=12),
+    cancelled=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 6)), max_size=8),
+)
+def test_whoever_leaves_takes_no_turn_away(tenants: list[str], cancelled: list[tuple[int, int]]) -> None:
+    async def run() -> None:
+        sequencer = Sequencer()
+        await sequencer.come(tenants)
+        for number, num_rounds in cancelled:
+            for _ in range(num_rounds):
+                await asyncio.sleep(0)
+            sequencer.tasks[number % len(tenants)].cancel()
+        await sequencer.end()
+        left = [task.cancelled() for task in sequencer.tasks]
+        assert len(sequencer.taken) >= left.count(False)
+        async with asyncio.timeout(1), sequencer.turns.of("last"):
+            pass
+
+    asyncio.run(run())
