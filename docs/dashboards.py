@@ -91,6 +91,15 @@ OVERVIEW: Final = (
         (share_within("corolla_time_to_first_token_seconds", "2.5"), "first tokens"),
         (share_within("corolla_inter_token_latency_seconds", "0.5"), "further tokens"),
     )),
+    Panel("Grammars", "Forms that answers were to have, and calls that were to fit: compiled anew, known, or refused.",
+          "reqps", (
+        (rate("corolla_grammars_total", "outcome"), "{{outcome}}"),
+    )),
+    Panel("Time to compile a grammar", "99 in 100 take less. Answers that bring a new one wait for it, at both places.",
+          "s", (
+        (f"histogram_quantile(0.99, {rate('corolla_grammar_compile_seconds_bucket', 'le')})", "client services"),
+        (f"histogram_quantile(0.99, {rate('corolla_hop_grammar_compile_seconds_bucket', 'le')})", "block servers"),
+    )),
 )  # fmt: skip
 
 SPANS: Final = (

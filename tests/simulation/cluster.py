@@ -225,7 +225,7 @@ class Client:
             Admission(64, 64, 1 << 20),
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
             metrics,
-            GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, ()),
+            GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, (), metrics.grammars),
         )
 
 

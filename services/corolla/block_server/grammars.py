@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import AutoTokenizer
 
 from corolla.chassis.errors import InternalError, MalformedMessage
+from corolla.chassis.metrics import GrammarMetrics
 from corolla.chassis.turns import Turns
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.grammar_text import UnreadableGrammar, grammar_tokenizer, read_grammar
@@ -38,8 +39,9 @@ class Grammars:
     The tokenizer is read with the first grammar, which takes about a second: most servers never need it.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, metrics: GrammarMetrics) -> None:
         self._checkpoint = checkpoint
+        self._metrics = metrics
         self._tokenizer: LLTokenizer | None = None
         self._read: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -54,9 +56,11 @@ class Grammars:
             MalformedMessage: the text is no grammar.
             InternalError: the model's tokenizer cannot be read for grammars.
         """
-        if not self._has(text):
-            async with self._turns.of(tenant):
-                await asyncio.wrap_future(self._later(text))
+        if self._has(text):
+            self._metrics.cached.inc()
+            return
+        async with self._turns.of(tenant):
+            await asyncio.wrap_future(self._later(text))
 
     def begin(self, text: str, token_ids: Sequence[int], *, may_read: bool = True) -> AnswerGrammar:
         """Follows an answer that has these tokens. It may take seconds where this server does not have the grammar.
@@ -71,6 +75,8 @@ class Grammars:
             if not may_read:
                 raise GrammarNotRead
             matcher = self._later(text).result()
+        elif not may_read:
+            self._metrics.cached.inc()
         grammar = AnswerGrammar(matcher)
         if not grammar.add_all(token_ids):
             raise MalformedMessage("sampler.token_ids", "are no beginning of an answer that fits the grammar")
@@ -82,8 +88,16 @@ class Grammars:
 
     def _later(self, text: str) -> Future[LLMatcher]:
         def read() -> LLMatcher:
-            # Of all who wait for it, the first has read it.
-            return self._copy(text) or self._keep(text, _on_deep_stack(lambda: self._matcher(text)))
+            if (matcher := self._copy(text)) is not None:  # of all who wait for it, the first has read it
+                self._metrics.cached.inc()
+                return matcher
+            try:
+                matcher = _on_deep_stack(lambda: self._matcher(text))
+            except MalformedMessage:
+                self._metrics.refused.inc()
+                raise
+            self._metrics.compiled.inc()
+            return self._keep(text, matcher)
 
         return self._reading.submit(read)
 
@@ -107,7 +121,8 @@ class Grammars:
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
         try:
-            return read_grammar(self._tokenizer, text)
+            with self._metrics.seconds.time():
+                return read_grammar(self._tokenizer, text)
         except UnreadableGrammar as error:
             raise MalformedMessage("sampler.grammar", str(error)) from None
 

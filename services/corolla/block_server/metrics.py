@@ -8,7 +8,7 @@ from corolla.block_server.books import BOOKS
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.errors import NonFiniteOutput, OutOfMemory, StepFailed
-from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS
+from corolla.chassis.metrics import BATCH_ROWS_BUCKETS, STEP_BUCKETS, GrammarMetrics
 
 DIRECTIONS: Final = ("in", "out")
 STEP_KINDS: Final = ("decode", "prefill")
@@ -67,6 +67,7 @@ class BlockServerMetrics:
             "corolla_edge_compute_seconds", "Seconds of iterations spent on embedding, head and choice of tokens.",
             registry=registry,
         )  # fmt: skip
+        self.grammars = GrammarMetrics(registry, "corolla_hop_grammar")
         self.batch_rows = Histogram(
             "corolla_hop_batch_rows",
             "Rows computed together in one iteration.",

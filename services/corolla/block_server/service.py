@@ -407,7 +407,7 @@ class BlockServer:
         settings, draft_model = self.settings, None
         if (drafting := self._draft_checkpoint(checkpoint, span)) is not None:
             draft_model = DraftModel.load(drafting, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
-        return SharedBySamplers(draft_model, Grammars(checkpoint))
+        return SharedBySamplers(draft_model, Grammars(checkpoint, self._metrics.grammars))
 
     def _num_pages(self, cache_bytes_per_token: int) -> int:
         bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens

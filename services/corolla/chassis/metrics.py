@@ -92,6 +92,30 @@ class TaskMetrics:
         )
 
 
+class GrammarMetrics:
+    """Grammars of answers: what became of them, and how long they took to compile.
+
+    Args:
+        name: that the metrics' names begin with.
+    """
+
+    def __init__(self, registry: CollectorRegistry, name: str) -> None:
+        outcomes = Counter(
+            f"{name}s",
+            "Grammars of answers by outcome: compiled, cached (known from an earlier answer), refused (none, too large "
+            "or too complex).",
+            ["outcome"],
+            registry=registry,
+        )
+        self.compiled, self.cached, self.refused = map(outcomes.labels, ("compiled", "cached", "refused"))
+        self.seconds = Histogram(
+            f"{name}_compile_seconds",
+            "To compile a grammar, refused ones included, in seconds.",
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+
+
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the library's name
         """Nothing: readings are no news."""

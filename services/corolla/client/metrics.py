@@ -14,6 +14,7 @@ from corolla.chassis.metrics import (
     REQUEST_BUCKETS,
     TIME_TO_FIRST_TOKEN_BUCKETS,
     TOKEN_COUNT_BUCKETS,
+    GrammarMetrics,
 )
 from corolla.chassis.tenant_limits import QUOTAS
 
@@ -64,6 +65,7 @@ class ClientMetrics:
             "Tokens that hops chose after their answer had ended by a stop sequence, a time limit or its caller, or "
             "that went round once more after a recovery.",
         )
+        self.grammars = GrammarMetrics(registry, "corolla_grammar")
         self.success = counter("corolla_request_success", "Finished answers by why they ended.", ["finished_reason"])
         self.quota_refusals = counter(
             "corolla_quota_refusals", "Requests refused since their tenant had used up a quota.", ["quota"]

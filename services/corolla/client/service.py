@@ -180,7 +180,9 @@ class ClientService:
         # One after the other: threads that look up tokens take time from the one that serves answers.
         tokenizations = Admission(1, *bounds)
         end_token_ids = frozenset(end_token_ids_of(checkpoint.generation_config()))
-        grammars = self._grammars = GrammarProcess(tokenizer, checkpoint.vocab_size, end_token_ids)
+        grammars = self._grammars = GrammarProcess(
+            tokenizer, checkpoint.vocab_size, end_token_ids, self._metrics.grammars
+        )
         answering = Answering(
             sessions,
             transcripts,

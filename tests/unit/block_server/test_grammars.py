@@ -4,10 +4,12 @@ import asyncio
 import threading
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from corolla.block_server.grammars import GrammarNotRead, Grammars
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.chassis.errors import MalformedMessage
+from corolla.chassis.metrics import GrammarMetrics
 from corolla.client.text import formats
 from corolla.decoding.grammar_text import read_grammar
 from corolla.decoding.parameters import SamplingParams
@@ -18,6 +20,10 @@ from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint, make_tokenizer
 
 FORM = formats.regex("[ab]{1,5}", "regex").grammar
 DEEP = formats.lark("start: r0\n" + "".join(f"r{n}:r{n + 1}\n" for n in range(5000)) + 'r5000:"a"', "lark").grammar
+
+
+def a_servers(checkpoint: Checkpoint, registry: CollectorRegistry | None = None) -> Grammars:
+    return Grammars(checkpoint, GrammarMetrics(registry or CollectorRegistry(), "corolla_hop_grammar"))
 
 
 def has(grammars: Grammars, text: str) -> bool:
@@ -35,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def test_answers_that_break_the_grammar_and_texts_that_are_none_are_refused(checkpoint: Checkpoint) -> None:
-    grammars = Grammars(checkpoint)
+    grammars = a_servers(checkpoint)
     for text, token_ids in ((FORM, [50]), ("no grammar", []), ("", [])):
         with pytest.raises(MalformedMessage):
             grammars.begin(text, token_ids)
@@ -44,12 +50,12 @@ def test_answers_that_break_the_grammar_and_texts_that_are_none_are_refused(chec
 
 
 def test_rules_as_deep_as_a_grammar_can_have_do_not_end_the_process(checkpoint: Checkpoint) -> None:
-    grammar = Grammars(checkpoint).begin(DEEP, [])
+    grammar = a_servers(checkpoint).begin(DEEP, [])
     assert grammar.forced()
 
 
 def test_only_the_latest_are_kept(checkpoint: Checkpoint) -> None:
-    grammars = Grammars(checkpoint)
+    grammars = a_servers(checkpoint)
     grammars.begin(FORM, [])
     for number in range(70):
         grammars.begin(formats.regex(f"a{number}", "regex").grammar, [])
@@ -62,7 +68,7 @@ def test_only_the_latest_are_kept(checkpoint: Checkpoint) -> None:
 def test_who_has_a_grammar_does_not_wait_for_one_that_is_read(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars, begun, may_end = Grammars(checkpoint), threading.Event(), threading.Event()
+    grammars, begun, may_end = a_servers(checkpoint), threading.Event(), threading.Event()
     grammars.begin(FORM, [])
 
     def read_slowly(tokenizer: object, text: str) -> object:
@@ -86,7 +92,7 @@ def test_who_has_a_grammar_does_not_wait_for_one_that_is_read(
 async def test_each_grammar_is_read_once_however_many_wait_and_nobody_elses_work_does(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars, may_end, texts = Grammars(checkpoint), threading.Event(), list[str]()
+    grammars, may_end, texts = a_servers(checkpoint), threading.Event(), list[str]()
 
     def read_slowly(tokenizer: object, text: str) -> object:
         texts.append(text)
@@ -112,7 +118,7 @@ async def test_each_grammar_is_read_once_however_many_wait_and_nobody_elses_work
 async def test_a_tenant_does_not_wait_for_all_the_grammars_of_another_one(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars, may_end, texts = Grammars(checkpoint), threading.Event(), list[str]()
+    grammars, may_end, texts = a_servers(checkpoint), threading.Event(), list[str]()
 
     def read_slowly(tokenizer: object, text: str) -> object:
         texts.append(text)
@@ -132,6 +138,22 @@ async def test_a_tenant_does_not_wait_for_all_the_grammars_of_another_one(
     await asyncio.wait(noisy)
 
 
+async def test_grammars_are_counted_by_what_became_of_them(checkpoint: Checkpoint) -> None:
+    registry = CollectorRegistry()
+    grammars = a_servers(checkpoint, registry)
+    await grammars.read("one", FORM)
+    await grammars.read("one", FORM)
+    assert has(grammars, FORM)
+    with pytest.raises(MalformedMessage):
+        await grammars.read("one", "no grammar")
+
+    def count(outcome: str) -> float | None:
+        return registry.get_sample_value("corolla_hop_grammars_total", {"outcome": outcome})
+
+    assert [count(outcome) for outcome in ("compiled", "cached", "refused")] == [1, 2, 1]
+    assert registry.get_sample_value("corolla_hop_grammar_compile_seconds_count") == 2
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -145,7 +167,7 @@ def test_samplers_that_make_no_sense_are_refused(checkpoint: Checkpoint, broken:
     message = SamplerRecord(SamplingParams(), 0, [1], max_new_tokens=5).message()
     message.MergeFrom(broken)
     with pytest.raises(MalformedMessage):
-        SessionSampler.read(message, None, vocab_size=VOCAB_SIZE, max_tokens=9, grammars=Grammars(checkpoint))
+        SessionSampler.read(message, None, vocab_size=VOCAB_SIZE, max_tokens=9, grammars=a_servers(checkpoint))
 
 
 def test_a_record_has_no_more_of_the_text_than_a_grammar_needs(checkpoint: Checkpoint) -> None:
@@ -154,6 +176,6 @@ def test_a_record_has_no_more_of_the_text_than_a_grammar_needs(checkpoint: Check
     record.accept([token_id])
     message = record.message()
     assert (list(message.token_ids), message.num_prompt_tokens) == ([token_id], 0)
-    sampler = SessionSampler.read(message, None, vocab_size=VOCAB_SIZE, max_tokens=2000, grammars=Grammars(checkpoint))
+    sampler = SessionSampler.read(message, None, vocab_size=VOCAB_SIZE, max_tokens=2000, grammars=a_servers(checkpoint))
     assert sampler.sampler.params.logit_bias == ((4, 1.5),)
     assert not sampler.takes_likeliest

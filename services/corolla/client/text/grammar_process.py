@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from corolla.chassis.errors import InvalidRequest, QueueFull
+from corolla.chassis.metrics import GrammarMetrics
 from corolla.chassis.turns import Turns
 from corolla.client.text.formats import AnswerFormat
 from corolla.client.text.tokenizer import TextTokenizer
@@ -28,10 +29,13 @@ class GrammarProcess:
         end_token_ids: of the model.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, end_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, vocab_size: int, end_token_ids: Collection[int], metrics: GrammarMetrics
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
+        self._metrics = metrics
         self._worker: WorkerProcess | None = None
         self._problems: OrderedDict[str, str | None] = OrderedDict()
         self._lock = threading.Lock()
@@ -65,18 +69,26 @@ class GrammarProcess:
         """
         with self._lock:
             is_known, problem = form.grammar in self._problems, self._problems.get(form.grammar)
-        if not is_known or received_ids:
-            problem = self._try(form, received_ids)
-        if problem is not None:
-            raise InvalidRequest(form.field, problem)
+        is_tried = not is_known or bool(received_ids)
+        try:
+            if is_tried:
+                problem = self._try(form, received_ids)
+            if problem is not None:
+                raise InvalidRequest(form.field, problem)
+        except InvalidRequest:
+            self._metrics.refused.inc()
+            raise
+        (self._metrics.compiled if is_tried else self._metrics.cached).inc()
 
     def _is_known(self, form: AnswerFormat) -> bool:
         with self._lock:
             return form.grammar in self._problems
 
     def _try(self, form: AnswerFormat, received_ids: Sequence[int]) -> str | None:
+        worker = self._its_worker(form.field)
         try:
-            found = self._its_worker(form.field).ask([form.grammar, list(received_ids)])
+            with self._metrics.seconds.time():
+                found = worker.ask([form.grammar, list(received_ids)])
         except RanAway as error:
             # It may be the tokens that take so long: of the grammar, nothing is known then.
             found = "token_ids" if received_ids else "grammar", f"takes {error} to read"

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import InvalidRequest, QueueFull
+from corolla.chassis.metrics import GrammarMetrics
 from corolla.client.text import formats
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.tokenizer import TextTokenizer
@@ -18,8 +20,14 @@ MOST_MIB = 200
 
 
 @pytest.fixture
-def grammars(byte_level_tokenizer: TextTokenizer) -> Iterator[GrammarProcess]:
-    grammars = GrammarProcess(byte_level_tokenizer, VOCAB_SIZE, [1])
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def grammars(byte_level_tokenizer: TextTokenizer, registry: CollectorRegistry) -> Iterator[GrammarProcess]:
+    metrics = GrammarMetrics(registry, "corolla_grammar")
+    grammars = GrammarProcess(byte_level_tokenizer, VOCAB_SIZE, [1], metrics)
     yield grammars
     grammars.close()
 
@@ -46,6 +54,17 @@ def test_forms_are_tried_once(grammars: GrammarProcess) -> None:
         os.kill(pid_of(grammars), signal.SIGSTOP)
     os.kill(pid_of(grammars), signal.SIGKILL)
     assert refusal(grammars, formats.regex("[cd]+", "next")) is None
+
+
+def test_forms_are_counted_by_what_became_of_them(grammars: GrammarProcess, registry: CollectorRegistry) -> None:
+    for expression in ("a+", "a+", "a+", "(", "("):
+        refusal(grammars, formats.regex(expression, "regex"))
+
+    def count(outcome: str) -> float | None:
+        return registry.get_sample_value("corolla_grammars_total", {"outcome": outcome})
+
+    assert [count(outcome) for outcome in ("compiled", "cached", "refused")] == [1, 2, 2]
+    assert registry.get_sample_value("corolla_grammar_compile_seconds_count") == 2
 
 
 def test_a_grammar_that_exhausts_the_process_is_refused_and_the_next_one_tried(grammars: GrammarProcess) -> None:
@@ -114,6 +133,7 @@ def test_the_process_is_small(grammars: GrammarProcess) -> None:
 
 
 def test_a_model_without_end_tokens_has_no_forms(byte_level_tokenizer: TextTokenizer) -> None:
+    metrics = GrammarMetrics(CollectorRegistry(), "corolla_grammar")
     assert "end-of-sequence" in str(
-        refusal(GrammarProcess(byte_level_tokenizer, VOCAB_SIZE, []), formats.regex("a", "f"))
+        refusal(GrammarProcess(byte_level_tokenizer, VOCAB_SIZE, [], metrics), formats.regex("a", "f"))
     )
