@@ -130,7 +130,10 @@ class ClientSettings(ServiceSettings):
         256, ge=0, description="Requests that wait for their turn, shared fairly by tenants; further ones are refused."
     )
     max_held_request_bytes: int = Field(
-        256 << 20, ge=1024, description="Bytes of all requests that run or wait; further ones are refused."
+        256 << 20,
+        ge=1024,
+        description="Bytes of all requests that run or wait; further ones are refused. Those that HTTP is still reading "
+        "have as many to themselves: slow ones take no room from those that are there.",
     )
     reader_timeout_s: float = Field(
         120.0,
