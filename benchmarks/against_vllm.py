@@ -19,6 +19,7 @@ from benchmarks import streams
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_least, figure, ratio
+from benchmarks.local_model import unsplit_folder
 from benchmarks.piped_process import PipedProcess
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import DEMO_MODEL
@@ -29,7 +30,7 @@ _PROMPT_TOKENS = 32
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
@@ -48,8 +49,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     hops = f"{options.servers} hops"
     for dtype in options.dtypes:
         with ExitStack() as exits:
-            chain = exits.enter_context(Chain(checkpoint.folder, options.servers, dtype=dtype))
-            vllm = exits.enter_context(_vllm(python, checkpoint.folder, dtype, most))
+            chain = exits.enter_context(Chain(options.model, options.servers, dtype=dtype))
+            vllm = exits.enter_context(_vllm(python, unsplit_folder(checkpoint), dtype, most))
             sides: dict[str, Callable[[], float]] = {}
             for count in options.streams:
                 sides[f"chain/{count}"] = partial(streams.speed, chain, prompts[:count], options.tokens)

@@ -25,7 +25,7 @@ class Chain:
     """Router, block servers and client service as processes on this machine.
 
     Args:
-        folder: the checkpoint's.
+        model: checkpoint folder, GGUF file, hub id or demo.
         num_servers: hops, with even parts of the model.
         num_threads: torch threads of each process.
         environment: settings of all processes.
@@ -34,7 +34,7 @@ class Chain:
 
     def __init__(
         self,
-        folder: Path,
+        model: Path | str,
         num_servers: int = 2,
         *,
         num_threads: int = 1,
@@ -49,7 +49,7 @@ class Chain:
         self._stack = Stack(
             StackOptions(
                 is_secure=is_secure,
-                model=str(folder), num_servers=num_servers, blocks=blocks, dtype=dtype, quantization=quantization,
+                model=str(model), num_servers=num_servers, blocks=blocks, dtype=dtype, quantization=quantization,
                 num_threads=num_threads, log_folder=logs, environment=environment or {},
             )
         )  # fmt: skip

@@ -26,7 +26,7 @@ class DistantChain:
 
     Args:
         folder: for logs.
-        model: checkpoint folder.
+        model: checkpoint folder, GGUF file, hub id or demo.
         spans: `"start:end"`, one block server for each.
         settings: of all its processes, as environment variables.
     """

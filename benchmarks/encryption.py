@@ -22,7 +22,7 @@ _CLEAR, _ENCRYPTED = "in the clear", "encrypted"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
@@ -35,7 +35,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     prompts = [random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed) for seed in range(max(options.streams))]
     with ExitStack() as stack:
         chains = {
-            name: stack.enter_context(Chain(checkpoint.folder, options.servers, is_secure=name == _ENCRYPTED))
+            name: stack.enter_context(Chain(options.model, options.servers, is_secure=name == _ENCRYPTED))
             for name in (_CLEAR, _ENCRYPTED)
         }
         sides: dict[str, Callable[[], float]] = {

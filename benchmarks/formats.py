@@ -36,7 +36,7 @@ _SIDES: dict[str, dict[str, Any]] = {"free": {"ignore_eos": True}, "of a form": 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     prompts = [random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed) for seed in range(max(options.streams))]
-    with Chain(checkpoint.folder, options.servers) as chain:
+    with Chain(options.model, options.servers) as chain:
         # The first one has the tokenizer read on both sides.
         _speed(chain, prompts[:1], 2, _FORMED)
         sides: dict[str, Callable[[], float]] = {

@@ -158,7 +158,7 @@ def report(kept: list[Turn], again: list[Turn]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo; one with a chat template")
+    parser.add_argument("--model", default="demo", help="one with a chat template: folder, GGUF file, hub id or demo")
     parser.add_argument("--servers", type=int, default=2, help="block servers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -167,12 +167,11 @@ def main() -> None:
     torch.set_num_threads(1)
     checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
-    folder = checkpoint.folder
     with tempfile.TemporaryDirectory() as log_folder:
-        wanted = StackOptions(model=str(folder), num_servers=options.servers, log_folder=Path(log_folder))
+        wanted = StackOptions(model=options.model, num_servers=options.servers, log_folder=Path(log_folder))
         with Stack(wanted) as stack:
-            model = AutoDistributedModelForCausalLM.from_pretrained(str(folder), router=stack.router_address)
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            model = AutoDistributedModelForCausalLM.from_pretrained(options.model, router=stack.router_address)
+            tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.folder)
             rounds = [converse(model, tokenizer, HopTokens(stack)) for _ in range(options.rounds + 1)][1:]
     kept, again = (median_turns([each[side] for each in rounds]) for side in (0, 1))
     if options.json:

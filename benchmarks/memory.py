@@ -27,7 +27,7 @@ _LEASE_S = "3600"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--blocks", default="0:3,3:10,10:30", help="spans of unequal length")
     parser.add_argument("--sessions", type=int, default=1000, help="that do nothing")
 
@@ -41,7 +41,7 @@ def _of_spans(model: str, blocks: str) -> Iterator[Figure]:
     checkpoint = Checkpoint.from_pretrained(model)
     checkpoint.fetch()
     environment = {"COROLLA_KV_CACHE_MIB": str(_CACHE_MIB)}
-    with Chain(checkpoint.folder, blocks=blocks, environment=environment) as chain:
+    with Chain(model, blocks=blocks, environment=environment) as chain:
         chain.answer(random_ids(16, checkpoint.vocab_size, seed=0), 2)
         own = chain.resident_bytes()
         for name, span in chain.spans().items():

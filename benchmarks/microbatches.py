@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_most, figure, ratio
-from benchmarks.local_model import LocalModel
+from benchmarks.local_model import LocalModel, unsplit_folder
 from corolla.models.checkpoint import Checkpoint
 
 _NUM_ROWS = 4
@@ -20,7 +20,7 @@ _PROMPT_TOKENS = 16
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of one answer")
@@ -32,8 +32,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     prompts = [random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed) for seed in range(_NUM_ROWS)]
     num_tokens: int = options.tokens
     num_all = _NUM_ROWS * num_tokens
-    local = LocalModel(checkpoint.folder)
-    with Chain(checkpoint.folder, options.servers) as chain:
+    local = LocalModel(unsplit_folder(checkpoint))
+    with Chain(options.model, options.servers) as chain:
 
         def of_chain() -> float:
             before_s = chain.cpu_s()

@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_least, figure, ratio
-from benchmarks.local_model import LocalModel
+from benchmarks.local_model import LocalModel, unsplit_folder
 from corolla.models.checkpoint import Checkpoint
 
 _TARGETS = {(2, 512): at_least(1.0)}
@@ -22,7 +22,7 @@ _WHOLE_ROUNDS_TOKENS = 1024
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 4096], help="tokens of the prompts")
     parser.add_argument("--hops", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--rounds", type=int, default=7)
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
-    local = LocalModel(checkpoint.folder)
+    local = LocalModel(unsplit_folder(checkpoint))
     seeds = itertools.count(1)
 
     def prompt(length: int) -> list[int]:
@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         return chain.answer(prompt(length), 1).first_token_s
 
     for hops in options.hops:
-        with Chain(checkpoint.folder, hops) as chain:
+        with Chain(options.model, hops) as chain:
             for length in options.lengths:
                 rounds = max(1, options.rounds * _WHOLE_ROUNDS_TOKENS // max(length, _WHOLE_ROUNDS_TOKENS))
                 sides = {f"local/{threads}": partial(of_local, length, threads) for threads in options.threads}

@@ -15,7 +15,7 @@ _OWN_TOKENS = 8
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--prefix-tokens", type=int, default=512, help="that both prompts begin with")
     parser.add_argument("--rounds", type=int, default=9)
@@ -26,7 +26,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint.fetch()
     vocab_size, num_tokens = checkpoint.vocab_size, options.prefix_tokens
     times_s: tuple[list[float], list[float]] = ([], [])
-    with Chain(checkpoint.folder, options.servers) as chain:
+    with Chain(options.model, options.servers) as chain:
         chain.answer(random_ids(num_tokens, vocab_size, seed=0), 1)
         for number in range(1, options.rounds + 1):
             progress(f"round {number} of {options.rounds}")

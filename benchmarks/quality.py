@@ -27,7 +27,7 @@ _WINDOW_TOKENS = 512
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument(
         "--formats", nargs="+", default=["float32", "bfloat16", "int8/float32", "int8/bfloat16", "int4/bfloat16"],
         help="a dtype, or quantisation/dtype",

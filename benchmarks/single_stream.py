@@ -17,7 +17,7 @@ from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_least, figure, percentile, ratio
 from benchmarks.llama import LlamaCpp, find_python
 from benchmarks.local_blocks import LocalBlocks
-from benchmarks.local_model import LocalModel
+from benchmarks.local_model import LocalModel, unsplit_folder
 from benchmarks.timing import Timing
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import DEMO_MODEL
@@ -26,7 +26,7 @@ _PROMPT_TOKENS = 16
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=16, help="tokens of one answer")
@@ -42,9 +42,9 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     with ExitStack() as exits:
         sides: dict[str, Callable[[], float]] = {}
         for threads in options.chain_threads:
-            chain = exits.enter_context(Chain(checkpoint.folder, options.servers, num_threads=threads))
+            chain = exits.enter_context(Chain(options.model, options.servers, num_threads=threads))
             sides[f"chain/{threads}"] = partial(_speed_of_chain, chain, prompt, options.tokens, gaps_s)
-        local, blocks = LocalModel(checkpoint.folder), LocalBlocks(checkpoint)
+        local, blocks = LocalModel(unsplit_folder(checkpoint)), LocalBlocks(checkpoint)
         python = find_python() if options.model == DEMO_MODEL else None
         for threads in options.threads:
             sides[f"local/{threads}"] = partial(_speed, partial(local.answer, prompt, options.tokens, threads))

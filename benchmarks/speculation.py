@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.distant_chain import DistantChain
 from benchmarks.figures import Spread
+from benchmarks.local_model import unsplit_folder
 from corolla import Client
 from corolla.chassis.errors import HopUnavailable, NoChain
 from corolla.models.checkpoint import Checkpoint
@@ -178,7 +179,7 @@ def report(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--blocks", nargs="+", default=["0:15", "15:30"], help="one block server for each span")
     parser.add_argument("--delays", nargs="+", type=float, default=[0.0, 2.0, 10.0], help="milliseconds of each link")
     parser.add_argument("--rounds", type=int, default=3)
@@ -193,19 +194,18 @@ def main() -> None:
     options = parser.parse_args()
     checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
-    folder = checkpoint.folder
     fixed = {"COROLLA_ADAPTIVE_DRAFTS": "false", "COROLLA_MAX_DRAFT_TOKENS": str(NUM_DRAFT_TOKENS)}
     settings: dict[str, dict[str, str]] = {"lookup": {}}
     with ExitStack() as exits:
         logs = options.logs or Path(exits.enter_context(tempfile.TemporaryDirectory()))
         if options.draft_models:
-            noisy = exits.enter_context(perturbed(folder, options.noise))
-            settings |= {"clone": {**fixed, "COROLLA_DRAFT_MODEL": str(folder)},
+            noisy = exits.enter_context(perturbed(unsplit_folder(checkpoint), options.noise))
+            settings |= {"clone": {**fixed, "COROLLA_DRAFT_MODEL": options.model},
                          "perturbed": {**fixed, "COROLLA_DRAFT_MODEL": str(noisy)}}  # fmt: skip
         chains = {}
         for name, own in settings.items():
             (logs / name).mkdir(exist_ok=True)
-            chain = DistantChain(logs / name, str(folder), options.blocks, own)
+            chain = DistantChain(logs / name, options.model, options.blocks, own)
             chains[name] = exits.enter_context(chain)
         for row in measure(chains, options):
             print(json.dumps(row, default=asdict)) if options.json else report(row)

@@ -22,7 +22,7 @@ from benchmarks.figures import Figure, figure, ratio
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.demo import demo_checkpoint
+from corolla.models.demo import DEMO_MODEL
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 
@@ -91,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     torch.set_num_threads(1)
-    checkpoint = Checkpoint.from_pretrained(str(demo_checkpoint()))
+    checkpoint = Checkpoint.from_pretrained(DEMO_MODEL)
     make = partial(_Side, checkpoint, Span(0, options.blocks), options.cached_tokens)
     sides = {"the family's own": make(is_fused=False), "fused": make(is_fused=True)}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}

@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, Target, at_least, figure, ratio
-from benchmarks.local_model import LocalModel
+from benchmarks.local_model import LocalModel, unsplit_folder
 from corolla.models.checkpoint import Checkpoint
 
 _PROMPT_TOKENS = 16
@@ -22,7 +22,7 @@ _TARGETS: dict[tuple[int, int], Target] = {(8, 1): at_least(3.0), (16, 8): at_le
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=5)
@@ -33,12 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
-    local = LocalModel(checkpoint.folder)
+    local = LocalModel(unsplit_folder(checkpoint))
     prompts = [
         random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed) for seed in range(max(*options.streams, _LOCAL_BATCH))
     ]
     num_tokens = options.tokens
-    with Chain(checkpoint.folder, options.servers) as chain:
+    with Chain(options.model, options.servers) as chain:
         sides: dict[str, Callable[[], float]] = {
             f"{count}": partial(speed, chain, prompts[:count], num_tokens) for count in options.streams
         }

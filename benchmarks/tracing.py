@@ -38,7 +38,7 @@ _OFF, _AGAIN = "off", "off, again"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="checkpoint folder, hub id or demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
             _OFF: {}, _AGAIN: {}, "1 %": _traced(collector, 0.01), "100 %": _traced(collector, 1.0),
         }  # fmt: skip
         chains = {
-            name: stack.enter_context(Chain(checkpoint.folder, options.servers, environment=environment))
+            name: stack.enter_context(Chain(options.model, options.servers, environment=environment))
             for name, environment in environments.items()
         }
         processor_ms: dict[str, list[float]] = {name: [] for name in chains}

@@ -12,6 +12,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test may fetch anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from tests.run_folder import run_folder
+
+# What is kept of models is made anew in each run, and nothing of it stays.
+os.environ["COROLLA_CACHE"] = str(run_folder() / "cache")
+
 import hypothesis
 import pytest
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corolla.models.demo import demo_checkpoint
 from corolla.models.loading import LOADING
+from tests.unpacked import unpacked_demo
 
 
 class Sampling(TypedDict, total=False):
@@ -55,7 +55,7 @@ class Unsplit:
     @classmethod
     def demo(cls) -> Self:
         """The demo model."""
-        return cls(demo_checkpoint())
+        return cls(unpacked_demo())
 
     def generate(
         self,

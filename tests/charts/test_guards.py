@@ -5,7 +5,7 @@ from typing import Final
 import pytest
 
 from corolla.chassis.settings import load
-from corolla.models.demo import DEMO_FOLDER_NAME
+from corolla.models.demo import demo_checkpoint
 from corolla.router.settings import RouterSettings
 from tests.charts.rendering import CHART, Object, Refused, named, pod_specs, render
 from tests.charts.test_values import TOKENS, merged
@@ -101,7 +101,7 @@ def test_client_services_may_ask_the_issuer() -> None:
 @pytest.mark.parametrize(
     "model, expected",
     [
-        ({"name": "demo"}, DEMO_FOLDER_NAME),
+        ({"name": "demo"}, demo_checkpoint().stem),
         ({"name": "org/model", "numBlocks": 30}, "org/model=30"),
         ({"name": "/models/llama/", "numBlocks": 80}, "llama=80"),
         ({"name": "/models/llama.Q4_1-00001-of-00003.gguf"}, "llama.Q4_1"),

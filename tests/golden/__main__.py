@@ -14,6 +14,7 @@ import transformers
 from rich.console import Console
 from rich.progress import track
 
+from corolla.models.demo import demo_checkpoint
 from tests.golden import ANSWERS, MAX_PROMPT_TOKENS, NUM_NEW_TOKENS, SAFE_GAP, GoldenAnswer, cases, prompt_texts
 from tests.reference import Sampling, Unsplit, smallest_gap
 
@@ -38,7 +39,7 @@ def main() -> None:
         if answer.smallest_gap < SAFE_GAP:
             console.print(f"{answer.name}: a choice as close as {answer.smallest_gap:.1e}; take another seed or text")
     head = {
-        "model": unsplit.model.config.name_or_path.rpartition("/")[2],
+        "model": demo_checkpoint().stem,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor": platform.machine(),

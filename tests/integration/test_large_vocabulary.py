@@ -1,7 +1,6 @@
 """A real model with a vocabulary of 262,144 tokens and windows of 512, served by `corolla up`."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.router.placement import HostedSpan, WeightMemory, choose_span, uncovered
 from corolla.v1 import router_pb2, router_pb2_grpc
 from corolla.wire.span import Span
-from tests.gemma import gemma_checkpoint
+from tests.gemma import gemma_checkpoint, unpacked_gemma
 from tests.golden import SAFE_GAP
 from tests.integration.running_up import RunningUp
 from tests.reference import Sampling, Unsplit, smallest_gap
@@ -34,20 +33,15 @@ CASES: dict[str, tuple[str, Sampling]] = {
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    return gemma_checkpoint()
-
-
-@pytest.fixture(scope="module")
-def up(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningUp]:
-    running = RunningUp(tmp_path_factory.mktemp("up"), "--model", str(folder), "--servers", "2")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningUp]:
+    running = RunningUp(tmp_path_factory.mktemp("up"), "--model", str(gemma_checkpoint()), "--servers", "2")
     yield running
     assert running.end() == 0
 
 
 @pytest.fixture(scope="module")
-def unsplit(folder: Path) -> Unsplit:
-    return Unsplit(folder)
+def unsplit() -> Unsplit:
+    return Unsplit(unpacked_gemma())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -62,8 +56,8 @@ def test_it_answers_as_the_unsplit_model(up: RunningUp, unsplit: Unsplit, name: 
     assert list(answer.token_ids) == expected.token_ids
 
 
-def test_auto_gives_the_server_of_the_head_fewer_blocks(folder: Path) -> None:
-    checkpoint = Checkpoint.from_pretrained(str(folder))
+def test_auto_gives_the_server_of_the_head_fewer_blocks() -> None:
+    checkpoint = Checkpoint.from_pretrained(str(gemma_checkpoint()))
     speed = measure_speed(checkpoint, torch.float32, "cpu", "none", 1)
     first = choose_span([], 18, 17, 1.0, speed.head_blocks)
     second = choose_span([HostedSpan(first, 1.0, speed.head_blocks)], 18, 17, 1.0, speed.head_blocks)

@@ -65,12 +65,12 @@ HF_ENDPOINT: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* What block servers call the model: its id, or the name of its folder, as the demo model has one; or that of its GGUF
-     file, without what says that it is one of several parts. */}}
+{{/* What block servers call the model: its id, or the name of its folder; or that of its GGUF file, as the demo model is
+     one, without what says that it is one of several parts. */}}
 {{- define "corolla.modelName" -}}
 {{- $name := .Values.model.name -}}
 {{- if eq $name "demo" -}}
-smollm2-135m-instruct-v1
+SmolLM2-135M-Instruct.Q4_1
 {{- else if hasSuffix ".gguf" $name -}}
 {{ regexReplaceAll "-[0-9]{5}-of-[0-9]{5}$" (base $name | trimSuffix ".gguf") "" }}
 {{- else -}}

@@ -55,7 +55,6 @@ def run_demo(options: StackOptions) -> int:
                 with Client(stack.client_address, timeout=120) as client:
                     usages = _talk(console, client)
             finally:
-                view.end_progress()
                 stack.stop()
     except Interrupted:
         return EXIT_INTERRUPTED

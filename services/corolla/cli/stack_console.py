@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from corolla.cli.placement_table import placement_table
@@ -32,8 +31,6 @@ class StackConsole:
         self._as_json = as_json
         self._lock = threading.Lock()
         self._colours: dict[str, str] = {}
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
         self._live: Live | None = None
         self._last_placement: tuple[Any, ...] = ()
 
@@ -41,9 +38,7 @@ class StackConsole:
         """Takes an event of the stack, from any thread."""
         with self._lock:
             if self._as_json:
-                self.tell(event.kind, source=event.source, text=event.text, fraction=event.fraction)
-            elif event.kind == "progress":
-                self._show_progress(event.text, event.fraction or 0.0)
+                self.tell(event.kind, source=event.source, text=event.text)
             else:
                 self.line(event.source, event.text, _EVENT_STYLES.get(event.kind, ""))
 
@@ -99,23 +94,3 @@ class StackConsole:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def end_progress(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def _show_progress(self, stage: str, fraction: float) -> None:
-        if self._progress is None and fraction >= 1.0:
-            return
-        if self._progress is None:
-            columns = (TextColumn(f"{'model':>{_NAME_WIDTH}} |"), BarColumn(), TextColumn("{task.description}"))
-            self._progress = Progress(*columns, TimeElapsedColumn(), console=self.console)
-            self._task = self._progress.add_task(stage, total=1.0)
-            self._progress.start()
-        if not self.console.is_terminal:
-            self.line("model", f"{stage} ({fraction:.0%})")
-        if self._task is not None:
-            self._progress.update(self._task, description=stage, completed=fraction)
-        if fraction >= 1.0:
-            self.end_progress()

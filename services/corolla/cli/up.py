@@ -39,12 +39,10 @@ def run_up(options: StackOptions, *, verbose: bool, as_json: bool) -> int:
                     view.placement(stack.placement())
                     time.sleep(_REFRESH_S)
         except Interrupted:
-            view.end_progress()
             view.end_live()
             if not as_json:
                 view.line("stack", "stopping")
         finally:
-            view.end_progress()
             view.end_live()
             stack.stop()
     return 0 if is_up else EXIT_INTERRUPTED

@@ -1,5 +1,6 @@
 """Drafts the next tokens by a small model that runs in this process."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cut_model import build, model_class_of
 from corolla.models.loading import LOADING
 
 DRAFT_MODEL_RATES: Final[tuple[float, ...]] = (0.7,)
@@ -48,14 +50,12 @@ class DraftModel:
                 f"The draft model {checkpoint.name} has another tokenizer than the model that it is to draft for; "
                 "COROLLA_DRAFT_MODEL must name a model of the same vocabulary."
             )
-        checkpoint.fetch()
-        library: Any = AutoModelForCausalLM
-        try:
-            with LOADING:
-                model = library.from_pretrained(checkpoint.folder, dtype=dtype, local_files_only=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"The draft model {checkpoint.name} cannot be loaded.") from error
-        return cls(model.eval().to(device), checkpoint.context_length, target.vocab_size)
+        config = copy.deepcopy(checkpoint.config)
+        model_class = model_class_of(AutoModelForCausalLM, config)
+        with checkpoint.open_tensors({name: name for name in checkpoint.weight_index}) as tensors:
+            model = build(checkpoint, model_class, config, tensors, dtype=dtype, attention="sdpa")
+        model = cast(Any, model).to(torch.device(device))
+        return cls(model, checkpoint.context_length, target.vocab_size)
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], cache: DynamicCache) -> Tensor:

@@ -73,7 +73,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         """Reads what runs here, and connects to a router for the rest.
 
         Args:
-            name_or_path: `"demo"`, a local folder or a hub id; the same weights that the block servers have.
+            name_or_path: `"demo"`, a folder, a GGUF file or a hub id; the same weights that the block servers have.
             router: its `host:port`.
             dtype: in which the block servers run, as a torch dtype or its name.
             quantization: of the block servers' weights: `none`, `int8` or `int4`.

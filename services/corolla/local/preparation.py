@@ -1,6 +1,7 @@
-"""Finds the model before anything needs it, so that one process fetches or converts it and not every one at once.
+"""Finds the model before anything needs it, so that one process fetches it and not every one at once.
 
-Runs as a child of its own, since converting computes; what it finds it writes to its output as JSON lines.
+Runs as a child of its own, since fetching starts threads, which its parent never does; what it finds it writes to its
+output as a JSON line.
 """
 
 import json
@@ -12,14 +13,11 @@ from corolla.chassis.errors import StartupError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`arguments` is the model's name or folder. The last line is the outcome: `prepared` or `failed`."""
+    """`arguments` is the model's name or folder. What it writes is the outcome: `prepared` or `failed`."""
     (model,) = arguments
     from corolla.models.checkpoint import Checkpoint
-    from corolla.models.demo import DEMO_MODEL, demo_checkpoint
 
     try:
-        if model == DEMO_MODEL:
-            demo_checkpoint(progress=lambda stage, fraction: _tell("progress", stage=stage, fraction=fraction))
         checkpoint = Checkpoint.from_pretrained(model)
         # The servers hold all blocks between them.
         checkpoint.fetch()

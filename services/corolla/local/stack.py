@@ -234,7 +234,7 @@ class Stack:
             raise StartupError("no Redis answers at the given address; start it, or leave --redis-url out")
 
     def _prepare_model(self) -> tuple[int, float]:
-        """Finds, fetches or converts the model, and starts the router, which takes only block servers of this model.
+        """Finds or fetches the model, and starts the router, which takes only block servers of this model.
 
         Returns:
             Its number of blocks, and how many the head is like.
@@ -251,19 +251,15 @@ class Stack:
                 if not line.startswith('{"event"'):
                     continue
                 facts = json.loads(line)
-                if facts["event"] == "progress":
-                    self._report(StackEvent("progress", "model", facts["stage"], facts["fraction"]))
-                elif facts["event"] == "failed":
+                if facts["event"] == "failed":
                     raise StartupError(facts["message"])
-                else:
-                    self._report(StackEvent("progress", "model", "ready", 1.0))
-                    self.model_name = facts["name"]
-                    self._expect(self.model_name, int(facts["num_blocks"]))
-                    # It comes up while the fork server imports what it has no need of.
-                    self.launch(self._router)
-                    family = facts["model_type"]
-                    self._fork_server.warm([f"transformers.models.{family}.modeling_{family}"])
-                    return int(facts["num_blocks"]), float(facts["head_blocks"])
+                self.model_name = facts["name"]
+                self._expect(self.model_name, int(facts["num_blocks"]))
+                # It comes up while the fork server imports what it has no need of.
+                self.launch(self._router)
+                family = facts["model_type"]
+                self._fork_server.warm([f"transformers.models.{family}.modeling_{family}"])
+                return int(facts["num_blocks"]), float(facts["head_blocks"])
             if is_last:
                 raise StartupError(_with_log("the model could not be opened", log))
             self._check_alive()

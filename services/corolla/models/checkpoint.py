@@ -158,10 +158,10 @@ class Checkpoint:
         Raises:
             CheckpointError: the first block's weights are not here, or cannot be read.
         """
+        if self.gguf is not None:
+            return self.vocab_size * self.hidden_size / self.gguf.num_block_weights(0)
         first = re.compile(rf"(?:^|.*\.){re.escape(self.family.layers)}\.0\..*")
         names = [name for name in self.weight_index if first.fullmatch(name)]
-        if self.gguf is not None:
-            return self.vocab_size * self.hidden_size / sum(map(self.gguf.num_weights, names))
         headers = {shard: read_header(shard) for shard in {self.weight_index[name] for name in names}}
         num_block_weights = sum(math.prod(headers[self.weight_index[name]][name].shape) for name in names)
         return self.vocab_size * self.hidden_size / num_block_weights

@@ -23,11 +23,12 @@ class ModelPair:
     stack: Stack
 
     @classmethod
-    def load(cls, folder: Path, stack: Stack) -> "ModelPair":
+    def load(cls, folder: Path, stack: Stack, *, served: str = "") -> "ModelPair":
+        """The model of a folder; the block servers serve it as `served`, if not from there, too."""
         library: Any = AutoModelForCausalLM
         with LOADING:
             unsplit = library.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-        remote = AutoDistributedModelForCausalLM.from_pretrained(str(folder), router=stack.router)
+        remote = AutoDistributedModelForCausalLM.from_pretrained(served or str(folder), router=stack.router)
         return cls(remote, unsplit, stack)
 
     def both(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import demo_checkpoint
 from tests.integration.hf.models import ModelPair
 from tests.integration.hf.stacks import Stacks
+from tests.unpacked import unpacked_demo
 
 pytestmark = pytest.mark.model
 
@@ -23,13 +25,14 @@ LINES = (
 
 @pytest.fixture(scope="module")
 def demo(stacks: Stacks) -> ModelPair:
-    folder = demo_checkpoint()
-    return ModelPair.load(folder, stacks.start(folder, ["0:15", "15:30"], kv_cache_mib=256))
+    stack = stacks.start(demo_checkpoint(), ["0:15", "15:30"], kv_cache_mib=256)
+    return ModelPair.load(unpacked_demo(), stack, served="demo")
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(demo_checkpoint(), padding_side="left", local_files_only=True)
+    folder = Checkpoint.from_pretrained("demo").folder
+    return AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
 
 
 def ids_of(tokenizer: Any, text: str) -> Tensor:

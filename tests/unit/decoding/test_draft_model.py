@@ -1,14 +1,16 @@
-"""What a draft model takes, before it is loaded."""
+"""What a draft model takes, and that it is the whole model, however its weights are stored."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from corolla.decoding.draft_model import num_weights
+from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from tests.checkpoints import make_tiny_checkpoint
+from tests.gguf_files import make_tiny_gguf
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -17,3 +19,14 @@ def test_weights_are_counted_as_they_would_be_loaded(tmp_path: Path, family: str
     library: Any = AutoModelForCausalLM
     expected = library.from_pretrained(folder, local_files_only=True).num_parameters()
     assert num_weights(Checkpoint.from_pretrained(str(folder))) == expected
+
+
+def test_a_draft_model_may_be_a_gguf_file(tmp_path: Path) -> None:
+    paths = make_tiny_gguf("llama", tmp_path)
+    checkpoints = [Checkpoint.from_pretrained(str(path)) for path in paths]
+    library: Any = AutoModelForCausalLM
+    whole = library.from_pretrained(paths[0], dtype=torch.float32)
+    expected = whole(torch.tensor([[5, 6, 7]]), logits_to_keep=1).logits[0, -1]
+    for checkpoint in checkpoints:
+        model = DraftModel.load(checkpoint, checkpoint, dtype=torch.float32, device="cpu")
+        assert torch.equal(model.logits([5, 6, 7], DynamicCache()), expected)

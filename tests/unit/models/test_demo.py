@@ -1,33 +1,31 @@
-"""The demo model is converted once, whole or not at all, and speaks."""
+"""The demo model is served as its package carries it, and is the model that transformers reads from that file."""
 
-import os
-import stat
-import subprocess
-import sys
-import time
+import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
 
-from corolla.chassis.errors import CheckpointError
 from corolla.models.cache_folder import default_cache_folder
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import demo_checkpoint
-from corolla.models.loading import LOADING
+from corolla.models.edges import load_edges
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.architecture.sources import ROOT
+from tests.golden import golden_answers, prompt_texts
+from tests.reference import Unsplit
+from tests.unpacked import unpacked_demo
 
-CONVERT = "import sys, pathlib; from corolla.models.demo import demo_checkpoint; "
-CONVERT += "print(demo_checkpoint(pathlib.Path(sys.argv[1]), lambda *_: print('converting', flush=True)), flush=True)"
-
-# No file may grow past this: a full disk, as far as a process can tell.
-WITHOUT_ROOM = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
-
-
-def start(cache_folder: Path, prelude: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", prelude + CONVERT, str(cache_folder)]
-    return subprocess.Popen(command, env=dict(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+# How llama.cpp cuts texts for a vocabulary of the kind `smollm`: each digit, then as GPT-2 does.
+SMOLLM = (
+    r"\p{N}",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,87 +33,94 @@ def demo() -> Checkpoint:
     return Checkpoint.from_pretrained("demo")
 
 
-@pytest.mark.model
-def test_the_demo_model_knows_the_capital_of_france(demo: Checkpoint) -> None:
-    library: Any = AutoModelForCausalLM
-    with LOADING:
-        model = library.from_pretrained(demo.folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(demo.folder)
-    turn = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt")
-    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
-    assert int(answer[-1]) == 2, "the end of the turn ends the generation"
+@pytest.fixture(scope="module")
+def metadata() -> dict[str, Any]:
+    """What the file says of its tokenizer, as the package `gguf` reads it."""
+    fields = gguf.GGUFReader(demo_checkpoint()).fields
+    names = [f"tokenizer.{name}" for name in ("ggml.tokens", "ggml.token_type", "ggml.merges", "chat_template")]
+    return {name: fields[name].contents() for name in names}
 
 
 @pytest.mark.model
-def test_digits_are_tokens_of_their_own(demo: Checkpoint) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(demo.folder)
-    assert tokenizer.tokenize("In 1984, 12+345") == [
-        "In",
-        "Ġ",
-        "1",
-        "9",
-        "8",
-        "4",
-        ",",
-        "Ġ",
-        "1",
-        "2",
-        "+",
-        "3",
-        "4",
-        "5",
-    ]
-
-
-@pytest.mark.model
-def test_the_demo_model_is_a_plain_sharded_checkpoint(demo: Checkpoint) -> None:
-    assert (demo.num_blocks, demo.hidden_size, demo.vocab_size, demo.context_length) == (30, 576, 49152, 8192)
-    assert len(set(demo.weight_index.values())) >= 5
-    assert not hasattr(demo.config, "quantization_config")
-    assert demo.config.dtype == torch.float32
-    assert {stat.S_IMODE(path.stat().st_mode) for path in demo.folder.iterdir()} == {0o644}
+def test_a_span_of_the_file_has_the_weights_that_transformers_reads(demo: Checkpoint) -> None:
+    read: dict[str, torch.Tensor] = Unsplit.demo().model.state_dict()
+    with demo.open_tensors({name: name for name in demo.weight_index}) as tensors:
+        differing = [name for name, tensor in tensors.items() if not torch.equal(tensor[:], read[name])]
+    assert differing == []
+    assert read.keys() - demo.weight_index.keys() == {"lm_head.weight"}
 
 
 @pytest.mark.model
 @pytest.mark.full
-def test_an_interrupted_conversion_leaves_nothing_and_two_at_once_make_one(tmp_path: Path) -> None:
-    models = tmp_path / "models"
-    interrupted = start(tmp_path)
-    assert interrupted.stdout is not None
-    interrupted.stdout.readline()
-    deadline = time.monotonic() + 60
-    while not list(models.glob(".*.building-*/tokenizer.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    interrupted.kill()
-    interrupted.communicate()
-    assert [path for path in models.iterdir() if not path.name.startswith(".")] == []
+def test_logits_of_the_file_are_bit_for_bit_those_of_what_transformers_reads(demo: Checkpoint) -> None:
+    read = Checkpoint.from_pretrained(str(unpacked_demo()))
+    token_ids = golden_answers()[0].prompt_ids
+    assert torch.equal(logits_of(demo, token_ids), logits_of(read, token_ids))
+    assert (demo.generation_config().eos_token_id, read.generation_config().eos_token_id) == ([2, 0], [2, 0])
 
-    outputs = [process.communicate(timeout=240) for process in (start(tmp_path), start(tmp_path))]
-    folders = {printed.split()[-1] for printed, _ in outputs}
-    assert len(folders) == 1
-    assert sum("converting" in printed for printed, _ in outputs) == 1
-    assert list(models.glob(".*.building-*")) == []
-    made = Checkpoint.from_pretrained(folders.pop())
-    assert made.fingerprint("float32") == Checkpoint.from_pretrained("demo").fingerprint("float32")
+
+def logits_of(checkpoint: Checkpoint, token_ids: list[int]) -> torch.Tensor:
+    positions = torch.arange(len(token_ids))
+    edges = load_edges(checkpoint, dtype=torch.float32)
+    hidden = edges.embed(torch.tensor(token_ids), positions)[None]
+    for span in (Span(0, 13), Span(13, 30)):
+        hidden = load_span(checkpoint, span, dtype=torch.float32).forward(hidden, positions[None])
+    return edges.head(hidden[0])
 
 
 @pytest.mark.model
-@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
-@pytest.mark.full
-def test_a_full_disk_is_reported_and_cleaned_up(tmp_path: Path) -> None:
-    _, errors = start(tmp_path, WITHOUT_ROOM).communicate(timeout=120)
-    assert "CheckpointError: The demo model cannot be written" in errors
-    assert "set COROLLA_CACHE to another folder" in errors
-    assert [path for path in (tmp_path / "models").iterdir() if path.is_dir()] == []
+def test_the_demo_model_knows_the_capital_of_france() -> None:
+    unsplit = Unsplit.demo()
+    prompt_ids = unsplit.chat_ids([("user", "What is the capital of France?")])
+    answer = unsplit.generate(prompt_ids, 12)
+    assert unsplit.decode(answer.token_ids) == "The capital of France is Paris."
+    assert answer.token_ids[-1] == 2, "the end of the turn ends the generation"
 
 
-def test_a_cache_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot be written to .*; free .* or set COROLLA_CACHE"):
-        demo_checkpoint(tmp_path / "file")
+@pytest.mark.model
+def test_texts_are_cut_as_llama_cpp_does(demo: Checkpoint, metadata: dict[str, Any]) -> None:
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    theirs = Tokenizer(models.BPE({token: token_id for token_id, token in enumerate(tokens)}, merges))
+    theirs.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(cut), "isolated") for cut in SMOLLM]
+        + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    theirs.decoder = decoders.ByteLevel()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == gguf.TokenType.CONTROL]
+    theirs.add_special_tokens(special)
+    ours: Any = AutoTokenizer.from_pretrained(demo.folder)
+    for text in texts():
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text).ids
+        assert ours.decode(ids, clean_up_tokenization_spaces=False) == text
+    assert ours.all_special_tokens == ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    assert {token_id for token_id, token in ours.added_tokens_decoder.items() if token.special} == {
+        theirs.token_to_id(token) for token in special
+    }
+    assert ours.chat_template == metadata["tokenizer.chat_template"]
+    assert [ours.tokenize("In 1984")] == [["In", "Ġ", "1", "9", "8", "4"]]
+
+
+def texts() -> list[str]:
+    """Prose, code, scripts, digits, spaces and special tokens: whole files, and what lies between their lines."""
+    files = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "services").rglob("*.py"))[::10]]
+    whole = [path.read_text(encoding="utf-8") for path in files]
+    odd = [
+        " ".join(map(str, range(0, 3000, 7))), "x²³ ½ ٣٤ ४५ Ⅷ 1e-5 0x1F", "a\t\tb \n\n  c\r\n   ", "   ", "\n\n\n",
+        "<|im_start|>user\n<|im_end|><|endoftext|> <|im_start|>", "don't WE'RE i'm they'll 'tis",
+        "👩‍👩‍👧 é e\u0301 ﬁ \u200d\ufeff\x00", "你好世界。これは123ですか。عربي ١٢٣ हिन्दी",
+    ]  # fmt: skip
+    return [*prompt_texts().values(), *whole, *odd]
+
+
+@pytest.mark.model
+def test_what_is_written_for_the_file_is_small_and_holds_no_weights(demo: Checkpoint) -> None:
+    assert (demo.name, demo.num_blocks, demo.hidden_size) == ("SmolLM2-135M-Instruct.Q4_1", 30, 576)
+    assert (demo.vocab_size, demo.context_length, demo.has_tied_edges) == (49152, 8192, True)
+    assert sum(path.stat().st_size for path in default_cache_folder().rglob("*")) < 8_000_000
+    described = json.loads((demo.folder / "config.json").read_text(encoding="utf-8"))
+    assert "quantization_config" not in described
 
 
 @pytest.mark.parametrize(

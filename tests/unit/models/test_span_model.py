@@ -10,7 +10,6 @@ import torch
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.demo import demo_checkpoint
 from corolla.models.families import FAMILIES
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
@@ -92,9 +91,8 @@ def test_blocks_that_do_not_exist_are_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 @pytest.mark.full
 def test_memory_is_proportional_to_the_span() -> None:
-    folder = demo_checkpoint()
     for span in ("0:8", "0:24"):
-        command = [sys.executable, "-c", MEASURE_PEAK, str(folder), span]
+        command = [sys.executable, "-c", MEASURE_PEAK, "demo", span]
         printed = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=True, timeout=120)
         grown, held = (int(number) for number in printed.stdout.split())
         assert 0.7 * held < grown < 1.2 * held

@@ -55,9 +55,10 @@ class GgufWeights:
 
         return GgufTensors(self.header, self._config)
 
-    def num_weights(self, name: str) -> int:
-        """How many numbers the tensor of this name has."""
-        return sum(tensor.num_weights for tensor in self.tensors.stored(name))
+    def num_block_weights(self, block: int) -> int:
+        """How many numbers the tensors of a block have."""
+        held = (tensor for name, tensor in self.header.tensors.items() if name.startswith(f"blk.{block}."))
+        return sum(tensor.num_weights for tensor in held)
 
     def facts(self, num_bytes: int) -> Iterator[bytes]:
         """Yields what identifies the weights and all else in the file cheaply.

@@ -15,7 +15,7 @@ from corolla.client.text.conversation import Message, message_values
 from corolla.client.text.detokenizer import Detokenizer
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.stopping import StopMatcher
-from corolla.models.demo import demo_checkpoint
+from corolla.models.checkpoint import Checkpoint
 
 CHAT_TEMPLATES = {
     "plain": (
@@ -162,7 +162,7 @@ def test_nothing_is_processed_twice(
 @pytest.mark.model
 @pytest.mark.parametrize("finish", ["eos", "length", "stop_sequence"])
 def test_the_demo_model_chats_without_processing_twice(finish: str) -> None:
-    tokenizer = TextTokenizer.load(demo_checkpoint())
+    tokenizer = TextTokenizer.load(Checkpoint.from_pretrained("demo").folder)
     chat, model = ChatTemplate(tokenizer), Model(tokenizer)
     messages: list[Message] = []
     log: list[int] = []

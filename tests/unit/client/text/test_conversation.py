@@ -26,7 +26,7 @@ from corolla.client.text.template import Template
 from corolla.client.text.template_facts import facts_of
 from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.models.demo import demo_checkpoint
+from corolla.models.checkpoint import Checkpoint
 from tests.chat_templates import LLAMA, MISTRAL, PARTS, QWEN
 
 TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL, "parts": PARTS}
@@ -90,7 +90,7 @@ def test_conversations_with_tools_equal_transformers(
 
 @pytest.mark.model
 def test_the_demo_models_template_equals_transformers() -> None:
-    tokenizer = TextTokenizer.load(demo_checkpoint())
+    tokenizer = TextTokenizer.load(Checkpoint.from_pretrained("demo").folder)
     setting = ChatSetting((WEATHER,))
     expected = transformers_text(
         tokenizer, None, CONVERSATION, tools=[tool_values(WEATHER)], add_generation_prompt=True

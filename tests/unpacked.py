@@ -1,0 +1,47 @@
+"""GGUF files as folders of float32 safetensors: what chains of such files are compared with.
+
+transformers' own reader unpacks them. It takes header and numbers from the package `gguf`, so it shares no code with
+the reader that serves them but what says which tensor is which.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.demo import demo_checkpoint
+from corolla.models.loading import LOADING
+from tests.run_folder import made_once
+
+
+def unpacked_demo() -> Path:
+    """The demo model's folder; made once in a test run, in some ten seconds."""
+    return made_once("unpacked-demo", lambda folder: unpack(demo_checkpoint(), folder, end_token_ids=[2, 0]))
+
+
+def unpack(gguf: Path, folder: Path, *, end_token_ids: Sequence[int]) -> None:
+    """Writes a file's model with tokenizer and chat template to a folder that is not there yet.
+
+    Args:
+        end_token_ids: those that end an answer, which the file does not say, or not all of them.
+    """
+    # The tokenizer is the one that is served: transformers' own reader ignores how a vocabulary cuts texts.
+    shutil.copytree(Checkpoint.from_pretrained(str(gguf)).folder, folder)
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    library: Any = AutoModelForCausalLM
+    read_gguf: Any = load_gguf_checkpoint
+    # `from_pretrained(gguf_file=...)` would do these steps, but asks for one more package.
+    with LOADING:
+        with torch.device("meta"):
+            empty = library.from_config(config)
+        read = read_gguf(str(gguf), return_tensors=True, model_to_load=empty, torch_dtype=torch.float32)
+        model = type(empty).from_pretrained(None, config=config, state_dict=read["tensors"], dtype=torch.float32)
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=list(end_token_ids), pad_token_id=config.pad_token_id
+    )
+    model.save_pretrained(folder, max_shard_size="200MB")
