@@ -4,6 +4,7 @@ Which tensor is which, and how llama.cpp changed it (it interleaves the rows of 
 some norms), transformers and the package `gguf` say.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, cast
@@ -13,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.gguf import dequant
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from corolla.chassis.errors import CheckpointError, StartupError
 from corolla.models.gguf.header import TYPES, GgufHeader, GgufTensor, raw_bytes
 from corolla.models.loading import LOADING
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_EXPERTS: Final = "_exps.weight"
+_ENDING: Final = re.compile(r"\.(weight|bias)$")
 
 
 class GgufTensors(Mapping[str, "LazyTensor"]):
@@ -110,14 +111,25 @@ def expanded(tensor: GgufTensor) -> Tensor:
 
 def _names(architecture: str, config: PretrainedConfig, processor: Any) -> dict[str, str]:
     """GGUF's name of each tensor to transformers'."""
-    library: Any = AutoModelForCausalLM
-    map_names: Any = get_gguf_hf_weights_map
     try:
-        with LOADING, torch.device("meta"):
-            empty = library.from_config(config)
-        names: dict[str, str] = map_names(empty, processor, architecture)
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     except ImportError as error:
         raise StartupError("GGUF files need the package gguf; run `pip install 'corolla[gguf]'`.") from error
-    except NotImplementedError as error:
-        raise CheckpointError("The package gguf does not know this architecture; install a newer one.") from error
+    known = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
+    if architecture not in known:
+        raise CheckpointError("The package gguf does not know this architecture; install a newer one.")
+    library: Any = AutoModelForCausalLM
+    with LOADING, torch.device("meta"):
+        empty = library.from_config(config)
+    # `get_gguf_hf_weights_map` of transformers gives the same, and makes this table anew for every module.
+    table = get_tensor_name_map(known[architecture], config.num_hidden_layers)
+    names: dict[str, str] = {}
+    for own in map(processor.preprocess_name, empty.state_dict()):
+        match = _ENDING.search(own)
+        ending = match[0] if match else ""
+        stored = table.get_name(own.removesuffix(ending))
+        if stored is None:
+            processor.perform_fallback_tensor_mapping(names, ending, "", own)
+        else:
+            names[stored + ending] = own
     return names

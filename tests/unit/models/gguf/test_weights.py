@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
@@ -46,6 +47,23 @@ def test_a_chain_of_a_file_equals_the_model_that_it_was_made_of(tmp_path: Path, 
     for spans in ([Span(0, 4)], [Span(0, 1), Span(1, 4)], [Span(0, 1), Span(1, 3), Span(3, 4)]):
         assert torch.equal(logits(checkpoint, token_ids, spans), expected)
     assert checkpoint.config.model_type == family
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_tensors_have_the_names_that_transformers_gives_them(tmp_path: Path, family: str) -> None:
+    source, path = make_tiny_gguf(family, tmp_path)
+    weights = Checkpoint.from_pretrained(str(path)).gguf
+    assert weights is not None
+    library: Any = AutoModelForCausalLM
+    map_names: Any = get_gguf_hf_weights_map
+    processor_class: Any = TENSOR_PROCESSORS.get(ARCHITECTURES[family], TensorProcessor)
+    with LOADING:
+        model = library.from_pretrained(source)
+    names = map_names(model, processor_class(config=model.config.to_dict()), ARCHITECTURES[family])
+    expected: dict[str, list[GgufTensor]] = {}
+    for stored, tensor in weights.header.tensors.items():
+        expected.setdefault(names.get(stored) or names[stored.removesuffix(".weight")], []).append(tensor)
+    assert {name: list(weights.tensors.stored(name)) for name in weights.tensors} == expected
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
