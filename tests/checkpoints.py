@@ -37,7 +37,7 @@ _WINDOW = {"sliding_window": 12}
 _GPT2_SHAPE = {"vocab_size": VOCAB_SIZE, "n_embd": HIDDEN_SIZE, "n_head": 4, "n_positions": CONTEXT_LENGTH}
 
 # Families whose blocks differ in kind; no two spans of the tests begin alike.
-_MIXED_FAMILIES = frozenset({"qwen2", "gemma2", "gemma3_text", "olmo3", "cohere2"})
+_MIXED_FAMILIES = frozenset({"gpt_oss", "qwen2", "gemma2", "gemma3_text", "olmo3", "cohere2"})
 _LAYER_TYPES = ("sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention")
 
 # What each family's configuration gets besides `_SHAPE`; together they cover every special case of the families.
@@ -71,6 +71,13 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {"logit_scale": 0.5, **_WINDOW},
     "smollm3": {"no_rope_layer_interval": 2},
     "starcoder2": _WINDOW,
+    "gpt_oss": {
+        **_HEAD_SIZE,
+        **_WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
     "gpt_neox": {"rotary_pct": 0.5},
     "gpt2": {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": True},
     "bloom": {"n_head": 4},

@@ -192,7 +192,7 @@ class BlockServer:
             address=self.address,
             model=checkpoint.name,
             fingerprint=fingerprint,
-            dtype=weight_format(settings.dtype, settings.quantization),
+            dtype=weight_format(settings.dtype, settings.quantization, checkpoint.expanded_from),
             num_model_blocks=checkpoint.num_blocks,
             capacity_blocks=capacity,
             decode_tokens_per_second=speed.decode_tokens_per_second,

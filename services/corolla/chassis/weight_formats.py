@@ -12,9 +12,11 @@ def full_dtype_name(name: str) -> str:
     return DTYPE_ABBREVIATIONS.get(name, name)
 
 
-def weight_format(dtype: str, quantization: str) -> str:
-    """Both in one word, for people: `float32`, or `int4/bf16`."""
+def weight_format(dtype: str, quantization: str, expanded_from: str | None = None) -> str:
+    """All in some words, for people: `float32`, `int4/bf16`, or, of packed weights, `bfloat16 from awq`."""
     if quantization == "none":
-        return dtype
-    short = {full: abbreviation for abbreviation, full in DTYPE_ABBREVIATIONS.items()}
-    return f"{quantization}/{short.get(dtype, dtype)}"
+        held = dtype
+    else:
+        short = {full: abbreviation for abbreviation, full in DTYPE_ABBREVIATIONS.items()}
+        held = f"{quantization}/{short.get(dtype, dtype)}"
+    return held if expanded_from is None else f"{held} from {expanded_from}"

@@ -23,6 +23,7 @@ from corolla.models.gguf.header import read_header as read_header_of_gguf
 from corolla.models.gguf.weights import GgufWeights
 from corolla.models.hub import Hub
 from corolla.models.hub_snapshot import HubSnapshot
+from corolla.models.quantized.description import QUANTIZATION_KEYS, Quantization, quantization_of
 from corolla.models.weights import find_weights, open_tensors, read_header, sample_bytes
 
 # Raise it whenever two releases would not compute the same hidden states or read the same frames.
@@ -87,6 +88,7 @@ class Checkpoint:
         weight_index: each stored tensor's name and the shard that holds it.
         snapshot: where further shards come from; None: all are here.
         gguf: the weights of a GGUF file; None: they are safetensors.
+        quantization: how the weights are packed, by somebody who quantised them before; None: they are not.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Checkpoint:
     weight_index: Mapping[str, Path] = field(repr=False)
     snapshot: HubSnapshot | None = field(default=None, repr=False)
     gguf: GgufWeights | None = field(default=None, repr=False)
+    quantization: Quantization | None = None
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, revision: str | None = None, hub: Hub | None = None) -> "Checkpoint":
@@ -119,19 +122,20 @@ class Checkpoint:
             return cls._of_gguf(found)
         snapshot = HubSnapshot.pin(hub or Hub(), found, revision) if isinstance(found, str) else None
         folder = snapshot.folder if snapshot is not None else Path(found)
-        config = _read_config(folder)
+        config, quantization = _read_config(folder)
         family = family_of(config)
         index = snapshot.weight_index() if snapshot is not None else find_weights(folder)
         name = snapshot.repository if snapshot is not None else folder.name
-        checkpoint = cls(name, folder, config, family, index, snapshot)
+        checkpoint = cls(name, folder, config, family, index, snapshot, quantization=quantization)
         checkpoint._check_blocks()
+        checkpoint._check_packed()
         return checkpoint
 
     @classmethod
     def _of_gguf(cls, path: Path) -> "Checkpoint":
         header = read_header_of_gguf(path)
         folder = settings_folder(header, default_cache_folder())
-        config = _read_config(folder)
+        config, _ = _read_config(folder)
         weights = GgufWeights(path, header, config)
         return cls(weights.name, folder, config, family_of(config), weights.index, gguf=weights)
 
@@ -152,6 +156,11 @@ class Checkpoint:
         """Whether the head has the embedding's weights."""
         return bool(self.config.tie_word_embeddings)
 
+    @property
+    def expanded_from(self) -> str | None:
+        """What the weights were packed by, as transformers calls it; None: they were not."""
+        return None if self.quantization is None else self.quantization.method
+
     def head_blocks(self) -> float:
         """As many blocks have as many weights as the head: the time of a row, too, is that of reading them.
 
@@ -162,6 +171,10 @@ class Checkpoint:
             return self.vocab_size * self.hidden_size / self.gguf.num_block_weights(0)
         first = re.compile(rf"(?:^|.*\.){re.escape(self.family.layers)}\.0\..*")
         names = [name for name in self.weight_index if first.fullmatch(name)]
+        if self.quantization is not None:
+            with self.open_tensors({name: name for name in names}) as tensors:
+                shapes = [getattr(tensor, "shape", None) or tensor.get_shape() for tensor in tensors.values()]
+            return self.vocab_size * self.hidden_size / sum(map(math.prod, shapes))
         headers = {shard: read_header(shard) for shard in {self.weight_index[name] for name in names}}
         num_block_weights = sum(math.prod(headers[self.weight_index[name]][name].shape) for name in names)
         return self.vocab_size * self.hidden_size / num_block_weights
@@ -196,13 +209,28 @@ class Checkpoint:
             self.snapshot.fetch({self.weight_index[name].name for name in wanted})
 
     @contextlib.contextmanager
-    def open_tensors(self, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """Fetches some tensors' shards and opens the tensors; see `weights.open_tensors`. Raises as `fetch` does."""
+    def open_tensors(self, names: Mapping[str, str], dtype: Any = None) -> Iterator[dict[str, Any]]:
+        """Fetches some tensors' shards and opens the tensors; see `weights.open_tensors`.
+
+        Packed weights have the names that they have when they are not packed, and come expanded.
+
+        Args:
+            names: new name -> stored name.
+            dtype: torch's, to expand to; None: float32.
+
+        Raises:
+            CheckpointError: as `fetch`; or parts of packed weights are missing, or do not fit each other.
+            HubUnavailable: as `fetch`.
+        """
         self.fetch(names.values())
         if self.gguf is not None:
             yield {name: self.gguf.tensors[stored] for name, stored in names.items()}
             return
         with open_tensors(self.weight_index, names) as tensors:
+            if self.quantization is not None:
+                from corolla.models.quantized.tensors import packed_weights
+
+                tensors = packed_weights(self.quantization, tensors, dtype)
             yield tensors
 
     def fingerprint(self, dtype: str, quantization: str = "none") -> str:
@@ -220,6 +248,8 @@ class Checkpoint:
         """
         digest = hashlib.sha256(self._content_digest)
         digest.update(f"{dtype} {quantization} {PROTOCOL_VERSION}".encode())
+        if self.quantization is not None:
+            digest.update(f" from {self.quantization}".encode())
         return digest.hexdigest()[:16]
 
     @functools.cached_property
@@ -247,6 +277,22 @@ class Checkpoint:
             digest.update(f"{name} {len(content)}\n".encode())
             digest.update(content)
         return digest.digest()
+
+    def _check_packed(self) -> None:
+        packed = next((name for name in self.weight_index if name.endswith((".qweight", ".weight_packed"))), None)
+        if self.quantization is None and packed is not None:
+            raise CheckpointError(
+                f"{self.folder} holds packed weights ({packed}), and its config.json has no quantization_config that "
+                "says how to read them; take a revision that has one."
+            )
+        if self.quantization is not None and self.has_tied_edges:
+            # Which of both would be the truth, nobody says.
+            heads = [name for name in self.weight_index if name.startswith(("lm_head.", "embed_out."))]
+            if odd := next((name for name in heads if not name.endswith((".weight", ".bias"))), None):
+                raise CheckpointError(
+                    f"{self.folder} holds a quantised head ({odd}), which config.json ties to the embedding; set "
+                    "tie_word_embeddings to false there, or give the original checkpoint."
+                )
 
     def _check_blocks(self) -> None:
         layer = re.compile(rf"(?:^|\.){re.escape(self.family.layers)}\.(\d+)\.")
@@ -290,16 +336,13 @@ def _fetched_gguf(hub: Hub, repository: str, file: str, revision: str | None) ->
     return snapshot.folder / file
 
 
-def _read_config(folder: Path) -> PretrainedConfig:
+def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
+    """The configuration, and apart from it how the weights are packed: they are expanded before a model has them."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json; point to a complete checkpoint folder.")
     stored = _read_json(path)
-    if "quantization_config" in stored:
-        raise CheckpointError(
-            f"{folder} holds weights that are already quantised; give the original checkpoint and choose the "
-            "quantisation when starting the server."
-        )
+    quantization = quantization_of(stored)
     if stored.get("auto_map") and "model_type" not in stored:
         raise CheckpointError(
             f"{folder} needs code of its own, which is never run; choose a model that transformers knows."
@@ -312,7 +355,10 @@ def _read_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(f"{path} does not describe a model that transformers knows; fetch it again.") from error
     if not isinstance(config, PretrainedConfig):
         raise CheckpointError(f"{path} does not describe a model.")
-    return config
+    for name in QUANTIZATION_KEYS:
+        if hasattr(config, name):
+            delattr(config, name)
+    return config, quantization
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def load_edges(
     if not has_head:
         cut = cut_class(model_class_of(AutoModel, config), functools.partial(_cut_to_embedding, family=family))
         names = edge_tensors(checkpoint, has_head=False)
-        with checkpoint.open_tensors(names) as tensors:
+        with checkpoint.open_tensors(names, dtype) as tensors:
             model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
         return Edges(family, cast(Any, model).to(torch.device(device)), None)
     # Tied weights are read as those of the embedding.
@@ -141,7 +141,7 @@ def load_edges(
         model_class_of(AutoModelForCausalLM, config),
         functools.partial(_drop_layers, family=family, has_embedding=reads_embedding),
     )
-    with checkpoint.open_tensors(edge_tensors(checkpoint, has_embedding=reads_embedding)) as tensors:
+    with checkpoint.open_tensors(edge_tensors(checkpoint, has_embedding=reads_embedding), dtype) as tensors:
         model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
     causal_model = cast(PreTrainedModel, cast(Any, model).to(torch.device(device)))
     base = cast(PreTrainedModel, causal_model.base_model)

@@ -71,6 +71,8 @@ _FAMILIES = (
     Family("cohere2"),
     Family("smollm3", is_fused=True),
     Family("starcoder2"),
+    # Its attention has sinks, which the batched kernels do not know.
+    Family("gpt_oss", packs_rows=False),
     Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
     Family("gpt2", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
     Family(

@@ -177,7 +177,7 @@ def load_span(
         )
     config, cut = _cut_class_of(checkpoint, span)
     names = span_tensors(checkpoint, cut.base_model_prefix, span)
-    with checkpoint.open_tensors(names) as tensors:
+    with checkpoint.open_tensors(names, dtype) as tensors:
         base = build(checkpoint, cut, config, tensors, dtype=dtype, attention=attention)
     return _finished(base, span, checkpoint.family, device, quantization)
 

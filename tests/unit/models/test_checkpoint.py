@@ -153,7 +153,7 @@ def list_config(folder: Path) -> None:
 
 
 def quantise(folder: Path) -> None:
-    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    edit_json(folder / "config.json", quantization_config={"quant_method": "aqlm", "bits": 2})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def quantise(folder: Path) -> None:
         (lose_config, r"has no config\.json; point to"),
         (damage_config, r"config\.json is damaged; fetch"),
         (list_config, r"config\.json is damaged; fetch"),
-        (quantise, r"already quantised; give the original"),
+        (quantise, r"quantised by 'aqlm' are not served; give the original"),
     ],
 )
 def test_a_bad_checkpoint_is_refused(folder: Path, damage: Callable[[Path], None], advice: str) -> None:

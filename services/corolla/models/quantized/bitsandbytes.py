@@ -1,0 +1,132 @@
+"""bitsandbytes: NF4 and FP4 in blocks of a flattened weight, and int8 with a scale for each output."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from corolla.models.quantized.description import Quantization
+from corolla.models.quantized.floats import FLOATS
+from corolla.models.quantized.parts import Parts, Stored, Unfit, allow, expect, need, shape_of
+
+_STATES: Final = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
+_NESTED: Final = ("nested_absmax", "nested_quant_map")
+_BYTES_OF: Final = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
+_MAX_STATE_BYTES: Final = 4096
+_INT8_UNIT: Final = 7.874015718698502e-3  # as bitsandbytes writes 1/127
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What is not a tensor of a weight in four bits."""
+
+    shape: tuple[int, int]
+    block_size: int
+    nested_block_size: int
+    nested_offset: float
+
+
+class BitsAndBytes:
+    """A weight's parts: four bits are `weight` (the bytes, whatever their type), `absmax` for each block, `quant_map`
+    float32 `[16]` and a small JSON text; `absmax` may be quantised in turn. int8 is `weight` `[out, in]` and `SCB`
+    `[out]`.
+    """
+
+    endings: Final = {
+        **{f".weight.{role}": ".weight" for role in ("absmax", "quant_map", *_NESTED, *_STATES)},
+        ".SCB": ".weight",
+        ".weight_format": ".weight",
+    }
+    # A byte holds two numbers, and a row may have an odd number of them.
+    step: Final = 2
+
+    def __init__(self, quantization: Quantization) -> None:
+        del quantization  # the tensors say all
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """`[out, in]`. Raises Unfit."""
+        if "SCB" in parts:
+            shape = shape_of(parts, "weight", {"I8"}, 2)
+            allow(parts, "weight", "SCB", "weight_format")
+            expect(parts, "SCB", {"F32"}, (shape[0],))
+            if "weight_format" in parts:
+                expect(parts, "weight_format", {"U8"}, (), (1,))
+                if int(parts["weight_format"][...]) != 0:
+                    raise Unfit("has numbers in the order of a kernel")
+            return shape
+        allow(parts, "weight", "absmax", "quant_map", *_NESTED, *_STATES)
+        state = _read_state(parts)
+        num_weights = math.prod(state.shape)
+        stored = shape_of(parts, "weight", _BYTES_OF)
+        if math.prod(stored) * _BYTES_OF[parts["weight"].get_dtype()] != -(-num_weights // 2):
+            raise Unfit(f"is {list(state.shape)} by its quant_state, and has as many bytes as another shape")
+        num_blocks = -(-num_weights // state.block_size)
+        expect(parts, "quant_map", {"F32"}, (16,))
+        if "nested_absmax" in parts:
+            expect(parts, "absmax", {"U8"}, (num_blocks,))
+            expect(parts, "nested_quant_map", {"F32"}, (256,))
+            expect(parts, "nested_absmax", {"F32"}, (-(-num_blocks // state.nested_block_size),))
+        else:
+            expect(parts, "absmax", FLOATS, (num_blocks,))
+        return state.shape
+
+    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+        """The weights of some outputs, float32 `[end - start, in]`."""
+        if "SCB" in parts:
+            return parts["weight"][start:end].float().mul_(parts["SCB"][start:end].view(-1, 1)).mul_(_INT8_UNIT)
+        state = _state_of(bytes(next(parts[role] for role in _STATES if role in parts).tolist()))
+        num_inputs = state.shape[1]
+        first, last = start * num_inputs, end * num_inputs
+        octets = parts["weight"].view(torch.uint8).flatten()[first // 2 : -(-last // 2)]
+        # The upper four bits come first.
+        numbers = torch.stack((octets >> 4, octets & 15), dim=-1).flatten()[: last - first]
+        blocks = torch.arange(first, last) // state.block_size
+        first_block = int(blocks[0])
+        scales = _scales(parts, state, first_block, int(blocks[-1]) + 1)
+        return parts["quant_map"][numbers.int()].mul_(scales[blocks - first_block]).view(-1, num_inputs)
+
+
+def _scales(parts: Mapping[str, Tensor], state: _State, start: int, end: int) -> Tensor:
+    scales = parts["absmax"][start:end]
+    if "nested_absmax" not in parts:
+        return scales.float()
+    nested = parts["nested_absmax"][torch.arange(start, end) // state.nested_block_size]
+    return parts["nested_quant_map"][scales.int()] * nested + state.nested_offset
+
+
+def _read_state(parts: Parts) -> _State:
+    named = [role for role in _STATES if role in parts]
+    if len(named) != 1:
+        raise Unfit("has no quant_state, or several")
+    need(parts, "absmax", "quant_map")
+    if ("nested_absmax" in parts) != ("nested_quant_map" in parts):
+        raise Unfit("has a part of its nested scales only")
+    (num_bytes,) = shape_of(parts, named[0], {"U8"}, 1)
+    if num_bytes > _MAX_STATE_BYTES:
+        raise Unfit(f"has a quant_state of {num_bytes} bytes")
+    state = _state_of(_read_bytes(parts[named[0]]))
+    if "nested_absmax" in parts and not (state.nested_block_size and math.isfinite(state.nested_offset)):
+        raise Unfit("has a quant_state that does not say how its scales are nested")
+    return state
+
+
+def _read_bytes(stored: Stored) -> bytes:
+    return bytes(stored[...].tolist())
+
+
+def _state_of(text: bytes) -> _State:
+    """Raises Unfit where it is none."""
+    try:
+        read: Any = json.loads(text)
+        num_outputs, num_inputs = read["shape"]
+        block_size, nested_block_size = read["blocksize"], read.get("nested_blocksize", 0)
+        sizes = (num_outputs, num_inputs, block_size, nested_block_size)
+        if not all(type(size) is int and 0 <= size < 1 << 40 for size in sizes) or 0 in sizes[:3]:
+            raise ValueError
+        return _State((num_outputs, num_inputs), block_size, nested_block_size, float(read.get("nested_offset", 0.0)))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise Unfit("has a quant_state that makes no sense") from None

@@ -1,0 +1,187 @@
+"""compressed-tensors, as llm-compressor writes it: integers and floats of one to eight bits, in many schemes.
+
+Where its models quantise activations too (w8a8, fp8), only the weights are read here, and activations stay as they are.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from corolla.models.quantized.description import Quantization, Scheme
+from corolla.models.quantized.floats import FLOATS, FLOATS_OF_8_BITS, SCALES, e2m1, scale_numbers
+from corolla.models.quantized.fp8 import spread
+from corolla.models.quantized.integers import num_words, unpacked
+from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, shape_of
+
+_ROLES: Final = (
+    "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"
+)  # fmt: skip
+_OCTETS: Final = FLOATS_OF_8_BITS | {"I8"}
+# Of numbers of four bits: NVFP4's, whose scales have a scale of their own, and MXFP4's.
+_NVFP4, _MXFP4 = Scheme(4, group_size=16), Scheme(4, group_size=32)
+
+
+class CompressedTensors:
+    """A weight's parts: the numbers are
+
+    - `weight_packed` int32, with `weight_shape`: integers of 1 to 8 bits;
+    - `weight_packed` uint8 `[out, in / 2]`: floats of four bits;
+    - `weight` `[out, in]`: integers or floats of eight bits.
+
+    `weight_scale` is one for all, for each output, for each group of inputs, or for each block; `weight_zero_point`
+    goes with integers, `weight_g_idx` says of each input which group it is of, and `weight_global_scale` divides
+    scales.
+    """
+
+    endings: Final = {f".{role}": ".weight" for role in _ROLES}
+    step: Final = 1
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._schemes = quantization.schemes
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """`[out, in]`. Raises Unfit."""
+        need(parts, "weight_scale")
+        if "weight_packed" not in parts:
+            shape = shape_of(parts, "weight", _OCTETS, 2)
+            allow(parts, "weight", "weight_scale", "weight_zero_point", "weight_g_idx")
+            scheme = self._scheme(parts, shape, self._schemes)
+            if "weight_zero_point" in parts:
+                expect(parts, "weight_zero_point", _OCTETS, tuple(parts["weight_scale"].get_shape()))
+        elif parts["weight_packed"].get_dtype() == "U8":
+            shape = _four_bit_shape(parts)
+            scheme = _four_bit_scheme("weight_global_scale" in parts)
+            self._scheme(parts, shape, [scheme])
+        else:
+            shape = _packed_shape(parts)
+            _, packed_inputs = shape_of(parts, "weight_packed", {"I32"}, 2)
+            scheme = self._scheme(parts, shape, self._packed_schemes(packed_inputs, shape[1]))
+            self._check_packed_zeros(parts, shape, scheme)
+        if "weight_g_idx" in parts:
+            expect(parts, "weight_g_idx", {"I32", "I64"}, (shape[1],))
+            groups, num_groups = parts["weight_g_idx"][...], parts["weight_scale"].get_shape()[-1]
+            if not _is_unset(groups) and (int(groups.min()) < 0 or int(groups.max()) >= num_groups):
+                raise Unfit(f"has a weight_g_idx beyond its {num_groups} groups")
+        return shape
+
+    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+        """The weights of some outputs, float32 `[end - start, in]`."""
+        scales = parts["weight_scale"]
+        numbers, zeros, scheme = self._numbers(parts, start, end)
+        if scheme.block is not None:
+            rows = range(start, end)
+            if zeros is not None:
+                numbers -= spread(zeros.float(), scheme.block, rows, numbers.shape[1])
+            return numbers.mul_(spread(scale_numbers(scales), scheme.block, rows, numbers.shape[1]))
+        groups = parts.get("weight_g_idx")
+        if groups is not None and _is_unset(groups):
+            groups = None
+        if zeros is not None:
+            numbers -= _of_inputs(_of_outputs(zeros, start, end).float(), scheme, groups)
+        factors = scale_numbers(scales)
+        if (global_scale := parts.get("weight_global_scale")) is not None:
+            factors = factors / global_scale.float()
+        return numbers.mul_(_of_inputs(_of_outputs(factors, start, end), scheme, groups))
+
+    def _numbers(self, parts: Mapping[str, Tensor], start: int, end: int) -> tuple[Tensor, Tensor | None, Scheme]:
+        """Numbers `[end - start, in]` and zero points as the scales, both of which still count from 0."""
+        scale_shape, zeros = tuple(parts["weight_scale"].shape), parts.get("weight_zero_point")
+        if (packed := parts.get("weight_packed")) is None:
+            weight = parts["weight"]
+            return weight[start:end].float(), zeros, _fitting(scale_shape, tuple(weight.shape), self._schemes)
+        if packed.dtype == torch.uint8:
+            return e2m1(packed[start:end]), None, _four_bit_scheme("weight_global_scale" in parts)
+        num_outputs, num_inputs = (int(size) for size in parts["weight_shape"])
+        schemes = self._packed_schemes(packed.shape[1], num_inputs)
+        scheme = _fitting(scale_shape, (num_outputs, num_inputs), schemes)
+        # Stored without a sign.
+        middle = 1 << (scheme.bits - 1)
+        numbers = unpacked(packed[start:end], scheme.bits, num_inputs).float().sub_(middle)
+        if zeros is not None and zeros.dtype == torch.int32:
+            zeros = unpacked(zeros.T, scheme.bits, num_outputs).T.float().sub_(middle)
+        return numbers, zeros, scheme
+
+    def _packed_schemes(self, num_packed: int, num_inputs: int) -> list[Scheme]:
+        return [
+            each for each in self._schemes if 1 <= each.bits <= 8 and num_words(num_inputs, each.bits) == num_packed
+        ]
+
+    def _scheme(self, parts: Parts, shape: tuple[int, ...], schemes: Sequence[Scheme]) -> Scheme:
+        return _fitting(shape_of(parts, "weight_scale", SCALES), shape, schemes)
+
+    def _check_packed_zeros(self, parts: Parts, shape: tuple[int, ...], scheme: Scheme) -> None:
+        if "weight_zero_point" not in parts:
+            return
+        scales = tuple(parts["weight_scale"].get_shape())
+        if parts["weight_zero_point"].get_dtype() == "I32":
+            expect(parts, "weight_zero_point", {"I32"}, (num_words(shape[0], scheme.bits), scales[-1] if scales else 1))
+        else:
+            expect(parts, "weight_zero_point", {"I8"}, scales)
+
+
+def _packed_shape(parts: Parts) -> tuple[int, ...]:
+    """What `weight_shape` says, where the packed numbers bear it out."""
+    allow(parts, "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    num_outputs, num_packed = shape_of(parts, "weight_packed", {"I32"}, 2)
+    expect(parts, "weight_shape", {"I32", "I64"}, (2,))
+    shape = tuple(int(size) for size in parts["weight_shape"][...])
+    if shape[0] != num_outputs or not 0 < shape[1] <= 32 * num_packed:
+        raise Unfit(f"has a weight_shape of {list(shape)}, which its packed numbers do not bear out")
+    return shape
+
+
+def _four_bit_shape(parts: Parts) -> tuple[int, ...]:
+    allow(parts, "weight_packed", "weight_scale", "weight_global_scale")
+    num_outputs, num_octets = shape_of(parts, "weight_packed", {"U8"}, 2)
+    if "weight_global_scale" in parts:
+        expect(parts, "weight_global_scale", FLOATS, (), (1,))
+    return num_outputs, 2 * num_octets
+
+
+def _four_bit_scheme(has_global_scale: bool) -> Scheme:
+    return _NVFP4 if has_global_scale else _MXFP4
+
+
+def _fitting(scales: tuple[int, ...], shape: tuple[int, ...], schemes: Sequence[Scheme]) -> Scheme:
+    """The one scheme that a weight's scales fit. Raises Unfit."""
+    fitting = {scheme for scheme in schemes if scales in _scale_shapes(scheme, shape)}
+    if len(fitting) != 1:
+        how_many = "several" if fitting else "none"
+        raise Unfit(
+            f"has the shape {list(shape)} and scales of the shape {list(scales)}, which fit {how_many} of the schemes "
+            "that config.json names"
+        )
+    return fitting.pop()
+
+
+def _scale_shapes(scheme: Scheme, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    num_outputs, num_inputs = shape
+    if scheme.block is not None:
+        high, wide = scheme.block
+        yield -(-num_outputs // high), -(-num_inputs // wide)
+    elif scheme.group_size:
+        if num_inputs % scheme.group_size == 0:
+            yield num_outputs, num_inputs // scheme.group_size
+    else:
+        yield from ((), (1,), (1, 1), (num_outputs,), (num_outputs, 1))
+
+
+def _of_outputs(values: Tensor, start: int, end: int) -> Tensor:
+    """Of one value, or one or several for each output, those of some outputs: two dimensions."""
+    if values.numel() == 1:
+        return values.reshape(1, 1)
+    return values[start:end].reshape(end - start, -1)
+
+
+def _of_inputs(values: Tensor, scheme: Scheme, groups: Tensor | None) -> Tensor:
+    """Of `[outputs, groups]` the value of each input."""
+    if values.shape[1] == 1:
+        return values
+    return values.repeat_interleave(scheme.group_size, dim=1) if groups is None else values[:, groups.long()]
+
+
+def _is_unset(groups: Tensor) -> bool:
+    """compressed-tensors writes -1 where the order does not matter."""
+    return bool((groups == -1).all())

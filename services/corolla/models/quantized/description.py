@@ -1,0 +1,209 @@
+"""What a checkpoint's `quantization_config` says of its weights, checked. Pure.
+
+Which weights are packed, and in which of the schemes that are named here, their tensors say: a module that was left as
+it is has an ordinary weight. So patterns such as `ignore`, `targets` and `modules_to_not_convert`, which are regular
+expressions of whoever wrote the checkpoint, are never run.
+"""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from corolla.chassis.errors import CheckpointError
+
+QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
+"""Of `config.json`; the second is an older name."""
+
+_MAX_SCHEMES: Final = 256
+_LARGEST: Final = 1 << 20
+_GPTQ_BITS: Final = frozenset({2, 3, 4, 8})
+_AWQ_LAYOUTS: Final = ("gemm",)
+# AutoGPTQ stores zero points less one; v2 of its format, as they are.
+_GPTQ_LAYOUTS: Final = {"gptq": 1, "gptq_v2": 0}
+_COMPRESSED_FORMATS: Final = (
+    "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "mxfp8-quantized",
+    "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
+)  # fmt: skip
+_WHAT_TO_DO: Final = "give the original checkpoint, or one in another format of docs/models.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the numbers of some weights were made small.
+
+    Attributes:
+        bits: of one number.
+        group_size: how many inputs share a scale; 0: all of them, or blocks do.
+        block: outputs and inputs that share a scale; None: no blocks.
+    """
+
+    bits: int
+    group_size: int = 0
+    block: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a checkpoint's weights are packed.
+
+    Attributes:
+        method: what transformers calls it; a key of METHODS.
+        schemes: each way that some of the weights are packed in; none where the tensors say all.
+        zero_offset: by how much stored zero points are too small.
+    """
+
+    method: str
+    schemes: tuple[Scheme, ...] = ()
+    zero_offset: int = 0
+
+
+def quantization_of(configuration: Mapping[str, Any]) -> Quantization | None:
+    """What the content of a checkpoint's `config.json` says; None: the weights are not packed.
+
+    Raises:
+        CheckpointError: nothing here serves it, or it says what cannot be.
+    """
+    stored = next((configuration[key] for key in QUANTIZATION_KEYS if configuration.get(key) is not None), None)
+    if stored is None:
+        return None
+    if not isinstance(stored, Mapping):
+        raise CheckpointError("config.json has a quantization_config that is none; fetch the checkpoint again.")
+    method = stored.get("quant_method")
+    if method is None and (stored.get("load_in_4bit") or stored.get("load_in_8bit")):
+        method = "bitsandbytes"
+    if method is None and "config_groups" in stored:
+        method = "compressed-tensors"
+    read = METHODS.get(method) if isinstance(method, str) else None
+    if read is None:
+        name = str(method)[:40]
+        raise CheckpointError(
+            f"Weights quantised by {name!r} are not served; {_WHAT_TO_DO}: {', '.join(sorted(METHODS))}."
+        )
+    if configuration.get("model_type") == "gpt2":
+        raise CheckpointError(
+            f"The layers of gpt2 keep their weights transposed, which is not served from {method}; {_WHAT_TO_DO}."
+        )
+    return read(stored)
+
+
+def _awq(stored: Mapping[str, Any]) -> Quantization:
+    layout = str(stored.get("version", stored.get("format", stored.get("checkpoint_format", "gemm")))).lower()
+    _one_of(layout, _AWQ_LAYOUTS, "AWQ weights in the layout")
+    bits = _number(stored, "bits", "w_bit", default=4)
+    if bits != 4:
+        raise CheckpointError(f"AWQ weights of {bits} bits are not served; {_WHAT_TO_DO}.")
+    return Quantization("awq", (Scheme(bits, _group_size(stored, "group_size", "q_group_size", default=128)),))
+
+
+def _gptq(stored: Mapping[str, Any]) -> Quantization:
+    layout = str(stored.get("checkpoint_format", stored.get("format", "gptq"))).lower()
+    _one_of("marlin" if stored.get("is_marlin_format") else layout, _GPTQ_LAYOUTS, "GPTQ weights in the layout")
+    if stored.get("pack_dtype", "int32") != "int32":
+        raise CheckpointError(f"GPTQ weights that are not packed in int32 are not served; {_WHAT_TO_DO}.")
+    whole = _gptq_scheme(stored, {})
+    # GPTQModel's exceptions: a pattern of modules, and what differs for them.
+    exceptions = stored.get("dynamic") or {}
+    if not isinstance(exceptions, Mapping) or len(exceptions) > _MAX_SCHEMES:
+        raise _senseless("dynamic")
+    others = [_gptq_scheme(each, stored) for each in exceptions.values() if isinstance(each, Mapping)]
+    return Quantization("gptq", tuple(dict.fromkeys([whole, *others])), _GPTQ_LAYOUTS[layout])
+
+
+def _gptq_scheme(stored: Mapping[str, Any], otherwise: Mapping[str, Any]) -> Scheme:
+    merged = {**otherwise, **stored}
+    bits = _number(merged, "bits", default=4)
+    if bits not in _GPTQ_BITS:
+        raise CheckpointError(f"GPTQ weights of {bits} bits are not served; {_WHAT_TO_DO}.")
+    return Scheme(bits, _group_size(merged, "group_size", default=128))
+
+
+def _fp8(stored: Mapping[str, Any]) -> Quantization:
+    return Quantization("fp8", (Scheme(8, block=_block(stored, "weight_block_size")),))
+
+
+def _fbgemm_fp8(_stored: Mapping[str, Any]) -> Quantization:
+    return Quantization("fp8", (Scheme(8),))
+
+
+def _compressed_tensors(stored: Mapping[str, Any]) -> Quantization:
+    if stored.get("sparsity_config"):
+        raise CheckpointError(f"Sparse weights of compressed-tensors are not served; {_WHAT_TO_DO}.")
+    if (stored.get("transform_config") or {}) != {}:
+        raise CheckpointError(
+            f"Weights of compressed-tensors that were rotated (transform_config) are not served; {_WHAT_TO_DO}."
+        )
+    groups = stored.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or len(groups) > _MAX_SCHEMES:
+        raise _senseless("config_groups")
+    schemes = []
+    for group in groups.values():
+        if not isinstance(group, Mapping):
+            raise _senseless("config_groups")
+        layout = group.get("format") or stored.get("format") or "dense"
+        _one_of(str(layout), _COMPRESSED_FORMATS, "compressed-tensors' weights in the format")
+        if isinstance(weights := group.get("weights"), Mapping):
+            schemes.append(
+                Scheme(
+                    _number(weights, "num_bits", default=8),
+                    _group_size(weights, "group_size", default=-1),
+                    _block(weights, "block_structure") if weights.get("strategy") == "block" else None,
+                )
+            )
+    return Quantization("compressed-tensors", tuple(dict.fromkeys(schemes)))
+
+
+def _mxfp4(_stored: Mapping[str, Any]) -> Quantization:
+    return Quantization("mxfp4")
+
+
+def _bitsandbytes(_stored: Mapping[str, Any]) -> Quantization:
+    return Quantization("bitsandbytes")
+
+
+METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization]]] = {
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+}
+"""By the value of `quant_method`."""
+
+
+def _one_of(given: str, known: Container[str], what: str) -> None:
+    if given not in known:
+        raise CheckpointError(f"{what} {given[:40]!r} are not served; {_WHAT_TO_DO}.")
+
+
+def _number(stored: Mapping[str, Any], *names: str, default: int) -> int:
+    """The first of `names` that is there, as a number of sensible size."""
+    value = next((stored[name] for name in names if stored.get(name) is not None), default)
+    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= _LARGEST:
+        raise _senseless(names[0])
+    return value
+
+
+def _group_size(stored: Mapping[str, Any], *names: str, default: int) -> int:
+    value = _number(stored, *names, default=default)
+    if value == 0:
+        raise _senseless(names[0])
+    return max(0, value)
+
+
+def _block(stored: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+    sides = stored.get(name)
+    if sides is None:
+        return None
+    if isinstance(sides, str):
+        sides = [int(side) if side.isdecimal() else side for side in sides[:20].split("x")]
+    if not isinstance(sides, Sequence) or len(sides) != 2:
+        raise _senseless(name)
+    if not all(isinstance(side, int) and 0 < side <= _LARGEST for side in sides):
+        raise _senseless(name)
+    return sides[0], sides[1]
+
+
+def _senseless(name: str) -> CheckpointError:
+    return CheckpointError(f"config.json has a {name} that makes no sense; fetch the checkpoint again.")

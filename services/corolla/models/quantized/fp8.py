@@ -1,0 +1,64 @@
+"""Floats of eight bits, with a scale for the whole weight, for each output or for each block, as DeepSeek's."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from corolla.models.quantized.description import Quantization
+from corolla.models.quantized.floats import FLOATS_OF_8_BITS, SCALES, scale_numbers
+from corolla.models.quantized.parts import Parts, Unfit, allow, expect, shape_of
+
+_SCALES: Final = ("scale_inv", "weight_scale")
+
+
+class Fp8:
+    """A weight's parts: `weight` `[..., out, in]`, and `scale_inv` or `weight_scale`, by which it is multiplied."""
+
+    endings: Final = {"_scale_inv": "", ".weight_scale": ".weight"}
+    step: Final = 1
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._block = quantization.schemes[0].block
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """`[..., out, in]`. Raises Unfit."""
+        allow(parts, "weight", *_SCALES)
+        shape = shape_of(parts, "weight", FLOATS_OF_8_BITS)
+        named = [role for role in _SCALES if role in parts]
+        if len(named) != 1 or not 2 <= len(shape) <= 3:
+            raise Unfit("has no scales, or several" if len(named) != 1 else f"has the shape {list(shape)}")
+        *outer, num_outputs, num_inputs = shape
+        fitting = [(), (1,), (1,) * len(shape), (*outer, 1, 1), (*outer, num_outputs, 1)]
+        fitting += [(num_outputs,)] if not outer else [tuple(outer)]
+        if self._block is not None:
+            high, wide = self._block
+            fitting.append((*outer, -(-num_outputs // high), -(-num_inputs // wide)))
+        expect(parts, named[0], SCALES, *fitting)
+        return shape
+
+    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+        """Some of the outputs, or of what stands before them, float32."""
+        weight = parts["weight"]
+        scales = scale_numbers(next(parts[role] for role in _SCALES if role in parts))
+        if scales.numel() == 1:
+            return weight[start:end].float().mul_(scales.flatten())
+        if weight.dim() == 3:
+            return torch.stack([self._matrix(weight[each], scales[each], 0, None) for each in range(start, end)])
+        return self._matrix(weight, scales, start, end)
+
+    def _matrix(self, weight: Tensor, scales: Tensor, start: int, end: int | None) -> Tensor:
+        numbers = weight[start:end].float()
+        if scales.numel() == 1:
+            return numbers.mul_(scales.flatten())
+        if scales.dim() == 1 or scales.shape == (len(weight), 1):
+            return numbers.mul_(scales.view(-1, 1)[start:end])
+        return numbers.mul_(spread(scales, self._block or (1, 1), range(start, start + len(numbers)), weight.shape[1]))
+
+
+def spread(scales: Tensor, block: tuple[int, int], rows: range, num_columns: int) -> Tensor:
+    """Of `[blocks of rows, blocks of columns]` the scale of each number of some rows, `[len(rows), num_columns]`."""
+    high, wide = block
+    of_rows = scales[torch.arange(rows.start, rows.stop) // high]
+    return of_rows.repeat_interleave(wide, dim=1)[:, :num_columns]

@@ -1,0 +1,70 @@
+"""GPTQ, as AutoGPTQ and GPTQModel write it, with and without activation order.
+
+Numbers are packed along the inputs, zero points along the outputs. With activation order, inputs of a group do not lie
+next to each other: `g_idx` says of each input which group it is of.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from corolla.models.quantized.description import Quantization, Scheme
+from corolla.models.quantized.floats import FLOATS
+from corolla.models.quantized.integers import num_words, unpacked
+from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, shape_of
+
+
+class Gptq:
+    """A weight's parts: `qweight` int32 `[in * bits / 32, out]`, `qzeros` int32 `[groups, out * bits / 32]`, `scales`
+    `[groups, out]`, and where it is stored `g_idx` int32 `[in]`.
+    """
+
+    endings: Final = {".qweight": ".weight", ".qzeros": ".weight", ".scales": ".weight", ".g_idx": ".weight"}
+    step: Final = 1
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._schemes = quantization.schemes
+        self._zero_offset = quantization.zero_offset
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """`[out, in]`. Raises Unfit."""
+        allow(parts, "qweight", "qzeros", "scales", "g_idx")
+        need(parts, "qweight", "qzeros", "scales")
+        qweight, qzeros = (shape_of(parts, role, {"I32"}, 2) for role in ("qweight", "qzeros"))
+        num_groups, num_outputs = scales = shape_of(parts, "scales", FLOATS, 2)
+        _, num_inputs = self._scheme(qweight, qzeros, scales)
+        if "g_idx" in parts:
+            expect(parts, "g_idx", {"I32", "I64"}, (num_inputs,))
+            groups = parts["g_idx"][...]
+            if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+                raise Unfit(f"has a g_idx beyond its {num_groups} groups")
+        return num_outputs, num_inputs
+
+    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+        """The weights of some outputs, float32 `[end - start, in]`."""
+        scales, qweight, qzeros = parts["scales"], parts["qweight"], parts["qzeros"]
+        num_outputs = scales.shape[1]
+        scheme, num_inputs = self._scheme(qweight.shape, qzeros.shape, scales.shape)
+        numbers = unpacked(qweight[:, start:end].T, scheme.bits, num_inputs)
+        zeros = unpacked(qzeros, scheme.bits, num_outputs)[:, start:end].int()
+        # In the number's bits, as it was stored: a zero point of 0 became the largest number there is.
+        zeros = (zeros + self._zero_offset) & (2**scheme.bits - 1)
+        group_size = scheme.group_size or num_inputs
+        groups = parts["g_idx"].long() if "g_idx" in parts else torch.arange(num_inputs) // group_size
+        zeros_of_inputs = zeros.T.float()[:, groups]
+        return numbers.float().sub_(zeros_of_inputs).mul_(scales[:, start:end].T.float()[:, groups])
+
+    def _scheme(self, qweight: tuple[int, ...], qzeros: tuple[int, ...], scales: tuple[int, ...]) -> tuple[Scheme, int]:
+        """The scheme that the shapes fit, and the number of inputs. Raises Unfit."""
+        for scheme in self._schemes:
+            num_inputs, rest = divmod(qweight[0] * 32, scheme.bits)
+            num_groups = -(-num_inputs // (scheme.group_size or num_inputs))
+            zeros = (num_groups, num_words(qweight[1], scheme.bits))
+            if not rest and scales == (num_groups, qweight[1]) and qzeros == zeros:
+                return scheme, num_inputs
+        raise Unfit(
+            f"has parts of the shapes {list(qweight)}, {list(qzeros)} and {list(scales)}, which are of none of the "
+            "bits and groups that config.json names"
+        )

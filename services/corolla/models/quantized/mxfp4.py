@@ -1,0 +1,35 @@
+"""MXFP4, as gpt-oss keeps its experts: 32 numbers of four bits share a power of two."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from torch import Tensor
+
+from corolla.models.quantized.description import Quantization
+from corolla.models.quantized.floats import e2m1, scale_numbers
+from corolla.models.quantized.parts import Parts, allow, expect, shape_of
+
+_OCTETS: Final = 16
+
+
+class Mxfp4:
+    """A weight's parts: `blocks` uint8 `[experts, out, groups, 16]`, `scales` uint8 `[experts, out, groups]`."""
+
+    endings: Final = {"_blocks": "", "_scales": ""}
+    step: Final = 1
+
+    def __init__(self, quantization: Quantization) -> None:
+        del quantization  # the tensors say all
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """`[experts, in, out]`, as the family's own code has them. Raises Unfit."""
+        allow(parts, "blocks", "scales")
+        num_experts, num_outputs, num_groups, _ = shape = shape_of(parts, "blocks", {"U8"}, 4)
+        expect(parts, "blocks", {"U8"}, (*shape[:3], _OCTETS))
+        expect(parts, "scales", {"U8"}, shape[:3])
+        return num_experts, num_groups * 2 * _OCTETS, num_outputs
+
+    def rows(self, parts: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+        """The weights of some experts, float32 `[end - start, in, out]`."""
+        scales = scale_numbers(parts["scales"][start:end])
+        return e2m1(parts["blocks"][start:end]).mul_(scales.unsqueeze(-1)).flatten(2).transpose(1, 2)
