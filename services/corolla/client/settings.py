@@ -132,7 +132,7 @@ class ClientSettings(ServiceSettings):
     max_held_request_bytes: int = Field(
         256 << 20,
         ge=1024,
-        description="Bytes of all requests that run or wait; further ones are refused. Those that HTTP is still reading "
+        description="Bytes of all requests that run or wait; further ones are refused. Those that HTTP still reads "
         "have as many to themselves: slow ones take no room from those that are there.",
     )
     reader_timeout_s: float = Field(
