@@ -41,8 +41,9 @@ def answer_over_http(address: str, golden: GoldenAnswer) -> list[int]:
     return list(reply.json()["choices"][0]["token_ids"])
 
 
-def ask_with_openai(address: str, model: str, what: str, golden: GoldenAnswer) -> None:
+def ask_with_openai(address: str, what: str, golden: GoldenAnswer) -> None:
     """Asks by the `openai` package, and fails where it does."""
+    (model,) = [each["id"] for each in httpx2.get(f"http://{address}/v1/models", timeout=60).json()["data"]]
     command = command_of(script("openai"), f"http://{address}", "no key", what, model)
     known = json.dumps({"prompt": list(golden.prompt_ids), "answer": list(golden.token_ids)})
     done = subprocess.run(command, env=variables(), input=known, capture_output=True, text=True, timeout=600)

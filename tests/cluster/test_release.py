@@ -49,7 +49,7 @@ def test_an_answer_is_that_of_the_unsplit_model(address: str, golden: GoldenAnsw
 @pytest.mark.parametrize("what", ["known answer", "tools"])
 def test_the_openai_package_asks_through_the_service(whole: None, what: str) -> None:
     with release.forwarded(f"service/{release.RELEASE}-client", release.HTTP_PORT) as http:
-        ask_with_openai(http, "demo", what, GREEDY[0])
+        ask_with_openai(http, what, GREEDY[0])
 
 
 def test_pods_ask_by_the_services_name(whole: None, address: str) -> None:
