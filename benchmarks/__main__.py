@@ -18,6 +18,7 @@ from benchmarks import (
     hops,
     http,
     load,
+    loading,
     memory,
     microbatches,
     planner,
@@ -48,6 +49,7 @@ _ALL: tuple[ModuleType, ...] = (
     microbatches,
     load,
     memory,
+    loading,
     planner,
     quality,
 )

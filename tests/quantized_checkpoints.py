@@ -393,6 +393,9 @@ FORMATS: Mapping[str, Callable[[], Made]] = {
     "ct-mxfp4": lambda: _CT(
         "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
     ),
+    "ct-mxfp8": lambda: _CT(
+        "mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
+    ),
     "bnb-nf4": bitsandbytes_4bit,
     "bnb-nf4-nested": lambda: bitsandbytes_4bit(is_nested=True),
     "bnb-fp4": lambda: bitsandbytes_4bit("fp4", storage=torch.float32),

@@ -25,8 +25,8 @@ from corolla.models.quantized.parts import Parts, Stored, Unfit, grouped
 
 log = logging.getLogger(__name__)
 
-NUMBERS_AT_ONCE: Final = 1 << 20
-"""How many are expanded at once, to float32 first: they stay in a processor's caches, or nearly."""
+NUMBERS_AT_ONCE: Final = 1 << 18
+"""How many are expanded at once, to float32 first: they stay in a processor's caches."""
 # Of activations and of keys and values, which stay as they are.
 _UNUSED: Final = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".input_scale_ub", ".activation_scale", ".output_scale",
