@@ -23,7 +23,7 @@ class LocalBlocks:
 
     def __init__(self, checkpoint: Checkpoint, dtype: str = "float32", quantization: str = "none") -> None:
         self._span = Span(0, checkpoint.num_blocks)
-        self._edges = load_edges(checkpoint, dtype=DTYPES[dtype])
+        self._edges = load_edges(checkpoint, dtype=DTYPES[dtype], quantization=quantization)
         self._edges.tune_head()
         self.model = load_span(checkpoint, self._span, dtype=DTYPES[dtype], quantization=quantization)
         self._runner = Runner(self.model)

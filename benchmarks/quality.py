@@ -3,7 +3,8 @@
     python -m benchmarks.quality --formats float32 bfloat16 int8/float32 int4/bfloat16
 
 The text is `passage.txt`, in the public domain; each window of 512 tokens is predicted from its own beginning. The
-blocks run in this process as block servers run them; embedding, norm and head are never quantised.
+blocks run in this process as block servers run them; int8 and int4 leave embedding and head alone. With a GGUF file,
+`packed/float32` runs its weights as they are.
 """
 
 import argparse

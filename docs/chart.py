@@ -86,7 +86,7 @@ _BY_PATH: Final[dict[str, Schema]] = {
     "image.digest.server": _DIGEST,
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "model.dtype": {"enum": ["float32", "bfloat16", "float16"]},
-    "model.quantization": {"enum": ["none", "int8", "int4"]},
+    "model.quantization": {"enum": ["none", "int8", "int4", "packed"]},
     "tracing.endpoint": {"type": "string", "pattern": r"^(https?://[^/\s]+)?$"},
     "tracing.sampleRatio": {"type": "number", "minimum": 0, "maximum": 1},
     "monitoring.prometheusRule.interTokenSeconds": {"enum": [str(float(each)) for each in INTER_TOKEN_BUCKETS]},

@@ -26,7 +26,7 @@ STAND_INS: dict[str, list[str]] = {
 }
 OUTSIDE = {"corolla", "torch"}
 IMAGE_LOCKS = {
-    "server": ["block-server", "quantization", "router", "tracing"],
+    "server": ["block-server", "quantization", "packed", "router", "tracing"],
     "client": ["client", "tracing"],
     "demo": ["demo"],
 }

@@ -49,6 +49,7 @@ from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges
 from corolla.models.hub import Hub
+from corolla.models.packed.choice import types_of
 from corolla.models.span_model import SpanModel, fetch_span, load_span
 from corolla.models.threads import available_cores
 from corolla.trust.watched_files import Contents, WatchedFiles
@@ -192,7 +193,7 @@ class BlockServer:
             address=self.address,
             model=checkpoint.name,
             fingerprint=fingerprint,
-            dtype=weight_format(settings.dtype, settings.quantization, checkpoint.expanded_from),
+            dtype=await asyncio.to_thread(self._weight_format, checkpoint),
             num_model_blocks=checkpoint.num_blocks,
             capacity_blocks=capacity,
             decode_tokens_per_second=speed.decode_tokens_per_second,
@@ -383,7 +384,9 @@ class BlockServer:
         if not any(ends.values()):
             return None
         settings = self.settings
-        edges = load_edges(checkpoint, dtype=DTYPES[settings.dtype], device=settings.device, **ends)
+        edges = load_edges(
+            checkpoint, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization, **ends
+        )
         if ends["has_head"]:
             edges.tune_head(settings.tuning_budget_s)
         return edges
@@ -408,6 +411,15 @@ class BlockServer:
         if (drafting := self._draft_checkpoint(checkpoint, span)) is not None:
             draft_model = DraftModel.load(drafting, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
         return SharedBySamplers(draft_model, Grammars(checkpoint, self._metrics.grammars))
+
+    def _weight_format(self, checkpoint: Checkpoint) -> str:
+        """What `corolla status` calls it."""
+        settings = self.settings
+        packed, expanded = types_of(checkpoint, settings.quantization)
+        if packed or expanded:
+            extra = {"packed": ", ".join(packed), "expanded": ", ".join(expanded), "dtype": settings.dtype}
+            log.info("formats of the weights", extra=extra)
+        return weight_format(settings.dtype, settings.quantization, packed, expanded)
 
     def _num_pages(self, cache_bytes_per_token: int) -> int:
         bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens

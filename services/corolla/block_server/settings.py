@@ -50,7 +50,9 @@ class BlockServerSettings(ServiceSettings):
     )
     dtype: Dtype = Field("float32", description="Type of weights, cache and wire; fp32, bf16, fp16 for short.")
     quantization: QuantizationName = Field(
-        "none", description="How linear layers keep their weights: `none` (as `dtype`), `int8` or `int4`."
+        "none",
+        description="How linear layers keep their weights: `none` (as `dtype`), `int8`, `int4`, or `packed`: as a GGUF "
+        "file has them, embedding and head too.",
     )
     device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
     attention: Literal["auto", "flash", "paged", "sdpa"] = Field(

@@ -12,6 +12,7 @@ import torch
 
 from corolla.block_server.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import head_bytes
 from corolla.models.span_model import make_span
 from corolla.models.threads import set_num_threads
 from corolla.wire.span import Span
@@ -108,8 +109,7 @@ def measure_speed(
     prefill_s, decode_s = _best_seconds(prefill), _best_seconds(decode)
     bytes_per_token = cache.nbytes // (2 * _PREFILL_TOKENS)
     # One row takes the time of reading the weights, so bytes tell it. To make a head up may take gigabytes.
-    head_bytes = checkpoint.vocab_size * checkpoint.hidden_size * dtype.itemsize
-    head_blocks = head_bytes / model.nbytes
+    head_blocks = head_bytes(checkpoint, dtype, quantization) / model.nbytes
     return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads, head_blocks, model.nbytes)
 
 

@@ -1,9 +1,12 @@
 """How settings and commands spell the weight formats that block servers run."""
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-QuantizationName = Literal["none", "int8", "int4"]
+QuantizationName = Literal["none", "int8", "int4", "packed"]
+PACKED: Final = "packed"
+"""As a GGUF file has the weights."""
 DTYPE_ABBREVIATIONS: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -12,11 +15,14 @@ def full_dtype_name(name: str) -> str:
     return DTYPE_ABBREVIATIONS.get(name, name)
 
 
-def weight_format(dtype: str, quantization: str, expanded_from: str | None = None) -> str:
-    """All in some words, for people: `float32`, `int4/bf16`, or, of packed weights, `bfloat16 from awq`."""
-    if quantization == "none":
-        held = dtype
-    else:
-        short = {full: abbreviation for abbreviation, full in DTYPE_ABBREVIATIONS.items()}
-        held = f"{quantization}/{short.get(dtype, dtype)}"
-    return held if expanded_from is None else f"{held} from {expanded_from}"
+def weight_format(dtype: str, quantization: str, packed: Sequence[str] = (), expanded: Sequence[str] = ()) -> str:
+    """For people: `float32`, `int4/bf16`, `packed/fp32: Q4_K, Q3_K expanded`, or `bfloat16: awq expanded`.
+
+    Args:
+        packed: formats of a checkpoint's weights that are multiplied as they are.
+        expanded: formats that are not.
+    """
+    short = {full: abbreviation for abbreviation, full in DTYPE_ABBREVIATIONS.items()}
+    name = dtype if quantization == "none" else f"{quantization}/{short.get(dtype, dtype)}"
+    formats = [*packed, *(f"{each} expanded" for each in expanded)]
+    return f"{name}: {', '.join(formats)}" if formats else name

@@ -19,7 +19,7 @@ Dtype = Annotated[
     str | None, typer.Option(help="float32 (fp32), bfloat16 (bf16) or float16 (fp16).", show_default=False)
 ]
 Quantization = Annotated[
-    str | None, typer.Option(help="Of the block servers' weights: none, int8 or int4.", show_default=False)
+    str | None, typer.Option(help="Of the block servers' weights: none, int8, int4 or packed.", show_default=False)
 ]
 Threads = Annotated[int | None, typer.Option(help="Torch threads.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default=False)]

@@ -48,7 +48,7 @@ class ClientSettings(ServiceSettings):
     )
     dtype: Dtype = Field("float32", description="Type that the block servers run; fp32, bf16, fp16 for short.")
     quantization: QuantizationName = Field(
-        "none", description="How the block servers keep their weights; embedding and head are never quantised."
+        "none", description="How the block servers keep their weights: `none`, `int8`, `int4` or `packed`."
     )
     api_keys_file: Path | None = Field(
         None,

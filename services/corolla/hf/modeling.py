@@ -76,7 +76,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             name_or_path: `"demo"`, a folder, a GGUF file or a hub id; the same weights that the block servers have.
             router: its `host:port`.
             dtype: in which the block servers run, as a torch dtype or its name.
-            quantization: of the block servers' weights: `none`, `int8` or `int4`.
+            quantization: of the block servers' weights: `none`, `int8`, `int4` or `packed`.
             revision: branch, tag or commit on the hub.
             device: of embedding, norm and head.
             tenant: who owns the sessions.

@@ -26,7 +26,7 @@ class StackOptions:
         redis_url: of a running Redis; None starts an embedded one.
         host: address that the client service listens on; everything else stays on the loopback address.
         dtype: of weights, cache and wire.
-        quantization: of the block servers' weights: "none", "int8" or "int4".
+        quantization: of the block servers' weights: "none", "int8", "int4" or "packed".
         num_threads: torch threads of each process.
         log_folder: where each process gets its log file.
         environment: more variables for all processes, such as `COROLLA_LEASE_MS`.

@@ -156,11 +156,6 @@ class Checkpoint:
         """Whether the head has the embedding's weights."""
         return bool(self.config.tie_word_embeddings)
 
-    @property
-    def expanded_from(self) -> str | None:
-        """What the weights were packed by, as transformers calls it; None: they were not."""
-        return None if self.quantization is None else self.quantization.method
-
     def head_blocks(self) -> float:
         """As many blocks have as many weights as the head: the time of a row, too, is that of reading them.
 

@@ -7,7 +7,10 @@ those of `transformers`, bit for bit.
 
 import copy
 import functools
+import itertools
+import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
@@ -21,8 +24,12 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import build, cut_class, keep_layers, model_class_of
 from corolla.models.families import Family
 from corolla.models.linear import replace_linears, tune
+from corolla.models.packed.choice import layouts_of
+from corolla.models.packed.modules import fill_packed, replace_packed
 
 _MAX_COPIED_BYTES: Final = 256 << 20
+# In every family of which there are GGUF files.
+_HEAD: Final = "lm_head.weight"
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -33,14 +40,20 @@ class Edges:
     Args:
         embedding_model: a base model without layers and norm; None without embedding.
         head_model: a causal model whose base model only norms; None without head.
+        dtype: of hidden states; packed weights have another one.
 
     Attributes:
         is_lookup: whether `embed` only looks rows up, so that for a few tokens it takes microseconds.
     """
 
     def __init__(
-        self, family: Family, embedding_model: PreTrainedModel | None, head_model: PreTrainedModel | None
+        self,
+        family: Family,
+        embedding_model: PreTrainedModel | None,
+        head_model: PreTrainedModel | None,
+        dtype: torch.dtype,
     ) -> None:
+        self._dtype = dtype
         self._models = [model for model in (embedding_model, head_model) if model is not None]
         self._embedding_model = embedding_model
         self._head_model = head_model
@@ -54,11 +67,13 @@ class Edges:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._models[0].dtype
+        return self._dtype
 
     @property
     def device(self) -> torch.device:
-        return self._models[0].device
+        return next(
+            tensor.device for tensor in itertools.chain(self._models[0].parameters(), self._models[0].buffers())
+        )
 
     @property
     def hidden_size(self) -> int:
@@ -119,36 +134,85 @@ def load_edges(
     device: torch.device | str = "cpu",
     has_embedding: bool = True,
     has_head: bool = True,
+    quantization: str = "none",
 ) -> Edges:
     """Reads embedding, final norm and head, or what is wanted of them, and nothing else.
 
     A head that is tied to the embedding shares its weights, where both are wanted.
 
+    Args:
+        quantization: `packed` leaves them as a GGUF file has them; otherwise they are of `dtype`.
+
     Raises:
         CheckpointError: one of them is missing, has another shape than the configuration says, or cannot be read.
+        StartupError: nothing multiplies by packed weights here.
     """
-    family = checkpoint.family
+    family, device = checkpoint.family, torch.device(device)
     config = copy.deepcopy(checkpoint.config)
     if not has_head:
-        cut = cut_class(model_class_of(AutoModel, config), functools.partial(_cut_to_embedding, family=family))
         names = edge_tensors(checkpoint, has_head=False)
-        with checkpoint.open_tensors(names, dtype) as tensors:
-            model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
-        return Edges(family, cast(Any, model).to(torch.device(device)), None)
-    # Tied weights are read as those of the embedding.
-    reads_embedding = has_embedding or checkpoint.has_tied_edges
-    cut = cut_class(
-        model_class_of(AutoModelForCausalLM, config),
-        functools.partial(_drop_layers, family=family, has_embedding=reads_embedding),
-    )
-    with checkpoint.open_tensors(edge_tensors(checkpoint, has_embedding=reads_embedding), dtype) as tensors:
-        model = build(checkpoint, cut, config, tensors, dtype=dtype, attention="sdpa")
-    causal_model = cast(PreTrainedModel, cast(Any, model).to(torch.device(device)))
+        model_class, cut_to = model_class_of(AutoModel, config), functools.partial(_cut_to_embedding, family=family)
+        model = _built(checkpoint, model_class, config, cut_to, names, dtype, device, quantization)
+        return Edges(family, model, None, dtype)
+    # Tied weights are read as those of the embedding, unless the head has them packed.
+    packed_head = _packed_head(checkpoint, quantization, device)
+    reads_embedding = has_embedding or (checkpoint.has_tied_edges and not packed_head)
+    names = edge_tensors(checkpoint, has_embedding=reads_embedding)
+    if packed_head:
+        names |= packed_head
+        config.tie_word_embeddings = False
+    causal_class = model_class_of(AutoModelForCausalLM, config)
+    cut_to = functools.partial(_drop_layers, family=family, has_embedding=reads_embedding)
+    causal_model = _built(checkpoint, causal_class, config, cut_to, names, dtype, device, quantization)
     base = cast(PreTrainedModel, causal_model.base_model)
     norm = base.get_submodule(family.norm)
     setattr(base, family.norm, nn.Identity())
     setattr(causal_model, causal_model.base_model_prefix, _NormOnly(norm))
-    return Edges(family, base if has_embedding else None, causal_model)
+    return Edges(family, base if has_embedding else None, causal_model, dtype)
+
+
+def _built(
+    checkpoint: Checkpoint,
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    cut_to: Callable[[Any], None],
+    names: Mapping[str, str],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str,
+) -> PreTrainedModel:
+    """A model that is cut, and filled with the tensors `names`, some of which may stay packed."""
+    layouts = layouts_of(checkpoint, names, quantization, device)
+
+    def cut(model: PreTrainedModel) -> None:
+        cut_to(model)
+        replace_packed(model, layouts, dtype)
+
+    expanded = {name: stored for name, stored in names.items() if name not in layouts}
+    with checkpoint.open_tensors(expanded, dtype) as tensors:
+        model = build(checkpoint, cut_class(model_class, cut), config, tensors, dtype=dtype, attention="sdpa")
+    if checkpoint.gguf is not None:
+        fill_packed(model, {name: names[name] for name in layouts}, checkpoint.gguf.tensors.panels)
+    return cast(PreTrainedModel, cast(Any, model).to(device))
+
+
+def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str = "none") -> int:
+    """Bytes of the head's weights in memory, without reading them."""
+    shape = (checkpoint.vocab_size, checkpoint.hidden_size)
+    packed = _packed_head(checkpoint, quantization, torch.device("cpu"))
+    if checkpoint.gguf is not None and (layout := next(map(checkpoint.gguf.tensors.layout, packed.values()), None)):
+        return layout.num_bytes(*shape)
+    return math.prod(shape) * dtype.itemsize
+
+
+def _packed_head(checkpoint: Checkpoint, quantization: str, device: torch.device) -> dict[str, str]:
+    """Name in the model and name in the files of a head's weights that stay packed."""
+    if checkpoint.gguf is None:
+        return {}
+    stored = _HEAD
+    if checkpoint.has_tied_edges:
+        (stored,) = edge_tensors(checkpoint, has_head=False).values()
+    return {_HEAD: stored} if layouts_of(checkpoint, {_HEAD: stored}, quantization, device) else {}
 
 
 def fetch_edges(checkpoint: Checkpoint, *, has_embedding: bool, has_head: bool) -> None:

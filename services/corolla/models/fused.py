@@ -16,10 +16,17 @@ from torch.nn import functional
 
 from corolla.models.families import attention_windows
 from corolla.models.linear import TunedLinear, is_plain
+from corolla.models.packed.modules import PackedLinear
 from corolla.models.rotary_table import RotaryTable
 
 _QUERY_KEY_VALUE: Final = ("q_proj", "k_proj", "v_proj")
 _GATE_UP: Final = ("gate_proj", "up_proj")
+
+
+class Projection(Protocol):
+    """`[N, in]` to `[N, out]`, by weights of any kind."""
+
+    def forward(self, rows: Tensor) -> Tensor: ...
 
 
 class Attend(Protocol):
@@ -59,8 +66,9 @@ class FusedSpan:
 
     @property
     def linears(self) -> list[TunedLinear]:
-        """All projections, for tuning."""
-        return [linear for layer in self._layers for linear in layer.linears]
+        """The projections that can be tuned; packed ones are multiplied in one way only."""
+        projections = (each for layer in self._layers for each in layer.projections)
+        return [each for each in projections if isinstance(each, TunedLinear)]
 
     @property
     def rotary_table(self) -> Tensor:
@@ -93,12 +101,12 @@ class FusedSpan:
 
 
 def fits(layer: nn.Module) -> bool:
-    """Whether the projections of a decoder layer can be fused: plain linear layers, not quantised ones."""
+    """Whether the projections of a decoder layer can be fused: plain or packed linear layers, not quantised ones."""
     projections = [
         *(layer.get_submodule(f"self_attn.{name}") for name in (*_QUERY_KEY_VALUE, "o_proj")),
         *(layer.get_submodule(f"mlp.{name}") for name in (*_GATE_UP, "down_proj")),
     ]
-    return all(map(is_plain, projections))
+    return all(is_plain(each) or isinstance(each, PackedLinear) for each in projections)
 
 
 class _FusedLayer:
@@ -123,7 +131,7 @@ class _FusedLayer:
         self._residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
 
     @property
-    def linears(self) -> tuple[TunedLinear, ...]:
+    def projections(self) -> tuple[Projection, ...]:
         return self._query_key_value, self._output, self._gate_up, self._down
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attend: Attend) -> Tensor:
@@ -155,13 +163,31 @@ class _FusedLayer:
         return residual + change if self._residual_multiplier == 1.0 else residual + change * self._residual_multiplier
 
 
-def _tuned(part: nn.Linear) -> TunedLinear:
+class _SideBySide:
+    """Projections of the same input that cannot be one."""
+
+    def __init__(self, parts: Sequence[Projection]) -> None:
+        self._parts = parts
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.cat([part.forward(rows) for part in self._parts], dim=-1)
+
+
+def _tuned(part: nn.Linear | PackedLinear) -> TunedLinear | PackedLinear:
+    if isinstance(part, PackedLinear):
+        return part
     return TunedLinear(cast(nn.Parameter, part.weight), cast(nn.Parameter | None, part.bias), parts=(part,))
 
 
-def _fuse(parent: nn.Module, names: Sequence[str]) -> TunedLinear:
+def _fuse(parent: nn.Module, names: Sequence[str]) -> Projection:
     """One projection for several of the same input; the parts become views of its weights, so nothing is held twice."""
-    parts = [cast(nn.Linear, parent.get_submodule(name)) for name in names]
+    children = [parent.get_submodule(name) for name in names]
+    packed = [child for child in children if isinstance(child, PackedLinear)]
+    if len(packed) == len(children) and PackedLinear.can_join(packed):
+        return PackedLinear.joined(packed)
+    parts = cast(list[nn.Linear], children)
+    if packed:
+        return _SideBySide([_tuned(part) for part in parts])
     fused = TunedLinear(
         _joined([part.weight for part in parts]), _joined_or_none([part.bias for part in parts]), parts=parts
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError, SettingsError, StartupError
+from corolla.chassis.weight_formats import PACKED
 
 INT4_GROUP_SIZE: Final = 32
 # Less than this is no quantised model: a family keeps its weights elsewhere than in linear layers.
@@ -17,21 +18,21 @@ _LEAST_SHARE: Final = 0.5
 
 
 def quantize(model: nn.Module, quantization: str) -> None:
-    """Quantises every linear layer of `model`, in place, where it lies; `"none"` leaves all as it is.
+    """Quantises every linear layer of `model`, in place, where it lies; `"none"` and `"packed"` leave all as it is.
 
     `int8` is symmetric with one scale for each output channel. `int4` is asymmetric with a scale and a zero point for
     each group of 32 inputs; layers whose inputs are no multiple of 32 stay as they are.
 
     Args:
         model: in its final dtype, on its final device.
-        quantization: `"none"`, `"int8"` or `"int4"`.
+        quantization: `"none"`, `"int8"`, `"int4"` or `"packed"`.
 
     Raises:
         StartupError: torchao is not installed.
         SettingsError: this dtype on this device does not go with the quantisation.
         CheckpointError: most of the model's weights are not in linear layers.
     """
-    if quantization == "none":
+    if quantization in ("none", PACKED):
         return
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     num_weights = sum(parameter.numel() for parameter in model.parameters())
@@ -60,7 +61,7 @@ def _config_of(quantization: str, dtype: torch.dtype, device: torch.device) -> A
     if quantization == "int8":
         return library.Int8WeightOnlyConfig(set_inductor_config=False)
     if quantization != "int4":
-        raise SettingsError(f"COROLLA_QUANTIZATION={quantization!r}: give none, int8 or int4")
+        raise SettingsError(f"COROLLA_QUANTIZATION={quantization!r}: give none, int8, int4 or packed")
     if device.type == "cpu":
         # The layout of torch's own int4 kernels for CPUs, which torchao keeps among its newer parts.
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig

@@ -3,7 +3,7 @@
 import copy
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,9 @@ from corolla.models.cut_model import (
 from corolla.models.families import Family, packs_rows
 from corolla.models.fused import FusedSpan, fits
 from corolla.models.linear import replace_linears, tune
+from corolla.models.packed.choice import layouts_of
+from corolla.models.packed.layouts import Layout
+from corolla.models.packed.modules import fill_packed, make_up_packed, replace_packed
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.wire.span import Span
 
@@ -164,21 +167,27 @@ def load_span(
         dtype: of the weights in memory, whatever the files hold.
         device: where they go.
         attention: transformers' attention implementation; families that `sdpa` does not serve get `eager`.
-        quantization: of the weights of linear layers, once they are read: `none`, `int8` or `int4`.
+        quantization: of the weights of linear layers: `none`; `int8` or `int4`, once they are read; `packed`, as a GGUF
+            file has them.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration says, or cannot be read.
         StartupError: the weights cannot be quantised so.
     """
+    device = torch.device(device)
     if span.end > checkpoint.num_blocks:
         raise CheckpointError(
             f"{checkpoint.name} has {checkpoint.num_blocks} blocks, so it has no span {span}; ask for blocks within "
             f"0:{checkpoint.num_blocks}."
         )
-    config, cut = _cut_class_of(checkpoint, span)
-    names = span_tensors(checkpoint, cut.base_model_prefix, span)
-    with checkpoint.open_tensors(names, dtype) as tensors:
+    names = span_tensors(checkpoint, _prefix_of(checkpoint), span)
+    layouts = layouts_of(checkpoint, names, quantization, device)
+    config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
+    expanded = {name: stored for name, stored in names.items() if name not in layouts}
+    with checkpoint.open_tensors(expanded, dtype) as tensors:
         base = build(checkpoint, cut, config, tensors, dtype=dtype, attention=attention)
+    if checkpoint.gguf is not None:
+        fill_packed(base, {name: names[name] for name in layouts}, checkpoint.gguf.tensors.panels)
     return _finished(base, span, checkpoint.family, device, quantization)
 
 
@@ -195,8 +204,12 @@ def make_span(
     Raises:
         StartupError: the weights cannot be quantised so.
     """
-    config, cut = _cut_class_of(checkpoint, span)
+    device = torch.device(device)
+    names = span_tensors(checkpoint, _prefix_of(checkpoint), span)
+    layouts = layouts_of(checkpoint, names, quantization, device)
+    config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
     base = make_up(cut, config, dtype=dtype, attention="sdpa")
+    make_up_packed(base)
     return _finished(base, span, checkpoint.family, device, quantization)
 
 
@@ -207,20 +220,27 @@ def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
         CheckpointError: it cannot be had.
         HubUnavailable: the hub cannot be reached.
     """
-    prefix = model_class_of(AutoModel, checkpoint.config).base_model_prefix
-    checkpoint.fetch(span_tensors(checkpoint, prefix, span).values())
+    checkpoint.fetch(span_tensors(checkpoint, _prefix_of(checkpoint), span).values())
 
 
-def _cut_class_of(checkpoint: Checkpoint, span: Span) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+def _prefix_of(checkpoint: Checkpoint) -> str:
+    return model_class_of(AutoModel, checkpoint.config).base_model_prefix
+
+
+def _cut_class_of(
+    checkpoint: Checkpoint, span: Span, layouts: Mapping[str, Layout], dtype: torch.dtype
+) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
     config = copy.deepcopy(checkpoint.config)
-    base_class = model_class_of(AutoModel, config)
-    return config, cut_class(base_class, functools.partial(_cut_to_span, family=checkpoint.family, span=span))
+
+    def cut(base: PreTrainedModel) -> None:
+        _cut_to_span(base, family=checkpoint.family, span=span)
+        replace_packed(base, layouts, dtype)
+
+    return config, cut_class(model_class_of(AutoModel, config), cut)
 
 
-def _finished(
-    base: PreTrainedModel, span: Span, family: Family, device: torch.device | str, quantization: str
-) -> SpanModel:
-    base = cast(Any, base).to(torch.device(device))
+def _finished(base: PreTrainedModel, span: Span, family: Family, device: torch.device, quantization: str) -> SpanModel:
+    base = cast(Any, base).to(device)
     quantize(base, quantization)
     return SpanModel(base, span, family)
 

@@ -42,6 +42,8 @@ TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
+PLAIN_TYPES: Final = frozenset({"F32", "F16", "BF16"})
+"""In which every number stands for itself."""
 
 
 @dataclass(frozen=True, slots=True)

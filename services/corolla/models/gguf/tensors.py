@@ -1,4 +1,4 @@
-"""A GGUF file's tensors under the names of transformers' model, expanded one by one as they are read.
+"""A GGUF file's tensors under the names of transformers' model, expanded one by one as they are read, or left packed.
 
 Which tensor is which, and how llama.cpp changed it (it interleaves the rows of some queries and keys, and adds one to
 some norms), transformers and the package `gguf` say.
@@ -16,9 +16,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.gguf import dequant
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-from corolla.chassis.errors import CheckpointError, StartupError
+from corolla.chassis.errors import CheckpointError, InternalError, StartupError
 from corolla.models.gguf.header import TYPES, GgufHeader, GgufTensor, raw_bytes
 from corolla.models.loading import LOADING
+from corolla.models.packed.layouts import LAYOUTS, Layout
+from corolla.models.packed.modules import can_be_packed
+from corolla.models.packed.repacking import repack
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ENDING: Final = re.compile(r"\.(weight|bias)$")
@@ -40,7 +43,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         self._header = header
         processor_class: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
         self._processor = processor_class(config=config.to_dict())
-        self._names = _names(header.architecture, config, self._processor)
+        self._names, self._packable = _names(header.architecture, config, self._processor)
         self._stored: dict[str, list[str]] = defaultdict(list)
         for stored in header.tensors:
             # Experts, which lie together, have no ending in the table.
@@ -60,6 +63,48 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
     def stored(self, name: str) -> Sequence[GgufTensor]:
         """Where the weights of this name lie: one tensor, or several that become one."""
         return [self._header.tensors[each] for each in self._stored[name]]
+
+    def layout(self, name: str) -> Layout | None:
+        """How the weights of this name lie in memory if they stay packed.
+
+        None for those that must be expanded: of types without a kernel, and of what is neither a linear layer nor an
+        embedding.
+        """
+        tensors = self.stored(name)
+        if name not in self._packable or len(tensors) != 1 or len(tensors[0].shape) != 2:
+            return None
+        return LAYOUTS.get(tensors[0].type_name)
+
+    def panels(self, name: str) -> Tensor:
+        """The weights of this name as `repack` gives them; only for those with a layout.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        (stored,) = self._stored[name]
+        tensor = self._header.tensors[stored]
+        num_rows, num_columns = tensor.shape
+        row_bytes = tensor.num_bytes // num_rows
+        order = self._row_order(stored, num_rows)
+
+        def read(first: int, end: int) -> Tensor:
+            if order is None:
+                return _raw(tensor, first * row_bytes, (end - first) * row_bytes).view(end - first, row_bytes)
+            return whole[order[first:end]]
+
+        whole = _raw(tensor, 0, tensor.num_bytes).view(num_rows, row_bytes) if order is not None else torch.empty(0)
+        return repack(read, num_rows, num_columns, LAYOUTS[tensor.type_name])
+
+    def _row_order(self, stored: str, num_rows: int) -> Tensor | None:
+        """Which row of the file each row of the model is; None: they are in the same order."""
+        numbers = np.arange(num_rows, dtype=np.float64)
+        result = self._processor.process(
+            weights=numbers[:, None], name=stored, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
+        )
+        if not np.array_equal(np.sort(result.weights, axis=None), numbers):
+            raise InternalError(f"{stored!r} does not only change the order of its rows")
+        order = result.weights[:, 0].astype(np.int64)
+        return None if np.array_equal(order, numbers) else torch.from_numpy(order)
 
     def read(self, names: Sequence[str]) -> Tensor:
         """The tensor that the file keeps under `names`, in float32.
@@ -96,7 +141,7 @@ def expanded(tensor: GgufTensor) -> Tensor:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    raw = torch.frombuffer(bytearray(raw_bytes(tensor, 0, tensor.num_bytes)), dtype=torch.uint8)
+    raw = _raw(tensor, 0, tensor.num_bytes)
     if (dtype := _PLAIN.get(tensor.type_name)) is not None:
         return raw.view(dtype).reshape(tensor.shape).float()
     if tensor.type_number in dequant.GGML_BLOCK:
@@ -109,8 +154,12 @@ def expanded(tensor: GgufTensor) -> Tensor:
     return torch.from_numpy(dequantize(rows, GGMLQuantizationType(tensor.type_number)))
 
 
-def _names(architecture: str, config: PretrainedConfig, processor: Any) -> dict[str, str]:
-    """GGUF's name of each tensor to transformers'."""
+def _raw(tensor: GgufTensor, start: int, num_bytes: int) -> Tensor:
+    return torch.frombuffer(bytearray(raw_bytes(tensor, start, num_bytes)), dtype=torch.uint8)
+
+
+def _names(architecture: str, config: PretrainedConfig, processor: Any) -> tuple[dict[str, str], frozenset[str]]:
+    """GGUF's name of each tensor to transformers', and which of the latter are of layers that can be packed."""
     try:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     except ImportError as error:
@@ -132,4 +181,4 @@ def _names(architecture: str, config: PretrainedConfig, processor: Any) -> dict[
             processor.perform_fallback_tensor_mapping(names, ending, "", own)
         else:
             names[stored + ending] = own
-    return names
+    return names, frozenset(f"{path}.weight" for path, module in empty.named_modules() if can_be_packed(module))

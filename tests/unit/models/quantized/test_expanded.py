@@ -22,6 +22,7 @@ from corolla.models.quantized import tensors
 from corolla.models.quantized.description import Quantization, Scheme, quantization_of
 from corolla.models.quantized.integers import num_words, unpacked
 from corolla.models.quantized.tensors import packed_weights
+from corolla.models.packed.choice import types_of
 from corolla.models.span_model import load_span, span_tensors
 from corolla.models.weights import open_tensors
 from corolla.wire.span import Span
@@ -222,9 +223,9 @@ def test_what_is_expanded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     (record,) = caplog.records
     assert record.message == "weights are expanded as they are read"
     assert (record.method, record.dtype, record.weights) == ("awq", "bfloat16", 14)  # type: ignore[attr-defined]
-    assert weight_format("bfloat16", "none", checkpoint.expanded_from) == "bfloat16 from awq"
-    assert weight_format("bfloat16", "int8", checkpoint.expanded_from) == "int8/bf16 from awq"
-    assert Checkpoint.from_pretrained(str(expanded)).expanded_from is None
+    for quantization, said in (("none", "bfloat16: awq expanded"), ("int8", "int8/bf16: awq expanded")):
+        assert weight_format("bfloat16", quantization, *types_of(checkpoint, quantization)) == said
+    assert types_of(Checkpoint.from_pretrained(str(expanded)), "none") == ([], [])
 
 
 def test_the_head_is_as_many_blocks_as_that_of_the_expanded_model(tmp_path: Path) -> None:

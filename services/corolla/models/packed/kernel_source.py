@@ -1,0 +1,394 @@
+"""The product of rows with a packed matrix, as LLVM's text: what a compiler would make of a loop in C.
+
+Each number of the product is one sum, from the first column to the last, by fused multiply-adds, whatever the other
+rows of the call are: a row's result is the same in every bit, alone or among others. The weights are those that the
+type stands for, rounded to float32 as the package `gguf` rounds them.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from corolla.models.packed.layouts import LANES, UNIT, Layout
+
+FLOATS: Final = f"<{LANES} x float>"
+_INTS: Final = f"<{LANES} x i32>"
+_BYTES: Final = f"<{LANES} x i8>"
+_HALVES: Final = f"<{LANES} x half>"
+_FMA: Final = "llvm.fma.v16f32"
+# Pieces of a panel group, the largest first.
+_PANELS: Final = (4, 2, 1)
+
+_HEAD: Final = f"""\
+declare {FLOATS} @{_FMA}({FLOATS}, {FLOATS}, {FLOATS})
+declare void @GOMP_parallel(ptr, ptr, i32, i32)
+declare i32 @omp_get_thread_num()
+declare i32 @omp_get_num_threads()
+%job = type {{ ptr, i64, i64, ptr, ptr, i64, i64 }}
+"""
+# What is broken up into 16 numbers must stay one register where the machine has such.
+_ATTRIBUTES: Final = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }\n'
+
+
+def module_source(layout: Layout, tiles: Sequence[tuple[int, int]], *, has_threads: bool) -> str:
+    """A module with two functions, all of whose counts are int64:
+
+    `multiply(x, rows, columns, weights, y, panels, threads)`: float32 `[rows, columns]` times a packed matrix, to
+    float32 `[rows, 16 * panels]`.
+
+    `expand(ids, count, columns, weights, y)`: rows of the matrix, by their numbers, to float32 `[count, columns]`.
+
+    Args:
+        tiles: rows and panels that are multiplied at once, as many as registers allow; for each number of rows there
+            is one with a single panel, and for a single row, too.
+        has_threads: whether the functions of OpenMP can be linked.
+    """
+    parts = [_HEAD]
+    parts += [_tile(layout, rows, panels) for rows, panels in tiles]
+    parts += [_part(layout, tiles), _SHARE if has_threads else "", _multiply(has_threads), _expand(layout), _ATTRIBUTES]
+    return "\n".join(parts)
+
+
+class _Function:
+    """Lines of a function that is being written."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._count = 0
+
+    def let(self, value: str) -> str:
+        """A new name for a value."""
+        self._count += 1
+        name = f"%v{self._count}"
+        self.lines.append(f"  {name} = {value}")
+        return name
+
+    def at(self, base: str, offset: int | str, element: str = "i8") -> str:
+        """`base` and so many elements, in bytes unless another type is named."""
+        return base if offset == 0 else self.let(f"getelementptr {element}, ptr {base}, i64 {offset}")
+
+    def load(self, kind: str, base: str, offset: int = 0, align: int = LANES) -> str:
+        return self.let(f"load {kind}, ptr {self.at(base, offset)}, align {align}")
+
+    def sum_of_product(self, left: str, right: str, addend: str) -> str:
+        return self.let(f"call {FLOATS} @{_FMA}({FLOATS} {left}, {FLOATS} {right}, {FLOATS} {addend})")
+
+
+class _Unit:
+    """32 columns of one panel, as float32.
+
+    Args:
+        function: to which lines are added.
+        layout: of the weights.
+        block: where the block begins.
+        unit: number of the unit within the block, as a name of LLVM's.
+    """
+
+    def __init__(self, function: _Function, layout: Layout, block: str, unit: str) -> None:
+        self._function = function
+        self._layout = layout
+        self._block = block
+        self._unit = unit
+        self._low = self._offset(layout.low_at, layout.low_bytes)
+        self._high = self._offset(layout.high_at, layout.high_bytes) if layout.high_bits else ""
+
+    def columns(self) -> Iterator[str]:
+        """One vector after the other, each made when it is asked for."""
+        layout, function = self._layout, self._function
+        scales, minimum = self._scales(), self._minimum()
+        low = high = ""
+        for column in range(UNIT):
+            if layout.bits == 8:
+                code = function.let(f"sext {_BYTES} {function.load(_BYTES, self._low, LANES * column)} to {_INTS}")
+            else:
+                if column % 8 == 0:
+                    low = function.load(_INTS, self._low, 4 * LANES * (column // 8))
+                if layout.high_bits and column % (UNIT // layout.high_bits) == 0:
+                    high = function.load(_INTS, self._high, 4 * LANES * (column // (UNIT // layout.high_bits)))
+                code = self._code(low, high, column)
+            number = function.let(f"sitofp {_INTS} {code} to {FLOATS}")
+            scale = scales[column // layout.scale_weights]
+            if minimum:
+                yield function.sum_of_product(number, scale, minimum)
+            else:
+                yield function.let(f"fmul {FLOATS} {number}, {scale}")
+
+    def _offset(self, start: int, unit_bytes: int) -> str:
+        return self._function.at(self._function.at(self._block, start), self._times(unit_bytes))
+
+    def _times(self, factor: int) -> str | int:
+        return self._function.let(f"mul i64 {self._unit}, {factor}") if self._layout.has_sub_scales else 0
+
+    def _half(self, offset: int) -> str:
+        halves = self._function.load(_HALVES, self._block, offset)
+        return self._function.let(f"fpext {_HALVES} {halves} to {FLOATS}")
+
+    def _signed_bytes(self, base: str, offset: int) -> str:
+        whole = self._function.let(f"sext {_BYTES} {self._function.load(_BYTES, base, offset)} to {_INTS}")
+        return self._function.let(f"sitofp {_INTS} {whole} to {FLOATS}")
+
+    def _scales(self) -> list[str]:
+        layout, function = self._layout, self._function
+        scale = self._half(0)
+        if not layout.has_sub_scales:
+            return [scale]
+        base = self._offset(layout.sub_scales_at, LANES * layout.scales_per_unit)
+        subs = [self._signed_bytes(base, LANES * index) for index in range(layout.scales_per_unit)]
+        return [function.let(f"fmul {FLOATS} {scale}, {sub}") for sub in subs]
+
+    def _minimum(self) -> str:
+        layout, function = self._layout, self._function
+        if not layout.has_minimum:
+            return ""
+        minimum = self._half(2 * LANES)
+        if not layout.has_sub_scales:
+            return minimum
+        sub = self._signed_bytes(self._offset(layout.sub_minima_at, LANES), 0)
+        return function.let(f"fneg {FLOATS} {function.let(f'fmul {FLOATS} {minimum}, {sub}')}")
+
+    def _code(self, low: str, high: str, column: int) -> str:
+        """The number of a column, of four bits and those above."""
+        layout, function = self._layout, self._function
+        shift = 4 * (column % 8)
+        if layout.bits == 4 and layout.is_centred:
+            shifted = function.let(f"shl {_INTS} {low}, splat (i32 {28 - shift})")
+            return function.let(f"ashr {_INTS} {shifted}, splat (i32 28)")
+        shifted = function.let(f"lshr {_INTS} {low}, splat (i32 {shift})")
+        code = function.let(f"and {_INTS} {shifted}, splat (i32 15)")
+        if layout.high_bits:
+            place = column % (UNIT // layout.high_bits) * layout.high_bits - 4
+            direction = f"lshr {_INTS} {high}, splat (i32 {place})" if place >= 0 else (
+                f"shl {_INTS} {high}, splat (i32 {-place})"
+            )  # fmt: skip
+            mask = ((1 << layout.high_bits) - 1) << 4
+            above = function.let(f"and {_INTS} {function.let(direction)}, splat (i32 {mask})")
+            code = function.let(f"or {_INTS} {code}, {above}")
+        if layout.is_centred:
+            code = function.let(f"sub {_INTS} {code}, splat (i32 {1 << (layout.bits - 1)})")
+        return code
+
+
+def _unit_of(function: _Function, layout: Layout, panel: str) -> _Unit:
+    """The unit whose number within the row is `%unit`."""
+    if not layout.has_sub_scales:
+        return _Unit(function, layout, function.at(panel, function.let(f"mul i64 %unit, {layout.block_bytes}")), "")
+    block = function.let(f"udiv i64 %unit, {layout.units}")
+    at = function.at(panel, function.let(f"mul i64 {block}, {layout.block_bytes}"))
+    return _Unit(function, layout, at, function.let(f"urem i64 %unit, {layout.units}"))
+
+
+def _tile(layout: Layout, num_rows: int, num_panels: int) -> str:
+    """Some rows times some panels, whose sums stay in registers from the first column to the last."""
+    function = _Function()
+    lines = function.lines
+    lines.append(
+        f"define internal void @tile_{num_rows}_{num_panels}(ptr noalias %x, i64 %columns, ptr noalias %w, "
+        "i64 %panel_bytes, ptr noalias %y, i64 %y_columns) #0 {\nentry:"
+    )
+    lines.append(f"  %units = udiv i64 %columns, {UNIT}")
+    x = [function.at("%x", function.let(f"mul i64 %columns, {row}"), "float") for row in range(num_rows)]
+    y = [function.at("%y", function.let(f"mul i64 %y_columns, {row}"), "float") for row in range(num_rows)]
+    w = [function.at("%w", function.let(f"mul i64 %panel_bytes, {panel}")) for panel in range(num_panels)]
+    lines.append("  br label %loop\nloop:\n  %unit = phi i64 [0, %entry], [%next, %loop]")
+    places = [(row, panel) for row in range(num_rows) for panel in range(num_panels)]
+    for row, panel in places:
+        lines.append(f"  %sum_{row}_{panel} = phi {FLOATS} [zeroinitializer, %entry], [%new_{row}_{panel}, %loop]")
+    sums = {(row, panel): f"%sum_{row}_{panel}" for row, panel in places}
+    first = function.let(f"mul i64 %unit, {UNIT}")
+    inputs = [function.at(row, first, "float") for row in x]
+    for column, weights in enumerate(zip(*(_unit_of(function, layout, panel).columns() for panel in w), strict=True)):
+        for row in range(num_rows):
+            one = function.let(f"load float, ptr {function.at(inputs[row], column, 'float')}, align 4")
+            lane = function.let(f"insertelement {FLOATS} poison, float {one}, i32 0")
+            all_lanes = function.let(f"shufflevector {FLOATS} {lane}, {FLOATS} poison, {_INTS} zeroinitializer")
+            for panel in range(num_panels):
+                sums[row, panel] = function.sum_of_product(weights[panel], all_lanes, sums[row, panel])
+    for row, panel in places:
+        # The loop's own names for its last values.
+        lines.append(f"  %new_{row}_{panel} = freeze {FLOATS} {sums[row, panel]}")
+    lines.append("  %next = add i64 %unit, 1\n  %is_more = icmp ult i64 %next, %units")
+    lines.append("  br i1 %is_more, label %loop, label %done\ndone:")
+    for row, panel in places:
+        lines.append(f"  store {FLOATS} %new_{row}_{panel}, ptr {function.at(y[row], LANES * panel, 'float')}, align 4")
+    lines.append("  ret void\n}")
+    return "\n".join(lines)
+
+
+def _part(layout: Layout, tiles: Sequence[tuple[int, int]]) -> str:
+    """All rows times the panels from `first` to `end`: the weights of a few panels are read once, the rows again."""
+    lines = [
+        f"""\
+define internal void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, i64 %first, i64 %end) #0 {{
+entry:
+  %blocks = udiv i64 %columns, {layout.block_weights}
+  %panel_bytes = mul i64 %blocks, {layout.block_bytes}
+  %y_columns = mul i64 %panels, {LANES}
+  br label %groups
+groups:
+  %panel = phi i64 [%first, %entry], [%panel_after, %group_done]
+  %is_last = icmp uge i64 %panel, %end
+  br i1 %is_last, label %out, label %group
+group:
+  %left = sub i64 %end, %panel
+  %is_four = icmp uge i64 %left, 4
+  %is_two = icmp uge i64 %left, 2
+  %two = select i1 %is_two, i64 2, i64 1
+  %wide = select i1 %is_four, i64 4, i64 %two
+  %w_offset = mul i64 %panel, %panel_bytes
+  %w_group = getelementptr i8, ptr %w, i64 %w_offset
+  %y_offset = mul i64 %panel, {LANES}
+  %y_group = getelementptr float, ptr %y, i64 %y_offset
+  br label %rows_left
+rows_left:
+  %row = phi i64 [0, %group], [%row_after, %tile_done]
+  %more = sub i64 %rows, %row
+  %x_offset = mul i64 %row, %columns
+  %x_row = getelementptr float, ptr %x, i64 %x_offset
+  %y_row_offset = mul i64 %row, %y_columns
+  %y_row = getelementptr float, ptr %y_group, i64 %y_row_offset
+  %is_group_done = icmp uge i64 %row, %rows
+  br i1 %is_group_done, label %group_done, label %choice_0"""
+    ]
+    heights = sorted({rows for rows, _ in tiles}, reverse=True)
+    for index, rows in enumerate(heights):
+        lines.append(f"choice_{index}:")
+        if index + 1 < len(heights):
+            lines.append(f"  %fits_{rows} = icmp uge i64 %more, {rows}")
+            lines.append(f"  br i1 %fits_{rows}, label %rows_{rows}, label %choice_{index + 1}\nrows_{rows}:")
+        cases = " ".join(f"i64 {panels}, label %do_{rows}_{panels}" for panels in _PANELS[:-1])
+        lines.append(f"  switch i64 %wide, label %do_{rows}_1 [{cases}]")
+        for panels in _PANELS:
+            lines.append(f"do_{rows}_{panels}:")
+            at_once = max(size for height, size in tiles if height == rows and size <= panels)
+            for first in range(0, panels, at_once):
+                name = f"{rows}_{panels}_{first}"
+                lines.append(f"  %o_{name} = mul i64 %panel_bytes, {first}")
+                lines.append(f"  %w_{name} = getelementptr i8, ptr %w_group, i64 %o_{name}")
+                lines.append(f"  %y_{name} = getelementptr float, ptr %y_row, i64 {LANES * first}")
+                lines.append(
+                    f"  call void @tile_{rows}_{at_once}(ptr %x_row, i64 %columns, ptr %w_{name}, i64 %panel_bytes, "
+                    f"ptr %y_{name}, i64 %y_columns)"
+                )
+            lines.append("  br label %tile_done")
+    sources = ", ".join(f"[{rows}, %do_{rows}_{panels}]" for rows in heights for panels in _PANELS)
+    lines.append(
+        f"""\
+tile_done:
+  %tall = phi i64 {sources}
+  %row_after = add i64 %row, %tall
+  br label %rows_left
+group_done:
+  %panel_after = add i64 %panel, %wide
+  br label %groups
+out:
+  ret void
+}}"""
+    )
+    return "\n".join(lines)
+
+
+# What each thread does: its share of the panels, in whole groups.
+_SHARE: Final = """\
+define internal void @share(ptr %job) #0 {
+  %values = load %job, ptr %job
+  %x = extractvalue %job %values, 0
+  %rows = extractvalue %job %values, 1
+  %columns = extractvalue %job %values, 2
+  %w = extractvalue %job %values, 3
+  %y = extractvalue %job %values, 4
+  %panels = extractvalue %job %values, 5
+  %number32 = call i32 @omp_get_thread_num()
+  %threads32 = call i32 @omp_get_num_threads()
+  %number = zext i32 %number32 to i64
+  %threads = zext i32 %threads32 to i64
+  %up = add i64 %panels, 3
+  %groups = udiv i64 %up, 4
+  %up2 = add i64 %groups, %threads
+  %up3 = sub i64 %up2, 1
+  %each = udiv i64 %up3, %threads
+  %size = mul i64 %each, 4
+  %first = mul i64 %number, %size
+  %wanted = add i64 %first, %size
+  %end = call i64 @llvm.umin.i64(i64 %wanted, i64 %panels)
+  call void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, i64 %first, i64 %end)
+  ret void
+}
+declare i64 @llvm.umin.i64(i64, i64)
+"""
+
+
+def _multiply(has_threads: bool) -> str:
+    alone = """\
+alone:
+  call void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, i64 0, i64 %panels)
+  ret void
+}
+"""
+    head = (
+        "define void @multiply(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, i64 %threads) #0 {\nentry:"
+    )
+    if not has_threads:
+        return f"{head}\n  br label %alone\n{alone}"
+    fields = [("ptr", "%x"), ("i64", "%rows"), ("i64", "%columns"), ("ptr", "%w"), ("ptr", "%y"), ("i64", "%panels")]
+    filled, lines = "poison", []
+    for index, (kind, value) in enumerate(fields):
+        lines.append(f"  %job_{index} = insertvalue %job {filled}, {kind} {value}, {index}")
+        filled = f"%job_{index}"
+    insertions = "\n".join(lines)
+    return f"""\
+{head}
+  %job = alloca %job
+  %is_alone = icmp ule i64 %threads, 1
+  br i1 %is_alone, label %alone, label %together
+together:
+{insertions}
+  store %job {filled}, ptr %job
+  %threads32 = trunc i64 %threads to i32
+  call void @GOMP_parallel(ptr @share, ptr %job, i32 %threads32, i32 0)
+  ret void
+{alone}"""
+
+
+def _expand(layout: Layout) -> str:
+    function = _Function()
+    lines = function.lines
+    lines.append(
+        f"""\
+define void @expand(ptr %ids, i64 %count, i64 %columns, ptr %w, ptr %y) #0 {{
+entry:
+  %blocks = udiv i64 %columns, {layout.block_weights}
+  %units = udiv i64 %columns, {UNIT}
+  %panel_bytes = mul i64 %blocks, {layout.block_bytes}
+  %is_any = icmp ugt i64 %count, 0
+  br i1 %is_any, label %row, label %out
+row:
+  %index = phi i64 [0, %entry], [%index_after, %row_done]
+  %id_at = getelementptr i64, ptr %ids, i64 %index
+  %id = load i64, ptr %id_at, align 8
+  %number = udiv i64 %id, {LANES}
+  %lane = urem i64 %id, {LANES}
+  %w_offset = mul i64 %number, %panel_bytes
+  %panel = getelementptr i8, ptr %w, i64 %w_offset
+  %y_offset = mul i64 %index, %columns
+  %y_row = getelementptr float, ptr %y, i64 %y_offset
+  br label %loop
+loop:
+  %unit = phi i64 [0, %row], [%next, %loop]"""
+    )
+    target = function.at("%y_row", function.let(f"mul i64 %unit, {UNIT}"), "float")
+    for column, weights in enumerate(_unit_of(function, layout, "%panel").columns()):
+        one = function.let(f"extractelement {FLOATS} {weights}, i64 %lane")
+        lines.append(f"  store float {one}, ptr {function.at(target, column, 'float')}, align 4")
+    lines.append(
+        """\
+  %next = add i64 %unit, 1
+  %is_more = icmp ult i64 %next, %units
+  br i1 %is_more, label %loop, label %row_done
+row_done:
+  %index_after = add i64 %index, 1
+  %are_more = icmp ult i64 %index_after, %count
+  br i1 %are_more, label %row, label %out
+out:
+  ret void
+}"""
+    )
+    return "\n".join(lines)

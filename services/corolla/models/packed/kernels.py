@@ -1,0 +1,136 @@
+"""Compiles what multiplies by packed weights for the processor that it runs on, once in a process for each layout.
+
+llvmlite brings the compiler; where the server runs, there need be none. It takes a fifth of a second.
+"""
+
+import ctypes
+import functools
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from corolla.chassis.errors import StartupError
+from corolla.models.packed.kernel_source import module_source
+from corolla.models.packed.layouts import LANES, Layout
+
+Tiles = Sequence[tuple[int, int]]
+WIDE_TILES: Final[Tiles] = ((8, 2), (8, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1))
+"""Rows and panels that are multiplied at once: their sums, weights and an input fit 32 registers of 16 numbers."""
+NARROW_TILES: Final[Tiles] = ((4, 1), (2, 2), (2, 1), (1, 2), (1, 1))
+"""For smaller registers, or fewer."""
+# Fewer products than this take less time than it takes to wake another thread.
+_LEAST_PRODUCTS_OF_THREADS: Final = 1 << 19
+_OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_LOCK: Final = threading.Lock()
+
+
+class Kernel:
+    """Multiplies by matrices of one layout.
+
+    Args:
+        tiles: None: those that this processor has registers for; the results are the same in every bit.
+
+    Raises:
+        StartupError: llvmlite is not installed, or this processor cannot run what it makes.
+    """
+
+    def __init__(self, layout: Layout, tiles: Tiles | None = None) -> None:
+        with _LOCK:
+            self._engine = _compiled(layout, tiles)
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._multiply: Any = self._function("multiply", pointer, number, number, pointer, pointer, number, number)
+        self._expand: Any = self._function("expand", pointer, number, number, pointer, pointer)
+
+    def multiply(self, rows: Tensor, panels: Tensor) -> Tensor:
+        """`rows W^T`.
+
+        Args:
+            rows: float32 `[R, in]`.
+            panels: as `repack` gives them.
+
+        Returns:
+            float32 `[R, 16 * panels]`.
+        """
+        rows = rows.contiguous()
+        num_rows, num_columns = rows.shape
+        num_panels = panels.shape[0]
+        product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
+        are_many = num_rows * num_columns * num_panels * LANES >= _LEAST_PRODUCTS_OF_THREADS
+        num_threads = torch.get_num_threads() if are_many else 1
+        # The interpreter's lock is released meanwhile.
+        self._multiply(
+            rows.data_ptr(), num_rows, num_columns, panels.data_ptr(), product.data_ptr(), num_panels, num_threads
+        )
+        return product
+
+    def expand(self, row_ids: Tensor, panels: Tensor, num_columns: int) -> Tensor:
+        """Rows of the matrix, float32 `[R, in]`, by their int64 `[R]` numbers, which must be within it."""
+        row_ids = row_ids.contiguous()
+        rows = torch.empty(len(row_ids), num_columns, dtype=torch.float32)
+        self._expand(row_ids.data_ptr(), len(row_ids), num_columns, panels.data_ptr(), rows.data_ptr())
+        return rows
+
+    def _function(self, name: str, *arguments: Any) -> Any:
+        return ctypes.CFUNCTYPE(None, *arguments)(self._engine.get_function_address(name))
+
+
+@functools.cache
+def kernel_of(layout: Layout) -> Kernel:
+    """The process's only one for a layout. Raises as `Kernel`."""
+    return Kernel(layout)
+
+
+def check_support() -> None:
+    """Raises StartupError: packed weights cannot be multiplied here."""
+    features = _library().get_host_cpu_features()
+    if "avx" in features and not (features.get("f16c") and features.get("fma")):
+        raise StartupError(
+            "COROLLA_QUANTIZATION=packed needs a processor with FMA and F16C, as x86 has since 2013; set it to none."
+        )
+
+
+def _compiled(layout: Layout, tiles: Tiles | None) -> Any:
+    """An engine that holds the functions of `module_source`."""
+    check_support()
+    llvm = _library()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=2, jit=True
+    )
+    has_threads = _link_openmp(llvm)
+    module = llvm.parse_assembly(module_source(layout, tiles or _tiles_for(features), has_threads=has_threads))
+    module.verify()
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return engine
+
+
+def _tiles_for(features: Any) -> Tiles:
+    return WIDE_TILES if features.get("avx512f") else NARROW_TILES
+
+
+def _link_openmp(llvm: Any) -> bool:
+    """Has compiled code call torch's own OpenMP, so that both share threads; whether that is there."""
+    folder = Path(torch.__file__).parent
+    for path in (*sorted((folder / "lib").glob("libgomp*")), *sorted(folder.with_name("torch.libs").glob("libgomp*"))):
+        library = ctypes.CDLL(str(path))
+        for name in _OPENMP:
+            llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+        return True
+    return False
+
+
+def _library() -> Any:
+    try:
+        import llvmlite.binding
+    except ImportError as error:
+        raise StartupError(
+            "COROLLA_QUANTIZATION=packed needs llvmlite; run `pip install 'corolla[packed]'`, or set it to none."
+        ) from error
+    return llvmlite.binding

@@ -1,0 +1,176 @@
+"""Layers whose weights stay as a GGUF file packs them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from corolla.models.packed.kernels import kernel_of
+from corolla.models.packed.layouts import LANES, Layout
+from corolla.models.packed.repacking import empty_panels
+
+# Of scales this is a small number, so that products of made-up weights stay finite.
+_MADE_UP_BYTE: Final = 0x11
+# Where transformers' embeddings that scale what they look up keep the factor.
+_SCALE: Final = "scalar_embed_scale"
+
+
+class PackedLinear(nn.Module):
+    """`x W^T + b`, as `nn.Linear`, without a copy of the weights that is any larger than in the file.
+
+    What comes in another type than float32 is multiplied in float32, and the result rounded to that type.
+
+    Args:
+        bias: `[out]` or None.
+
+    Attributes:
+        panels: the weights, as `repack` gives them; None until they are read.
+    """
+
+    panels: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, layout: Layout, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.layout = layout
+        self.bias = bias
+        self.register_buffer("panels", None, persistent=False)
+        self._kernel = kernel_of(layout)
+
+    @classmethod
+    def joined(cls, parts: Sequence["PackedLinear"]) -> Self:
+        """One layer for several of one layout and input; their weights become views of its own.
+
+        Each but the last one must have a multiple of 16 outputs.
+        """
+        biases = [part.bias for part in parts if part.bias is not None]
+        bias = nn.Parameter(torch.cat([each.data for each in biases]), requires_grad=False) if biases else None
+        joint = cls(parts[0].in_features, sum(part.out_features for part in parts), parts[0].layout, bias)
+        joint.panels = torch.cat([cast(Tensor, part.panels) for part in parts])
+        first = 0
+        for part in parts:
+            end = first + len(cast(Tensor, part.panels))
+            part.panels = joint.panels[first:end]
+            first = end
+        return joint
+
+    @staticmethod
+    def can_join(parts: Sequence["PackedLinear"]) -> bool:
+        """Whether `joined` takes them."""
+        return (
+            len({(part.layout, part.in_features, part.bias is None) for part in parts}) == 1
+            and not any(part.out_features % LANES for part in parts[:-1])
+        )  # fmt: skip
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Multiplies `[..., in]` to `[..., out]`."""
+        flat = rows.flatten(0, -2) if rows.dim() != 2 else rows
+        product = self._kernel.multiply(flat.float(), cast(Tensor, self.panels))
+        if product.shape[1] != self.out_features:
+            product = product[:, : self.out_features].contiguous()
+        if self.bias is not None:
+            product += self.bias
+        product = product.to(rows.dtype)
+        return product if rows.dim() == 2 else product.reshape(*rows.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, layout={self.layout.name}"
+
+
+class PackedEmbedding(nn.Module):
+    """Looks rows up, as `nn.Embedding`, and expands those that are asked for.
+
+    Args:
+        dtype: of what is looked up.
+        scale: that it is multiplied by.
+
+    Attributes:
+        panels: the weights, as `repack` gives them; None until they are read.
+    """
+
+    panels: Tensor | None
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, layout: Layout, dtype: torch.dtype, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.layout = layout
+        self.dtype = dtype
+        self.scale = scale
+        self.register_buffer("panels", None, persistent=False)
+        self._kernel = kernel_of(layout)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64 `[...]` to `[..., embedding_dim]`.
+
+        Raises:
+            IndexError: an id is not within the table.
+        """
+        flat = token_ids.reshape(-1)
+        if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
+            raise IndexError(f"a token id is not within 0:{self.num_embeddings}")
+        rows = self._kernel.expand(flat, cast(Tensor, self.panels), self.embedding_dim).to(self.dtype)
+        if self.scale != 1.0:
+            rows *= torch.tensor(self.scale, dtype=self.dtype)
+        return rows.reshape(*token_ids.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, layout={self.layout.name}"
+
+
+PackedModule = PackedLinear | PackedEmbedding
+
+
+def can_be_packed(module: nn.Module) -> bool:
+    """Whether `replace_packed` has a layer that does the same."""
+    return type(module) in (nn.Linear, nn.Embedding) or (isinstance(module, nn.Embedding) and hasattr(module, _SCALE))
+
+
+def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.dtype) -> None:
+    """Puts layers without weights in place of those whose weights are packed.
+
+    Args:
+        root: on the meta device or elsewhere.
+        layouts: by the name of the weight in `root`, which must be that of a layer that `can_be_packed`.
+        dtype: of what embeddings give.
+    """
+    for name, layout in layouts.items():
+        path = name.removesuffix(".weight")
+        parent_path, _, child_name = path.rpartition(".")
+        child = root.get_submodule(path)
+        packed: PackedModule
+        if isinstance(child, nn.Embedding):
+            scale = getattr(child, _SCALE, 1.0)
+            packed = PackedEmbedding(child.num_embeddings, child.embedding_dim, layout, dtype, scale)
+        else:
+            plain = cast(nn.Linear, child)
+            bias = cast(nn.Parameter | None, plain.bias)
+            packed = PackedLinear(plain.in_features, plain.out_features, layout, bias)
+        setattr(root.get_submodule(parent_path), child_name, packed)
+
+
+def fill_packed(root: nn.Module, names: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
+    """Reads the weights of all packed layers; those that are stored once are held once.
+
+    Args:
+        names: name of the weight in `root` -> name in the files.
+        read: gives the panels of a name in the files.
+    """
+    held: dict[str, Tensor] = {}
+    for name, stored in names.items():
+        module: Any = root.get_submodule(name.removesuffix(".weight"))
+        if stored not in held:
+            held[stored] = read(stored)
+        module.panels = held[stored]
+
+
+def make_up_packed(root: nn.Module) -> None:
+    """Gives all packed layers weights that mean nothing."""
+    for module in root.modules():
+        if isinstance(module, PackedLinear):
+            panels = empty_panels(module.out_features, module.in_features, module.layout)
+            module.panels = panels.fill_(_MADE_UP_BYTE)

@@ -1,0 +1,80 @@
+"""Chains whose servers keep the weights as a GGUF file packs them give the tokens of the expanded model."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corolla.models.checkpoint import Checkpoint
+from tests.gguf_files import make_tiny_gguf
+from tests.integration.deaths import beyond, doom
+from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
+from tests.reference import Unsplit
+
+PROMPTS = ([5, 90, 17, 33], list(range(40, 75)), [200, 8])
+NUM_NEW_TOKENS = 24
+PACKED: dict[str, Any] = {"quantization": "packed"}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
+
+
+def expanded_reference(source: Path, path: Path) -> Unsplit:
+    """The unsplit model with the file's weights, in float32."""
+    unsplit = Unsplit(source)
+    gguf = Checkpoint.from_pretrained(str(path)).gguf
+    assert gguf is not None
+    state = unsplit.model.state_dict()
+    for name, tensor in gguf.tensors.items():
+        state[name].copy_(tensor[...])
+    return unsplit
+
+
+@pytest.mark.parametrize("spans", [["0:4"], ["0:2", "2:4"], ["0:1", "1:3", "3:4"]])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+async def test_a_packed_chain_answers_as_the_expanded_model(tmp_path: Path, kind: str, spans: list[str]) -> None:
+    source, path = make_tiny_gguf("llama", tmp_path, kind=kind)
+    unsplit = expanded_reference(source, path)
+    expected = [unsplit.generate(prompt, NUM_NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    async with (
+        Swarm(tmp_path, path, spans, server={"kv_cache_mib": 16, **PACKED}, client=PACKED) as swarm,
+        swarm.connect() as client,
+    ):
+        answers = await asyncio.gather(
+            *(client.generate(prompt, max_tokens=NUM_NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS)
+        )
+        assert [list(answer.token_ids) for answer in answers] == [each.token_ids for each in expected]
+        (described, *_) = (await swarm.placement(path.stem)).servers
+        assert described.server.dtype == f"packed/fp32: {kind}"
+        sampled = await client.generate(PROMPTS[0], max_tokens=NUM_NEW_TOKENS, temperature=0.8, seed=3, ignore_eos=True)
+        reference = unsplit.generate(PROMPTS[0], NUM_NEW_TOKENS, {"temperature": 0.8, "seed": 3}, ignore_eos=True)
+        assert list(sampled.token_ids) == reference.token_ids
+
+
+@pytest.mark.parametrize("hop", [0, 1])
+async def test_a_packed_hop_that_dies_is_replaced_and_no_token_changes(tmp_path: Path, hop: int) -> None:
+    source, path = make_tiny_gguf("llama", tmp_path, kind="Q4_1")
+    prompt, spans = PROMPTS[0], ["0:2", "2:4"]
+    expected = expanded_reference(source, path).generate(prompt, NUM_NEW_TOKENS, ignore_eos=True)
+    settings = {"kv_cache_mib": 16, "prefix_cache": False, **PACKED}
+    patience = {"recovery_patience_s": 30.0, **PACKED}
+    async with Swarm(tmp_path, path, spans, server=settings, client=patience) as swarm, swarm.connect() as client:
+        victim = swarm.servers[hop]
+        deaths = doom(swarm, victim, beyond(len(prompt) + 9))
+        answering = asyncio.create_task(client.generate(prompt, max_tokens=NUM_NEW_TOKENS, ignore_eos=True))
+
+        async def has_come() -> bool:
+            return bool(deaths or victim.sessions)
+
+        await until(has_come)
+        await swarm.add_server(spans[hop])
+        answer = await answering
+        assert len(deaths) == 1
+        assert (list(answer.token_ids), answer.usage.recoveries) == (expected.token_ids, 1)
+        swarm.servers.remove(victim)
+        await swarm.until_empty()
+        await victim.stop()

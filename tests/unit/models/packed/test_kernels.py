@@ -1,0 +1,145 @@
+"""Packed weights are the numbers that their types stand for, and products with them are those of float32."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from corolla.models.gguf.header import TYPES
+from corolla.models.packed.kernels import NARROW_TILES, WIDE_TILES, Kernel, kernel_of
+from corolla.models.packed.layouts import LANES, LAYOUTS
+from corolla.models.packed.modules import PackedEmbedding, PackedLinear
+from corolla.models.packed.repacking import repack
+
+NUM_COLUMNS = 512
+NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
+# Where a block of the file has numbers in float16.
+HALVES = {
+    "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}  # fmt: skip
+
+
+def random_rows(name: str, num_rows: int, seed: int = 0) -> Tensor:
+    """Rows of a file in which every bit may be set, but for those of the scales."""
+    _, block_weights, block_bytes = TYPES[NUMBERS[name]]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (num_rows, NUM_COLUMNS // block_weights, block_bytes), dtype=np.uint8)
+    for offset in HALVES[name]:
+        scales = (random.standard_normal((*blocks.shape[:2], 1)) / 64).astype(np.float16)
+        blocks[:, :, offset : offset + 2] = scales.view(np.uint8)
+    return torch.from_numpy(blocks.reshape(num_rows, -1))
+
+
+def packed(rows: Tensor, name: str) -> Tensor:
+    return repack(lambda first, end: rows[first:end], len(rows), NUM_COLUMNS, LAYOUTS[name])
+
+
+def expanded(rows: Tensor, name: str) -> Tensor:
+    return torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType(NUMBERS[name])))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("num_rows", [16, 100])
+def test_every_bit_of_a_weight_is_that_of_the_package_gguf(name: str, num_rows: int) -> None:
+    rows = random_rows(name, num_rows)
+    panels = packed(rows, name)
+    row_ids = torch.randperm(num_rows, generator=torch.Generator().manual_seed(1))
+    found = kernel_of(LAYOUTS[name]).expand(row_ids, panels, NUM_COLUMNS)
+    assert torch.equal(found, expanded(rows, name)[row_ids])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_panels_take_the_memory_that_rows_take_in_the_file(name: str) -> None:
+    rows = random_rows(name, 64)
+    panels = packed(rows, name)
+    assert panels.nbytes == LAYOUTS[name].num_bytes(64, NUM_COLUMNS)
+    assert panels.nbytes <= 1.03 * rows.nbytes
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_product_is_that_of_the_expanded_weights(name: str) -> None:
+    rows = random_rows(name, 200)
+    inputs = torch.randn(19, NUM_COLUMNS, generator=torch.Generator().manual_seed(2))
+    product = kernel_of(LAYOUTS[name]).multiply(inputs, packed(rows, name))[:, :200].double()
+    weights = expanded(rows, name).double()
+    error = (product - inputs.double() @ weights.T).abs()
+    # A sum of so many numbers is rounded as often.
+    bound = NUM_COLUMNS * torch.finfo(torch.float32).eps * (inputs.double().abs() @ weights.abs().T)
+    assert bool((error <= bound).all())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_row_gives_the_same_bits_alone_and_among_others(name: str, num_threads: int) -> None:
+    panels = packed(random_rows(name, 1000), name)
+    inputs = torch.randn(37, NUM_COLUMNS, generator=torch.Generator().manual_seed(3))
+    kernel, before = kernel_of(LAYOUTS[name]), torch.get_num_threads()
+    expected = torch.cat([kernel.multiply(inputs[row : row + 1], panels) for row in range(37)])
+    torch.set_num_threads(num_threads)
+    try:
+        for first, end in ((0, 37), (1, 3), (4, 11), (20, 36)):
+            assert torch.equal(kernel.multiply(inputs[first:end], panels), expected[first:end])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
+def test_the_small_tiles_of_other_processors_give_the_same_bits(name: str) -> None:
+    panels = packed(random_rows(name, 150), name)
+    inputs = torch.randn(23, NUM_COLUMNS, generator=torch.Generator().manual_seed(4))
+    expected = kernel_of(LAYOUTS[name]).multiply(inputs, panels)
+    for tiles in (WIDE_TILES, NARROW_TILES):
+        assert torch.equal(Kernel(LAYOUTS[name], tiles).multiply(inputs, panels), expected)
+
+
+def layer(rows: Tensor, name: str, bias: Tensor | None = None) -> PackedLinear:
+    parameter = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+    made = PackedLinear(NUM_COLUMNS, len(rows), LAYOUTS[name], parameter)
+    made.panels = packed(rows, name)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_takes_and_gives_any_shape_and_type(dtype: torch.dtype) -> None:
+    rows, bias = random_rows("Q5_1", 50), torch.randn(50, generator=torch.Generator().manual_seed(5))
+    inputs = torch.randn(2, 3, NUM_COLUMNS, generator=torch.Generator().manual_seed(6)).to(dtype)
+    product = layer(rows, "Q5_1", bias)(inputs)
+    expected = inputs.float() @ expanded(rows, "Q5_1").T + bias
+    assert product.dtype == dtype
+    torch.testing.assert_close(product.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_joined_layers_are_one_and_hold_their_weights_once() -> None:
+    sizes = (48, 16, 40)
+    parts = [layer(random_rows("Q4_0", size, seed=size), "Q4_0", torch.full((size,), 1.0)) for size in sizes]
+    inputs = torch.randn(5, NUM_COLUMNS, generator=torch.Generator().manual_seed(7))
+    expected = torch.cat([part(inputs) for part in parts], dim=-1)
+    assert PackedLinear.can_join(parts)
+    joint = PackedLinear.joined(parts)
+    assert torch.equal(joint(inputs), expected)
+    assert torch.equal(torch.cat([part(inputs) for part in parts], dim=-1), expected)
+    assert joint.panels is not None
+    storages = {part.panels.untyped_storage().data_ptr() for part in parts if part.panels is not None}
+    assert storages == {joint.panels.untyped_storage().data_ptr()}
+
+
+def test_layers_of_two_types_or_of_broken_panels_are_not_joined() -> None:
+    one, other, odd = (
+        layer(random_rows(name, size), name) for name, size in (("Q4_0", 32), ("Q4_1", 32), ("Q4_0", 40))
+    )
+    assert not PackedLinear.can_join([one, other])
+    assert not PackedLinear.can_join([odd, one])
+
+
+def test_embeddings_refuse_ids_that_are_not_theirs() -> None:
+    rows = random_rows("Q8_0", 40)
+    table = PackedEmbedding(40, NUM_COLUMNS, LAYOUTS["Q8_0"], torch.float32, scale=0.5)
+    table.panels = packed(rows, "Q8_0")
+    found = table(torch.tensor([[0, 39], [LANES, LANES - 1]]))
+    assert torch.equal(found[1, 0], expanded(rows, "Q8_0")[LANES] * 0.5)
+    assert table(torch.tensor([], dtype=torch.int64)).shape == (0, NUM_COLUMNS)
+    for row_id in (-1, 40):
+        with pytest.raises(IndexError):
+            table(torch.tensor([row_id]))
