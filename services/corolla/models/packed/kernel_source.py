@@ -1,10 +1,13 @@
 """The product of rows with a packed matrix, as LLVM's text: what a compiler would make of a loop in C.
 
-Each number of the product is one sum, from the first column to the last, by fused multiply-adds, whatever the other
-rows of the call are: a row's result is the same in every bit, alone or among others. The weights are those that the
-type stands for, rounded to float32 as the package `gguf` rounds them.
+Each number of the product is one sum, from the first column to the last, whatever the other rows of the call are: a
+row's result is the same in every bit, alone or among others. The weights are those that the type stands for, rounded to
+float32 as the package `gguf` rounds them. Rows in float32 are multiplied by fused multiply-adds; rows in bfloat16 two
+columns at a time, by weights that are rounded once more, to bfloat16, where a processor has instructions for that.
 """
 
+import enum
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -14,26 +17,43 @@ FLOATS: Final = f"<{LANES} x float>"
 _INTS: Final = f"<{LANES} x i32>"
 _BYTES: Final = f"<{LANES} x i8>"
 _HALVES: Final = f"<{LANES} x half>"
+_PAIRS: Final = f"<{2 * LANES} x bfloat>"
+_PAIR_BYTES: Final = 4 * LANES
 _FMA: Final = "llvm.fma.v16f32"
-# Pieces of a panel group, the largest first.
+_DOT: Final = "llvm.x86.avx512bf16.dpbf16ps.512"
+_ROUND: Final = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+# How many panels are one group, the most first: of unpacked ones few, so that they stay in the cache.
 _PANELS: Final = (4, 2, 1)
+UNPACKED_PANELS: Final = 2
 
 _HEAD: Final = f"""\
 declare {FLOATS} @{_FMA}({FLOATS}, {FLOATS}, {FLOATS})
 declare void @GOMP_parallel(ptr, ptr, i32, i32)
 declare i32 @omp_get_thread_num()
 declare i32 @omp_get_num_threads()
-%job = type {{ ptr, i64, i64, ptr, ptr, i64, i64 }}
+%job = type {{ ptr, i64, i64, ptr, ptr, i64, ptr, i64 }}
+"""
+_HEAD_OF_PAIRS: Final = f"""\
+declare {FLOATS} @{_DOT}({FLOATS}, {_PAIRS}, {_PAIRS})
+declare {_PAIRS} @{_ROUND}({FLOATS}, {FLOATS})
 """
 # What is broken up into 16 numbers must stay one register where the machine has such.
 _ATTRIBUTES: Final = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }\n'
 
 
-def module_source(layout: Layout, tiles: Sequence[tuple[int, int]], *, has_threads: bool) -> str:
+class Rows(enum.Enum):
+    """What is multiplied: rows of float32, or of bfloat16 by instructions for pairs of those."""
+
+    FLOAT32 = "float"
+    BFLOAT16 = "bfloat"
+
+
+def module_source(layout: Layout, tiles: Sequence[tuple[int, int]], rows: Rows, *, has_threads: bool) -> str:
     """A module with two functions, all of whose counts are int64:
 
-    `multiply(x, rows, columns, weights, y, panels, threads)`: float32 `[rows, columns]` times a packed matrix, to
-    float32 `[rows, 16 * panels]`.
+    `multiply(x, rows, columns, weights, y, panels, scratch, scratch_bytes, threads)`: `[rows, columns]` times a packed
+    matrix, to float32 `[rows, 16 * panels]`. In bfloat16, many rows need `scratch_bytes` for each thread, see
+    `scratch_bytes`.
 
     `expand(ids, count, columns, weights, y)`: rows of the matrix, by their numbers, to float32 `[count, columns]`.
 
@@ -43,9 +63,23 @@ def module_source(layout: Layout, tiles: Sequence[tuple[int, int]], *, has_threa
         has_threads: whether the functions of OpenMP can be linked.
     """
     parts = [_HEAD]
-    parts += [_tile(layout, rows, panels) for rows, panels in tiles]
-    parts += [_part(layout, tiles), _SHARE if has_threads else "", _multiply(has_threads), _expand(layout), _ATTRIBUTES]
+    if rows is Rows.FLOAT32:
+        parts += [_tile(_FloatTile(layout, height, width)) for height, width in tiles]
+    else:
+        few = [tile for tile in tiles if tile[1] <= UNPACKED_PANELS]
+        parts += [_HEAD_OF_PAIRS, _unpack(layout)]
+        parts += [_tile(_PairTile(layout, height, width)) for height, width in tiles]
+        parts += [_tile(_UnpackedTile(layout, height, width)) for height, width in few]
+        parts.append(_part(layout, few, rows, is_unpacked=True))
+    parts.append(_part(layout, tiles, rows, is_unpacked=False))
+    most = max(height for height, _ in tiles) if rows is Rows.BFLOAT16 else None
+    parts += [_all_or_few(most), _SHARE if has_threads else "", _multiply(has_threads), _expand(layout), _ATTRIBUTES]
     return "\n".join(parts)
+
+
+def scratch_bytes(num_columns: int) -> int:
+    """Of a thread: a group of panels in bfloat16."""
+    return UNPACKED_PANELS * num_columns // 2 * _PAIR_BYTES
 
 
 class _Function:
@@ -71,6 +105,10 @@ class _Function:
 
     def sum_of_product(self, left: str, right: str, addend: str) -> str:
         return self.let(f"call {FLOATS} @{_FMA}({FLOATS} {left}, {FLOATS} {right}, {FLOATS} {addend})")
+
+
+_Place = tuple[int, int]
+"""A row and a panel of a tile."""
 
 
 class _Unit:
@@ -176,32 +214,89 @@ def _unit_of(function: _Function, layout: Layout, panel: str) -> _Unit:
     return _Unit(function, layout, at, function.let(f"urem i64 %unit, {layout.units}"))
 
 
-def _tile(layout: Layout, num_rows: int, num_panels: int) -> str:
+class _FloatTile:
+    """What a tile does with a unit of columns, in float32."""
+
+    name = "tile"
+    rows = Rows.FLOAT32
+
+    def __init__(self, layout: Layout, num_rows: int, num_panels: int) -> None:
+        self.layout = layout
+        self.num_rows = num_rows
+        self.num_panels = num_panels
+
+    def add(self, function: _Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
+        """Adds the products of the unit `%unit` to the sums, which get new names."""
+        units = [_unit_of(function, self.layout, panel).columns() for panel in panels]
+        for column, weights in enumerate(zip(*units, strict=True)):
+            for row, base in enumerate(inputs):
+                one = function.let(f"load float, ptr {function.at(base, column, 'float')}, align 4")
+                lane = function.let(f"insertelement {FLOATS} poison, float {one}, i32 0")
+                lanes = function.let(f"shufflevector {FLOATS} {lane}, {FLOATS} poison, {_INTS} zeroinitializer")
+                for panel, weight in enumerate(weights):
+                    sums[row, panel] = function.sum_of_product(weight, lanes, sums[row, panel])
+
+
+class _PairTile(_FloatTile):
+    """In bfloat16: each lane adds the products of two columns."""
+
+    rows = Rows.BFLOAT16
+
+    def add(self, function: _Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
+        for pair, weights in enumerate(zip(*(self._pairs(function, panel) for panel in panels), strict=True)):
+            for row, base in enumerate(inputs):
+                both = function.let(f"load i32, ptr {function.at(base, 4 * pair)}, align 2")
+                lane = function.let(f"insertelement {_INTS} poison, i32 {both}, i32 0")
+                lanes = function.let(f"shufflevector {_INTS} {lane}, {_INTS} poison, {_INTS} zeroinitializer")
+                pairs = function.let(f"bitcast {_INTS} {lanes} to {_PAIRS}")
+                for panel, weight in enumerate(weights):
+                    arguments = f"{FLOATS} {sums[row, panel]}, {_PAIRS} {weight}, {_PAIRS} {pairs}"
+                    sums[row, panel] = function.let(f"call {FLOATS} @{_DOT}({arguments})")
+
+    def _pairs(self, function: _Function, panel: str) -> Iterator[str]:
+        return _rounded_pairs(function, _unit_of(function, self.layout, panel))
+
+
+class _UnpackedTile(_PairTile):
+    """By weights that `unpack` has left."""
+
+    name = "unpacked"
+
+    def _pairs(self, function: _Function, panel: str) -> Iterator[str]:
+        base = function.at(panel, function.let(f"mul i64 %unit, {UNIT // 2 * _PAIR_BYTES}"))
+        for pair in range(UNIT // 2):
+            yield function.load(_PAIRS, base, pair * _PAIR_BYTES)
+
+
+def _rounded_pairs(function: _Function, unit: _Unit) -> Iterator[str]:
+    """Two columns of each row of a panel side by side, in bfloat16."""
+    order = ", ".join(f"i32 {lane + half}" for lane in range(LANES) for half in (0, LANES))
+    columns = unit.columns()
+    for first, second in zip(columns, columns, strict=True):
+        apart = function.let(f"call {_PAIRS} @{_ROUND}({FLOATS} {second}, {FLOATS} {first})")
+        yield function.let(f"shufflevector {_PAIRS} {apart}, {_PAIRS} poison, <{2 * LANES} x i32> <{order}>")
+
+
+def _tile(tile: _FloatTile) -> str:
     """Some rows times some panels, whose sums stay in registers from the first column to the last."""
-    function = _Function()
+    function, element = _Function(), tile.rows.value
     lines = function.lines
     lines.append(
-        f"define internal void @tile_{num_rows}_{num_panels}(ptr noalias %x, i64 %columns, ptr noalias %w, "
-        "i64 %panel_bytes, ptr noalias %y, i64 %y_columns) #0 {\nentry:"
+        f"define internal void @{tile.name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
+        "ptr noalias %w, i64 %panel_bytes, ptr noalias %y, i64 %y_columns) #0 {\nentry:"
     )
     lines.append(f"  %units = udiv i64 %columns, {UNIT}")
-    x = [function.at("%x", function.let(f"mul i64 %columns, {row}"), "float") for row in range(num_rows)]
-    y = [function.at("%y", function.let(f"mul i64 %y_columns, {row}"), "float") for row in range(num_rows)]
-    w = [function.at("%w", function.let(f"mul i64 %panel_bytes, {panel}")) for panel in range(num_panels)]
+    rows, panels = range(tile.num_rows), range(tile.num_panels)
+    x = [function.at("%x", function.let(f"mul i64 %columns, {row}"), element) for row in rows]
+    y = [function.at("%y", function.let(f"mul i64 %y_columns, {row}"), "float") for row in rows]
+    w = [function.at("%w", function.let(f"mul i64 %panel_bytes, {panel}")) for panel in panels]
     lines.append("  br label %loop\nloop:\n  %unit = phi i64 [0, %entry], [%next, %loop]")
-    places = [(row, panel) for row in range(num_rows) for panel in range(num_panels)]
+    places = list(itertools.product(rows, panels))
     for row, panel in places:
         lines.append(f"  %sum_{row}_{panel} = phi {FLOATS} [zeroinitializer, %entry], [%new_{row}_{panel}, %loop]")
     sums = {(row, panel): f"%sum_{row}_{panel}" for row, panel in places}
     first = function.let(f"mul i64 %unit, {UNIT}")
-    inputs = [function.at(row, first, "float") for row in x]
-    for column, weights in enumerate(zip(*(_unit_of(function, layout, panel).columns() for panel in w), strict=True)):
-        for row in range(num_rows):
-            one = function.let(f"load float, ptr {function.at(inputs[row], column, 'float')}, align 4")
-            lane = function.let(f"insertelement {FLOATS} poison, float {one}, i32 0")
-            all_lanes = function.let(f"shufflevector {FLOATS} {lane}, {FLOATS} poison, {_INTS} zeroinitializer")
-            for panel in range(num_panels):
-                sums[row, panel] = function.sum_of_product(weights[panel], all_lanes, sums[row, panel])
+    tile.add(function, [function.at(row, first, element) for row in x], w, sums)
     for row, panel in places:
         # The loop's own names for its last values.
         lines.append(f"  %new_{row}_{panel} = freeze {FLOATS} {sums[row, panel]}")
@@ -213,12 +308,55 @@ def _tile(layout: Layout, num_rows: int, num_panels: int) -> str:
     return "\n".join(lines)
 
 
-def _part(layout: Layout, tiles: Sequence[tuple[int, int]]) -> str:
-    """All rows times the panels from `first` to `end`: the weights of a few panels are read once, the rows again."""
+def _unpack(layout: Layout) -> str:
+    """A panel to bfloat16, two columns side by side."""
+    function = _Function()
+    lines = function.lines
+    lines.append(
+        f"""\
+define internal void @unpack(ptr noalias %w, i64 %columns, ptr noalias %to) #0 {{
+entry:
+  %units = udiv i64 %columns, {UNIT}
+  br label %loop
+loop:
+  %unit = phi i64 [0, %entry], [%next, %loop]"""
+    )
+    target = function.at("%to", function.let(f"mul i64 %unit, {UNIT // 2 * _PAIR_BYTES}"))
+    for pair, weights in enumerate(_rounded_pairs(function, _unit_of(function, layout, "%w"))):
+        lines.append(f"  store {_PAIRS} {weights}, ptr {function.at(target, pair * _PAIR_BYTES)}, align {LANES}")
+    lines.append(
+        """\
+  %next = add i64 %unit, 1
+  %is_more = icmp ult i64 %next, %units
+  br i1 %is_more, label %loop, label %done
+done:
+  ret void
+}"""
+    )
+    return "\n".join(lines)
+
+
+_ARGUMENTS: Final = "ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 %first, i64 %end"
+
+
+def _part(layout: Layout, tiles: Sequence[tuple[int, int]], rows: Rows, *, is_unpacked: bool) -> str:
+    """All rows times the panels from `first` to `end`: the weights of a few panels are read once, the rows again.
+
+    Args:
+        is_unpacked: whether a group's weights are unpacked first, and read so for all rows.
+    """
+    widths = [width for width in _PANELS if width <= UNPACKED_PANELS or not is_unpacked]
+    wide = "%two" if is_unpacked else "%four"
+    name, tile, w_group, stride = (
+        ("many", "unpacked", "%scratch", "%unpacked_bytes")
+        if is_unpacked
+        else ("few", "tile", "%w_group", "%panel_bytes")
+    )
     lines = [
         f"""\
-define internal void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, i64 %first, i64 %end) #0 {{
+define internal void @{name}({_ARGUMENTS}) #0 {{
 entry:
+  %unpacked_bytes = mul i64 %columns, {_PAIR_BYTES // 2}
   %blocks = udiv i64 %columns, {layout.block_weights}
   %panel_bytes = mul i64 %blocks, {layout.block_bytes}
   %y_columns = mul i64 %panels, {LANES}
@@ -232,44 +370,46 @@ group:
   %is_four = icmp uge i64 %left, 4
   %is_two = icmp uge i64 %left, 2
   %two = select i1 %is_two, i64 2, i64 1
-  %wide = select i1 %is_four, i64 4, i64 %two
+  %four = select i1 %is_four, i64 4, i64 %two
   %w_offset = mul i64 %panel, %panel_bytes
   %w_group = getelementptr i8, ptr %w, i64 %w_offset
   %y_offset = mul i64 %panel, {LANES}
   %y_group = getelementptr float, ptr %y, i64 %y_offset
+{_UNPACKING if is_unpacked else "  br label %rows_start"}
+rows_start:
   br label %rows_left
 rows_left:
-  %row = phi i64 [0, %group], [%row_after, %tile_done]
+  %row = phi i64 [0, %rows_start], [%row_after, %tile_done]
   %more = sub i64 %rows, %row
   %x_offset = mul i64 %row, %columns
-  %x_row = getelementptr float, ptr %x, i64 %x_offset
+  %x_row = getelementptr {rows.value}, ptr %x, i64 %x_offset
   %y_row_offset = mul i64 %row, %y_columns
   %y_row = getelementptr float, ptr %y_group, i64 %y_row_offset
   %is_group_done = icmp uge i64 %row, %rows
   br i1 %is_group_done, label %group_done, label %choice_0"""
     ]
-    heights = sorted({rows for rows, _ in tiles}, reverse=True)
-    for index, rows in enumerate(heights):
+    heights = sorted({height for height, _ in tiles}, reverse=True)
+    for index, height in enumerate(heights):
         lines.append(f"choice_{index}:")
         if index + 1 < len(heights):
-            lines.append(f"  %fits_{rows} = icmp uge i64 %more, {rows}")
-            lines.append(f"  br i1 %fits_{rows}, label %rows_{rows}, label %choice_{index + 1}\nrows_{rows}:")
-        cases = " ".join(f"i64 {panels}, label %do_{rows}_{panels}" for panels in _PANELS[:-1])
-        lines.append(f"  switch i64 %wide, label %do_{rows}_1 [{cases}]")
-        for panels in _PANELS:
-            lines.append(f"do_{rows}_{panels}:")
-            at_once = max(size for height, size in tiles if height == rows and size <= panels)
-            for first in range(0, panels, at_once):
-                name = f"{rows}_{panels}_{first}"
-                lines.append(f"  %o_{name} = mul i64 %panel_bytes, {first}")
-                lines.append(f"  %w_{name} = getelementptr i8, ptr %w_group, i64 %o_{name}")
-                lines.append(f"  %y_{name} = getelementptr float, ptr %y_row, i64 {LANES * first}")
+            lines.append(f"  %fits_{height} = icmp uge i64 %more, {height}")
+            lines.append(f"  br i1 %fits_{height}, label %rows_{height}, label %choice_{index + 1}\nrows_{height}:")
+        cases = " ".join(f"i64 {width}, label %do_{height}_{width}" for width in widths[:-1])
+        lines.append(f"  switch i64 {wide}, label %do_{height}_1 [{cases}]")
+        for width in widths:
+            lines.append(f"do_{height}_{width}:")
+            at_once = max(size for tall, size in tiles if tall == height and size <= width)
+            for first in range(0, width, at_once):
+                place = f"{height}_{width}_{first}"
+                lines.append(f"  %o_{place} = mul i64 {stride}, {first}")
+                lines.append(f"  %w_{place} = getelementptr i8, ptr {w_group}, i64 %o_{place}")
+                lines.append(f"  %y_{place} = getelementptr float, ptr %y_row, i64 {LANES * first}")
                 lines.append(
-                    f"  call void @tile_{rows}_{at_once}(ptr %x_row, i64 %columns, ptr %w_{name}, i64 %panel_bytes, "
-                    f"ptr %y_{name}, i64 %y_columns)"
+                    f"  call void @{tile}_{height}_{at_once}(ptr %x_row, i64 %columns, ptr %w_{place}, i64 {stride}, "
+                    f"ptr %y_{place}, i64 %y_columns)"
                 )
             lines.append("  br label %tile_done")
-    sources = ", ".join(f"[{rows}, %do_{rows}_{panels}]" for rows in heights for panels in _PANELS)
+    sources = ", ".join(f"[{height}, %do_{height}_{width}]" for height in heights for width in widths)
     lines.append(
         f"""\
 tile_done:
@@ -277,13 +417,45 @@ tile_done:
   %row_after = add i64 %row, %tall
   br label %rows_left
 group_done:
-  %panel_after = add i64 %panel, %wide
+  %panel_after = add i64 %panel, {wide}
   br label %groups
 out:
   ret void
 }}"""
     )
     return "\n".join(lines)
+
+
+_UNPACKING: Final = """\
+  br label %unpacking
+unpacking:
+  %done = phi i64 [0, %group], [%done_after, %unpacking]
+  %from_offset = mul i64 %done, %panel_bytes
+  %from = getelementptr i8, ptr %w_group, i64 %from_offset
+  %to_offset = mul i64 %done, %unpacked_bytes
+  %to = getelementptr i8, ptr %scratch, i64 %to_offset
+  call void @unpack(ptr %from, i64 %columns, ptr %to)
+  %done_after = add i64 %done, 1
+  %is_more_to_do = icmp ult i64 %done_after, %two
+  br i1 %is_more_to_do, label %unpacking, label %rows_start"""
+
+
+def _all_or_few(most: int | None) -> str:
+    """Unpacks first for more rows than `most`, if that is said."""
+    passed = _ARGUMENTS
+    if most is None:
+        return f"define internal void @part({_ARGUMENTS}) #0 {{\n  call void @few({passed})\n  ret void\n}}"
+    return f"""\
+define internal void @part({_ARGUMENTS}) #0 {{
+  %are_many = icmp ugt i64 %rows, {most}
+  br i1 %are_many, label %unpack, label %keep
+unpack:
+  call void @many({passed})
+  ret void
+keep:
+  call void @few({passed})
+  ret void
+}}"""
 
 
 # What each thread does: its share of the panels, in whole groups.
@@ -296,6 +468,8 @@ define internal void @share(ptr %job) #0 {
   %w = extractvalue %job %values, 3
   %y = extractvalue %job %values, 4
   %panels = extractvalue %job %values, 5
+  %all_scratch = extractvalue %job %values, 6
+  %scratch_bytes = extractvalue %job %values, 7
   %number32 = call i32 @omp_get_thread_num()
   %threads32 = call i32 @omp_get_num_threads()
   %number = zext i32 %number32 to i64
@@ -309,7 +483,9 @@ define internal void @share(ptr %job) #0 {
   %first = mul i64 %number, %size
   %wanted = add i64 %first, %size
   %end = call i64 @llvm.umin.i64(i64 %wanted, i64 %panels)
-  call void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, i64 %first, i64 %end)
+  %scratch_offset = mul i64 %number, %scratch_bytes
+  %scratch = getelementptr i8, ptr %all_scratch, i64 %scratch_offset
+  call void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 %first, i64 %end)
   ret void
 }
 declare i64 @llvm.umin.i64(i64, i64)
@@ -319,16 +495,18 @@ declare i64 @llvm.umin.i64(i64, i64)
 def _multiply(has_threads: bool) -> str:
     alone = """\
 alone:
-  call void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, i64 0, i64 %panels)
+  call void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 0, i64 %panels)
   ret void
 }
 """
     head = (
-        "define void @multiply(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, i64 %threads) #0 {\nentry:"
+        "define void @multiply(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, "
+        "i64 %scratch_bytes, i64 %threads) #0 {\nentry:"
     )
     if not has_threads:
         return f"{head}\n  br label %alone\n{alone}"
     fields = [("ptr", "%x"), ("i64", "%rows"), ("i64", "%columns"), ("ptr", "%w"), ("ptr", "%y"), ("i64", "%panels")]
+    fields += [("ptr", "%scratch"), ("i64", "%scratch_bytes")]
     filled, lines = "poison", []
     for index, (kind, value) in enumerate(fields):
         lines.append(f"  %job_{index} = insertvalue %job {filled}, {kind} {value}, {index}")

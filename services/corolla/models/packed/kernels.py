@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import StartupError
-from corolla.models.packed.kernel_source import module_source
+from corolla.models.packed.kernel_source import Rows, module_source, scratch_bytes
 from corolla.models.packed.layouts import LANES, Layout
 
 Tiles = Sequence[tuple[int, int]]
@@ -25,6 +25,7 @@ NARROW_TILES: Final[Tiles] = ((4, 1), (2, 2), (2, 1), (1, 2), (1, 1))
 # Fewer products than this take less time than it takes to wake another thread.
 _LEAST_PRODUCTS_OF_THREADS: Final = 1 << 19
 _OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_DTYPES: Final = {Rows.FLOAT32: torch.float32, Rows.BFLOAT16: torch.bfloat16}
 _LOCK: Final = threading.Lock()
 
 
@@ -32,39 +33,46 @@ class Kernel:
     """Multiplies by matrices of one layout.
 
     Args:
+        rows: of float32 or of bfloat16.
         tiles: None: those that this processor has registers for; the results are the same in every bit.
 
     Raises:
         StartupError: llvmlite is not installed, or this processor cannot run what it makes.
     """
 
-    def __init__(self, layout: Layout, tiles: Tiles | None = None) -> None:
+    def __init__(self, layout: Layout, rows: Rows = Rows.FLOAT32, tiles: Tiles | None = None) -> None:
+        self._rows = rows
         with _LOCK:
-            self._engine = _compiled(layout, tiles)
+            self._engine = _compiled(layout, rows, tiles)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._multiply: Any = self._function("multiply", pointer, number, number, pointer, pointer, number, number)
+        self._multiply: Any = self._function(
+            "multiply", pointer, number, number, pointer, pointer, number, pointer, number, number
+        )
         self._expand: Any = self._function("expand", pointer, number, number, pointer, pointer)
 
     def multiply(self, rows: Tensor, panels: Tensor) -> Tensor:
         """`rows W^T`.
 
         Args:
-            rows: float32 `[R, in]`.
+            rows: `[R, in]`, of any type; they are converted to that of the kernel.
             panels: as `repack` gives them.
 
         Returns:
             float32 `[R, 16 * panels]`.
         """
-        rows = rows.contiguous()
+        rows = rows.to(_DTYPES[self._rows]).contiguous()
         num_rows, num_columns = rows.shape
         num_panels = panels.shape[0]
         product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
         are_many = num_rows * num_columns * num_panels * LANES >= _LEAST_PRODUCTS_OF_THREADS
         num_threads = torch.get_num_threads() if are_many else 1
+        num_scratch_bytes = scratch_bytes(num_columns) if self._rows is Rows.BFLOAT16 else 0
+        scratch = torch.empty(num_threads * num_scratch_bytes, dtype=torch.uint8)
         # The interpreter's lock is released meanwhile.
         self._multiply(
-            rows.data_ptr(), num_rows, num_columns, panels.data_ptr(), product.data_ptr(), num_panels, num_threads
-        )
+            rows.data_ptr(), num_rows, num_columns, panels.data_ptr(), product.data_ptr(), num_panels,
+            scratch.data_ptr(), num_scratch_bytes, num_threads,
+        )  # fmt: skip
         return product
 
     def expand(self, row_ids: Tensor, panels: Tensor, num_columns: int) -> Tensor:
@@ -78,10 +86,20 @@ class Kernel:
         return ctypes.CFUNCTYPE(None, *arguments)(self._engine.get_function_address(name))
 
 
+def kernel_of(layout: Layout, dtype: torch.dtype = torch.float32) -> Kernel:
+    """The process's only one for a layout and a type of hidden states. Raises as `Kernel`."""
+    return _kernel(layout, Rows.BFLOAT16 if dtype == torch.bfloat16 and _multiplies_pairs() else Rows.FLOAT32)
+
+
 @functools.cache
-def kernel_of(layout: Layout) -> Kernel:
-    """The process's only one for a layout. Raises as `Kernel`."""
-    return Kernel(layout)
+def _kernel(layout: Layout, rows: Rows) -> Kernel:
+    return Kernel(layout, rows)
+
+
+@functools.cache
+def _multiplies_pairs() -> bool:
+    """Whether this processor has instructions for pairs of bfloat16."""
+    return bool(_library().get_host_cpu_features().get("avx512bf16"))
 
 
 def check_support() -> None:
@@ -93,7 +111,7 @@ def check_support() -> None:
         )
 
 
-def _compiled(layout: Layout, tiles: Tiles | None) -> Any:
+def _compiled(layout: Layout, rows: Rows, tiles: Tiles | None) -> Any:
     """An engine that holds the functions of `module_source`."""
     check_support()
     llvm = _library()
@@ -104,7 +122,7 @@ def _compiled(layout: Layout, tiles: Tiles | None) -> Any:
         cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=2, jit=True
     )
     has_threads = _link_openmp(llvm)
-    module = llvm.parse_assembly(module_source(layout, tiles or _tiles_for(features), has_threads=has_threads))
+    module = llvm.parse_assembly(module_source(layout, tiles or _tiles_for(features), rows, has_threads=has_threads))
     module.verify()
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()

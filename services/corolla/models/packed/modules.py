@@ -19,7 +19,8 @@ _SCALE: Final = "scalar_embed_scale"
 class PackedLinear(nn.Module):
     """`x W^T + b`, as `nn.Linear`, without a copy of the weights that is any larger than in the file.
 
-    What comes in another type than float32 is multiplied in float32, and the result rounded to that type.
+    Rows of another type than float32 are multiplied in float32, and the result is rounded to their type. Where the
+    processor has instructions for bfloat16, rows of that are multiplied by them, and sums are float32.
 
     Args:
         bias: `[out]` or None.
@@ -37,7 +38,6 @@ class PackedLinear(nn.Module):
         self.layout = layout
         self.bias = bias
         self.register_buffer("panels", None, persistent=False)
-        self._kernel = kernel_of(layout)
 
     @classmethod
     def joined(cls, parts: Sequence["PackedLinear"]) -> Self:
@@ -67,7 +67,7 @@ class PackedLinear(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Multiplies `[..., in]` to `[..., out]`."""
         flat = rows.flatten(0, -2) if rows.dim() != 2 else rows
-        product = self._kernel.multiply(flat.float(), cast(Tensor, self.panels))
+        product = kernel_of(self.layout, rows.dtype).multiply(flat, cast(Tensor, self.panels))
         if product.shape[1] != self.out_features:
             product = product[:, : self.out_features].contiguous()
         if self.bias is not None:
@@ -102,7 +102,6 @@ class PackedEmbedding(nn.Module):
         self.dtype = dtype
         self.scale = scale
         self.register_buffer("panels", None, persistent=False)
-        self._kernel = kernel_of(layout)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 `[...]` to `[..., embedding_dim]`.
@@ -113,7 +112,11 @@ class PackedEmbedding(nn.Module):
         flat = token_ids.reshape(-1)
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
             raise IndexError(f"a token id is not within 0:{self.num_embeddings}")
-        rows = self._kernel.expand(flat, cast(Tensor, self.panels), self.embedding_dim).to(self.dtype)
+        rows = (
+            kernel_of(self.layout, self.dtype)
+            .expand(flat, cast(Tensor, self.panels), self.embedding_dim)
+            .to(self.dtype)
+        )
         if self.scale != 1.0:
             rows *= torch.tensor(self.scale, dtype=self.dtype)
         return rows.reshape(*token_ids.shape, self.embedding_dim)
@@ -131,13 +134,15 @@ def can_be_packed(module: nn.Module) -> bool:
 
 
 def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.dtype) -> None:
-    """Puts layers without weights in place of those whose weights are packed.
+    """Puts layers without weights in place of those whose weights are packed, and has their kernels compiled.
 
     Args:
         root: on the meta device or elsewhere.
         layouts: by the name of the weight in `root`, which must be that of a layer that `can_be_packed`.
-        dtype: of what embeddings give.
+        dtype: of hidden states.
     """
+    for layout in set(layouts.values()):
+        kernel_of(layout, dtype)
     for name, layout in layouts.items():
         path = name.removesuffix(".weight")
         parent_path, _, child_name = path.rpartition(".")

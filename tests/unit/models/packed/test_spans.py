@@ -66,8 +66,9 @@ def test_other_types_of_hidden_states_are_split_without_a_difference_too(tmp_pat
     unsplit = logits(checkpoint, [WHOLE], "packed", dtype)
     for spans in SPLITS[1:]:
         assert torch.equal(logits(checkpoint, spans, "packed", dtype), unsplit)
-    exact = logits(checkpoint, [WHOLE], "none")
-    assert float((unsplit - exact).abs().max()) < 0.1 * float(exact.abs().max())
+    exact, expanded = logits(checkpoint, [WHOLE], "none"), logits(checkpoint, [WHOLE], "none", dtype)
+    # Weights are rounded no more often than those that are expanded to this type.
+    assert float((unsplit - exact).std()) < 1.2 * float((expanded - exact).std())
 
 
 def test_a_row_is_the_same_alone_and_among_others(tmp_path: Path) -> None:
