@@ -4,6 +4,9 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import pytest
+
+from corolla.client.http import chat_replies, completion_replies
 from corolla.client.http.response_replies import Reply
 from corolla.client.http.responses import ResponseRequest
 from corolla.v1 import generation_pb2 as pb
@@ -40,3 +43,43 @@ async def test_each_item_of_a_stream_has_its_place_in_the_output() -> None:
     for each in found:
         if "output_index" in each:
             assert each["output_index"] == places[each["item_id"] if "item_id" in each else each["item"]["id"]]
+
+
+LINE_ENDS = "a\x85b\u2028c\u2029d\x0be\x0cf\x1cg\r\nh"
+CALL = pb.ToolCallDelta(id="call_1", name="weather", arguments_delta=LINE_ENDS)
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion", "response"])
+async def test_no_text_ends_a_line_of_events_whatever_its_reader_takes_for_one(kind: str) -> None:
+    """`str.splitlines`, with which httpx makes lines, knows more ends than the standard of events does."""
+    chunk = pb.ChatChunk(text_delta=LINE_ENDS, reasoning_delta=LINE_ENDS, tool_calls=[CALL])
+    last = pb.ChatChunk(finish_reason=pb.FINISH_REASON_EOS)
+
+    async def chats() -> AsyncGenerator[pb.ChatChunk, None]:
+        yield chunk
+        yield last
+
+    async def completions() -> AsyncGenerator[tuple[int, pb.GenerateChunk], None]:
+        yield 0, pb.GenerateChunk(text_delta=LINE_ENDS)
+        yield 0, pb.GenerateChunk(finish_reason=pb.FINISH_REASON_EOS)
+
+    wishes = {"has_usage": False, "has_logprobs": False, "has_token_ids": False}
+    events = {
+        "chat": lambda: chat_replies.events(chats(), "tiny", **wishes),
+        "completion": lambda: completion_replies.events(completions(), "tiny", 1, **wishes),
+        "response": lambda: Reply(ResponseRequest.model_validate({"input": "Hi"}), "resp_1", "tiny").events(chats()),
+    }[kind]()
+    text = b"".join([part async for part in events]).decode()
+    lines = [each for each in text.splitlines() if each]
+    assert lines == [each for each in text.split("\n") if each]
+    values = [json.loads(each.removeprefix("data: ")) for each in lines if each.startswith("data: {")]
+    assert LINE_ENDS in strings_of(values)
+
+
+def strings_of(value: Any) -> list[str]:
+    """All strings of a value of JSON."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for each in value for text in strings_of(each)]
+    return [value] if isinstance(value, str) else []

@@ -26,8 +26,8 @@ FINISH_REASONS: Final[Mapping["pb.FinishReason.ValueType", str | None]] = {
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
-escaped = encode_basestring
-"""A text as JSON has it, quotes included."""
+# To the standard of events these end no line, but to what many callers split lines with.
+_LINE_ENDS: Final = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 class PromptTokensDetails(BaseModel):
@@ -74,9 +74,16 @@ def now_s() -> int:
     return int(time.time())
 
 
+def escaped(text: str) -> str:
+    """As JSON has it, quotes included, and in one line whoever reads it."""
+    quoted = encode_basestring(text)
+    return quoted if text.isascii() else quoted.translate(_LINE_ENDS)
+
+
 def compact(value: Any) -> str:
-    """JSON without blanks."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """JSON without blanks, in one line whoever reads it."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 def ids_text(token_ids: Iterable[int]) -> str:
