@@ -52,10 +52,9 @@ class DraftModel:
             )
         config = copy.deepcopy(checkpoint.config)
         model_class = model_class_of(AutoModelForCausalLM, config)
-        with checkpoint.open_tensors({name: name for name in checkpoint.weight_index}) as tensors:
-            model = build(checkpoint, model_class, config, tensors, dtype=dtype, attention="sdpa")
-        model = cast(Any, model).to(torch.device(device))
-        return cls(model, checkpoint.context_length, target.vocab_size)
+        with checkpoint.open_tensors({name: name for name in checkpoint.weight_index}, dtype) as tensors:
+            model: Any = build(checkpoint, model_class, config, tensors, dtype=dtype, attention="sdpa")
+        return cls(model.to(torch.device(device)), checkpoint.context_length, target.vocab_size)
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], cache: DynamicCache) -> Tensor:

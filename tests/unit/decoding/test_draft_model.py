@@ -11,6 +11,7 @@ from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import make_tiny_gguf
+from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -30,3 +31,15 @@ def test_a_draft_model_may_be_a_gguf_file(tmp_path: Path) -> None:
     for checkpoint in checkpoints:
         model = DraftModel.load(checkpoint, checkpoint, dtype=torch.float32, device="cpu")
         assert torch.equal(model.logits([5, 6, 7], DynamicCache()), expected)
+
+
+@torch.inference_mode()
+def test_a_packed_draft_model_is_expanded(tmp_path: Path) -> None:
+    packed, expanded = make_packed_checkpoint("llama", tmp_path, FORMATS["awq"]())
+    target = Checkpoint.from_pretrained(str(expanded))
+    models = [
+        DraftModel.load(Checkpoint.from_pretrained(str(folder)), target, dtype=torch.float32, device="cpu")
+        for folder in (packed, expanded)
+    ]
+    own, expected = (model.logits([5, 90, 17, 33], DynamicCache()) for model in models)
+    assert torch.equal(own, expected)

@@ -80,10 +80,10 @@ class CompressedTensors:
             groups = None
         if zeros is not None:
             numbers -= _of_inputs(_of_outputs(zeros, start, end).float(), scheme, groups)
-        factors = scale_numbers(scales)
+        factors = scale_numbers(_of_outputs(scales, start, end))
         if (global_scale := parts.get("weight_global_scale")) is not None:
             factors = factors / global_scale.float()
-        return numbers.mul_(_of_inputs(_of_outputs(factors, start, end), scheme, groups))
+        return numbers.mul_(_of_inputs(factors, scheme, groups))
 
     def _numbers(self, parts: Mapping[str, Tensor], start: int, end: int) -> tuple[Tensor, Tensor | None, Scheme]:
         """Numbers `[end - start, in]` and zero points as the scales, both of which still count from 0."""
