@@ -1,6 +1,6 @@
 """Loading packed checkpoints: the peak of memory while a span is expanded, what stays, and how long it takes.
 
-    python -m benchmarks.loading --hidden-size 2048 --blocks 8
+    python -m benchmarks.expansion --hidden-size 2048 --blocks 8
 
 Each format is a checkpoint of random packed numbers, of which a process of its own reads all blocks, in bfloat16.
 """
