@@ -136,6 +136,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self.decode_step_seconds = 0.0
+        self.decode_batch_rows = 0.0
         self._row_s = 0.0
         self.decode_speed = DecodeSpeed()
 
@@ -384,6 +385,7 @@ class Engine:
             # What the planner reckons with is the blocks' time: every chain has the edges once.
             block_seconds = seconds - computed.edge_seconds
             self.decode_step_seconds += 0.1 * (block_seconds - self.decode_step_seconds)
+            self.decode_batch_rows += (0.1 if self.decode_batch_rows else 1.0) * (num_rows - self.decode_batch_rows)
             if num_rows == 1:
                 self.decode_speed.observe(block_seconds, len(steps[0].blocks))
         self._metrics.step_seconds["decode" if is_decode else "prefill"].observe(seconds)

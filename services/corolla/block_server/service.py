@@ -442,6 +442,7 @@ class BlockServer:
             num_queued_steps=len(self._scheduler),
             decode_step_seconds=self._engine.decode_step_seconds,
             decode_tokens_per_second=self._engine.decode_speed.tokens_per_second,
+            decode_batch_rows=self._engine.decode_batch_rows,
         )
 
 

@@ -13,6 +13,7 @@ from corolla.wire.span import Span
 MOST_MODEL_BLOCKS: Final = 1024
 MOST_TEXT: Final = 256
 MOST_STEP_SECONDS: Final = 3600
+MOST_BATCH_ROWS: Final = 1 << 20
 MOST_SESSION_TTL_MS: Final = 30 * 24 * 3600 * 1000
 MOST_LOCK_MS: Final = 3_600_000
 MOST_EXCLUDED: Final = 4096
@@ -100,6 +101,8 @@ def check_self_description(beat: pb.HeartbeatRequest) -> None:
 def check_load(load: pb.ServerLoad) -> pb.ServerLoad:
     if not 0 <= load.decode_step_seconds <= MOST_STEP_SECONDS:
         raise InvalidRequest("load.decode_step_seconds", f"must be a number from 0 to {MOST_STEP_SECONDS}")
+    if not 0 <= load.decode_batch_rows <= MOST_BATCH_ROWS:
+        raise InvalidRequest("load.decode_batch_rows", f"must be a number from 0 to {MOST_BATCH_ROWS}")
     _check_speed("load.decode_tokens_per_second", load.decode_tokens_per_second)
     if load.num_free_pages > load.num_pages:
         raise InvalidRequest("load.num_free_pages", "is more than num_pages")

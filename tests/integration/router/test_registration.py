@@ -291,6 +291,7 @@ async def test_the_router_validates_other_requests(router: Router, model: str) -
     server = BlockServer(router, model)
     stub, name = router.stub, server.server_id
     load = pb.ServerLoad(decode_step_seconds=float("inf"))
+    crowd = pb.ServerLoad(decode_batch_rows=float("nan"))
     ready = pb.SERVER_STATE_READY
     record = pb.SessionRecord(model=model, session_id="A" * 32)
     for call, field in (
@@ -299,6 +300,8 @@ async def test_the_router_validates_other_requests(router: Router, model: str) -
         (stub.Heartbeat(pb.HeartbeatRequest(server_id=name, state=ready)), "model"),
         (stub.Heartbeat(pb.HeartbeatRequest(model=model, server_id=name, state=ready, load=load)),
          "load.decode_step_seconds"),
+        (stub.Heartbeat(pb.HeartbeatRequest(model=model, server_id=name, state=ready, load=crowd)),
+         "load.decode_batch_rows"),
         (stub.DeregisterServer(pb.DeregisterServerRequest(model=model)), "server_id"),
         (plan(router, ""), "model"),
         (plan(router, model, session_id="abc"), "session_id"),
