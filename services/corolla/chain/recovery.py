@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from corolla.chain.handovers import Handovers
+from corolla.chain.moved_blocks import moved_blocks
 from corolla.chain.quarantine import LostServers
 from corolla.chain.recovery_budget import RECOVERABLE, RecoveryBudget, RecoveryReport
 from corolla.chain.recovery_plan import CLIENT, HopState, plan_lanes
@@ -28,6 +29,7 @@ from corolla.chassis.errors import (
     RouteUnknown,
 )
 from corolla.chassis.tracing import spans
+from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class _Job:
     Attributes:
         sequences: what is to be filled, in the order of the binding's identities.
         stale: numbers of sequences of which no hop holds anything that counts.
+        lost_chain: on which the sessions were when they were lost.
         incomplete_since_s: since when no chain has had the sessions open on every hop.
         without_outputs: ids of the servers that no longer have the outputs that they said they keep.
         may_scratch: until a hop had no room for a scratch session.
@@ -55,6 +58,7 @@ class _Job:
     lost: LostServers
     began_s: float
     stale: frozenset[int] = frozenset()
+    lost_chain: common_pb2.Chain = field(init=False)
     incomplete_since_s: float = field(init=False)
     without_outputs: set[str] = field(default_factory=set)
     may_scratch: bool = True
@@ -64,6 +68,7 @@ class _Job:
     num_recomputed_tokens: int = 0
 
     def __post_init__(self) -> None:
+        self.lost_chain = self.binding.chain
         self.incomplete_since_s = self.began_s
 
     @property
@@ -165,7 +170,8 @@ class Recovery:
 
     def _report(self, job: _Job, cause: str) -> RecoveryReport:
         methods = "+".join(sorted(job.methods)) or "reopen"
-        report = RecoveryReport(cause, methods, _now_s() - job.began_s, job.num_recomputed_tokens)
+        moved = moved_blocks(job.lost_chain, job.binding.chain)
+        report = RecoveryReport(cause, methods, _now_s() - job.began_s, job.num_recomputed_tokens, moved)
         job.budget.count_recovery(report)
         self._on_recovery(report)
         return report

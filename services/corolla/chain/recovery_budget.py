@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from corolla.chain.moved_blocks import MovedBlocks
 from corolla.chassis.errors import (
     CorollaError,
     HopLeaving,
@@ -42,13 +43,15 @@ MAX_REPLAY_DEATHS: Final = 4
 class RecoveryReport:
     """One recovery: one of CAUSES and of METHODS, and the seconds from the failure until the session could continue.
 
-    `num_recomputed_tokens` counts tokens that hops processed again for each hop.
+    `num_recomputed_tokens` counts tokens that hops processed again for each hop; `moved` is empty where the same
+    servers continued.
     """
 
     cause: str
     method: str
     seconds: float
     num_recomputed_tokens: int
+    moved: tuple[MovedBlocks, ...] = ()
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -377,6 +378,11 @@ class ChainSessions:
         self._plane = plane
         self._limits = limits
         self._on_pace = routes.observe_pace
+        self._running: set[ChainSession] = set()
+
+    def count_by_server(self) -> Counter[str]:
+        """How many of the sessions that are open here go through each server, by its id."""
+        return Counter(hop.server_id for session in self._running for hop in session.chain.hops)
 
     @asynccontextmanager
     async def open(
@@ -406,9 +412,11 @@ class ChainSessions:
             sampler,
             self._on_pace,
         )
+        self._running.add(session)
         try:
             yield session
         finally:
+            self._running.discard(session)
             session.end_ring()
 
     async def free(self, identity: SessionIdentity, chain: common_pb2.Chain) -> None:
