@@ -41,10 +41,9 @@ def rate(metric: str, by: str = "", where: str = "") -> str:
     )
 
 
-def quantiles(metric: str, *fractions: float) -> tuple[tuple[str, str], ...]:
-    return tuple(
-        (f"histogram_quantile({each}, {rate(f'{metric}_bucket', 'le')})", f"p{round(each * 100)}") for each in fractions
-    )
+def quantiles(metric: str, *fractions: float, where: str = "") -> tuple[tuple[str, str], ...]:
+    buckets = rate(f"{metric}_bucket", "le", where)
+    return tuple((f"histogram_quantile({each}, {buckets})", f"p{round(each * 100)}") for each in fractions)
 
 
 def gauge(metric: str, by: str, how: str = "sum") -> str:
@@ -66,12 +65,14 @@ OVERVIEW: Final = (
     Panel("HTTP requests", "Requests over HTTP by route and status; 499: the caller left.", "reqps", (
         (rate("corolla_http_requests_total", "route, status"), "{{route}} {{status}}"),
     )),
-    Panel("HTTP streams and connections", "Answers that are being streamed over HTTP, and open connections.", "short", (
+    Panel("HTTP streams and connections", "Answers that are being streamed over HTTP, callers that watch the "
+          "placement, and open connections.", "short", (
         (f"sum(corolla_http_open_streams{{{HERE}}})", "streams"),
+        (f"sum(corolla_http_watchers{{{HERE}}})", "watchers"),
         (f"sum(corolla_http_connections{{{HERE}}})", "connections"),
     )),
-    Panel("HTTP duration", "From the head of a request to the end of its reply, streams included.", "s",
-          quantiles("corolla_http_request_seconds", 0.5, 0.95, 0.99)),
+    Panel("HTTP duration", "From the head of a request to the end of its reply, streams of answers included.", "s",
+          quantiles("corolla_http_request_seconds", 0.5, 0.95, 0.99, where='route!="GET /v1/placement"')),
     Panel("Time to first token", "From the request to its first token.", "s",
           quantiles("corolla_time_to_first_token_seconds", 0.5, 0.95, 0.99)),
     Panel("Inter-token latency", "Between one token of an answer and the next.", "s",

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,11 @@ def test_a_chat_over_http_goes_on_and_its_refusals_are_one_sentence(up: RunningU
         assert refused.returncode == 1
         assert refused.stderr.startswith("corolla: ")
         assert refused.stderr.count("\n") == 1
+
+
+def test_the_page_is_where_it_says(up: RunningUp) -> None:
+    with urllib.request.urlopen(up.addresses["page"], timeout=30) as reply:
+        assert "<title>Corolla</title>" in reply.read().decode()
 
 
 def test_a_refusal_is_one_sentence(up: RunningUp) -> None:

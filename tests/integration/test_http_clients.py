@@ -50,4 +50,5 @@ async def test_nothing_that_the_document_allows_is_a_fault(url: str) -> None:
         "--checks", "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
         "--max-examples", "10", "--request-timeout", "30", "--phases", "examples,coverage,fuzzing",
         "--generation-database", "none", "--seed", "1",
+        "--exclude-path", "/v1/placement",  # a stream without an end
     )  # fmt: skip

@@ -71,12 +71,14 @@ def _say_what_to_try(view: StackConsole, stack: Stack, *, as_json: bool) -> None
             "addresses",
             client=stack.client_address,
             http=stack.http_address,
+            page=stack.page_url,
             router=stack.router_address,
             log_folder=str(stack.options.log_folder),
             processes=pids,
             start_seconds=stack.start_s,
         )
         return
+    view.line("page", f"{stack.page_url} shows a chat, and the model at work", "bold")
     view.line("http", f"http://{stack.http_address}/v1 speaks OpenAI's dialect", "bold")
     for command in (
         f'corolla generate "Once upon a time, in a small village by the sea," --server {stack.client_address}',

@@ -2,14 +2,18 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from starlette.types import ASGIApp
 
 from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
+from corolla.chain.recovery_budget import RecoveryReport
 from corolla.chain.reservations import ChainLimits
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSessions
@@ -32,6 +36,9 @@ from corolla.client.http.door import Door
 from corolla.client.http.exchange import HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.origins import OwnPages
+from corolla.client.http.placement_facts import PlacementFacts, placement_facts
+from corolla.client.http.placement_stream import PlacementStream
+from corolla.client.http.recovery_log import RecoveryLog
 from corolla.client.http.routes import router
 from corolla.client.http.server import HttpServer
 from corolla.client.http.surface import Surface
@@ -106,6 +113,8 @@ class ClientService:
         self._transcripts: Transcripts | None = None
         self._chat: ChatTemplate | None = None
         self._grammars: GrammarProcess | None = None
+        self._recoveries = RecoveryLog(time.time)
+        self._placement_stream: PlacementStream | None = None
 
     @property
     def port(self) -> int:
@@ -170,7 +179,7 @@ class ClientService:
         )
         clock = asyncio.get_running_loop().time
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
-        sessions = ChainSessions(routes, plane, _limits(settings), self._metrics.count_recovery)
+        sessions = ChainSessions(routes, plane, _limits(settings), self._on_recovery)
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
@@ -226,8 +235,8 @@ class ClientService:
             await self._tokens.keys.ready()
         await self._rpc.start()
         if self._http is not None:
-            await self._http.start(self._http_app(servicer, checkpoint.name))
-            self._tasks.start_essential(self._http.run, "http")
+            describe = partial(self._placement_facts, model, placement, sessions)
+            await self._start_http(self._http, servicer, model.name, describe)
         await self._rpc.ready()
         log.info(
             "ready",
@@ -242,6 +251,8 @@ class ClientService:
     async def stop(self) -> None:
         """Lets running answers end, and frees everything."""
         self._hub.stop()
+        if self._placement_stream is not None:
+            self._placement_stream.close()
         grace_s = self.settings.grace_s
         await asyncio.gather(self._rpc.stop(grace_s), *([self._http.stop(grace_s)] if self._http is not None else []))
         await self._tasks.close()
@@ -266,14 +277,35 @@ class ClientService:
             head_timeout_s=settings.http_read_timeout_s,
         )
 
-    def _http_app(self, servicer: GenerationServicer, model: str) -> ASGIApp:
+    async def _start_http(
+        self, server: HttpServer, servicer: GenerationServicer, model: str, describe: Callable[[], PlacementFacts]
+    ) -> None:
+        max_watchers = self.settings.http_max_watchers
+        # A tenant that is alone at the moment has no right to the whole, where others may come.
+        max_of_tenant = -(-max_watchers // 4) if self._tenants.are_several else max_watchers
+        watched = PlacementStream(describe, max_watchers=max_watchers, max_of_tenant=max_of_tenant)
+        self._placement_stream = watched
+        await server.start(self._http_app(Surface(servicer, model, lambda: self._rpc.is_serving, watched)))
+        self._tasks.start_essential(server.run, "http")
+
+    def _http_app(self, surface: Surface) -> ASGIApp:
         settings = self.settings
         held = HeldBytes(settings.max_held_request_bytes)
         limits = Limits(settings.max_request_bytes, held, settings.http_read_timeout_s, settings.reader_timeout_s)
         asks_for_keys = settings.api_keys_file is not None or bool(settings.oidc_issuer)
         pages = None if asks_for_keys else OwnPages(settings.host)
         door = Door(self._tenants.authenticate, self._http_metrics, limits, pages)
-        return router(door, Surface(servicer, model, lambda: self._rpc.is_serving))
+        return router(door, surface, has_page=settings.http_page)
+
+    def _on_recovery(self, report: RecoveryReport) -> None:
+        self._metrics.count_recovery(report)
+        self._recoveries.add(report)
+
+    def _placement_facts(
+        self, model: generation_pb2.Model, placement: PlacementWatch, sessions: ChainSessions
+    ) -> PlacementFacts:
+        servers = [each for each in placement.servers if each.server.fingerprint == model.fingerprint]
+        return placement_facts(model.name, model.num_blocks, servers, sessions.count_by_server(), self._recoveries)
 
 
 def _tokens(settings: ClientSettings) -> Tokens | None:

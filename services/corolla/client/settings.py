@@ -34,6 +34,17 @@ class ClientSettings(ServiceSettings):
     http_max_connections: int = Field(
         4096, ge=1, description="HTTP connections at a time; further ones are refused at once."
     )
+    http_page: bool = Field(
+        True,
+        description="Whether the port for HTTP has a page at `/`, with a chat and the model's blocks, and what that "
+        "watches at `/v1/placement`.",
+    )
+    http_max_watchers: int = Field(
+        64,
+        ge=1,
+        description="Callers that watch the placement at a time, a quarter of them of one tenant where there are "
+        "several; further ones are refused.",
+    )
     http_read_timeout_s: float = Field(
         30.0, gt=0, description="Seconds in which the head of an HTTP request must have come, and then its body."
     )

@@ -125,5 +125,6 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
     # The command line says these to each process; a variable of the surroundings is not meant for all of them.
     own = {key: value for key, value in os.environ.items() if key not in _OF_ONE_PROCESS}
     # The servers share this machine, and would each measure that the others are idle. Who knows better says so.
-    shared = {"COROLLA_SPIN_US": "0"}
+    # And somebody looks at them.
+    shared = {"COROLLA_SPIN_US": "0", "COROLLA_LOAD_PUSH_INTERVAL_S": "1"}
     return {**shared, **own, **fixed, **offline, **options.environment}

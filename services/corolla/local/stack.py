@@ -73,6 +73,11 @@ class Stack:
         self._stopping = threading.Event()
 
     @property
+    def page_url(self) -> str:
+        """Of the page that the client service shows."""
+        return f"http://{self.http_address}/"
+
+    @property
     def processes(self) -> tuple[ManagedProcess, ...]:
         return tuple(self._processes.values())
 

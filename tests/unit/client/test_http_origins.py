@@ -41,3 +41,22 @@ def test_pages_of_other_hosts_are_refused(listens: str, host: str, origin: str) 
     with pytest.raises(InvalidRequest) as refusal:
         OwnPages(listens).check({"host": host, "origin": origin})
     assert refusal.value.violations[0][0] == "origin"
+
+
+@pytest.mark.parametrize(
+    "listens, host, is_let_in",
+    [
+        ("127.0.0.1", "127.0.0.1:8080", True),
+        ("127.0.0.1", "localhost", True),
+        ("127.0.0.1", "elsewhere.example:8080", False),
+        ("127.0.0.1", "", False),
+        ("0.0.0.0", "llm.example", True),
+    ],
+)
+def test_a_page_reads_by_a_name_of_this_machine_only(listens: str, host: str, is_let_in: bool) -> None:
+    if is_let_in:
+        OwnPages(listens).check_reader({"host": host})
+        return
+    with pytest.raises(InvalidRequest) as refusal:
+        OwnPages(listens).check_reader({"host": host})
+    assert refusal.value.violations[0][0] == "host"

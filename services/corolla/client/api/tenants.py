@@ -27,8 +27,8 @@ class KeyHolder:
     key: KeyRecord | TokenGrant | None = None
     is_good: Callable[[], bool] = lambda: True
 
-    def check(self, scope: Scope, model: str) -> None:
-        """Raises ScopeDenied: the key or token is for other calls or models."""
+    def check(self, scope: Scope | None, model: str) -> None:
+        """Raises ScopeDenied: the key or token is for other calls or models; None: every one is for such calls."""
         if self.key is not None and not self.key.allows(scope, model):
             raise ScopeDenied("this key or token is for other calls or models")
 

@@ -18,6 +18,10 @@ Behaviour = Callable[[Exchange, Call[KeyHolder]], Awaitable[None]]
 """Reads the request and replies. Raises errors of the tree."""
 
 
+HeaderCheck = Callable[[Mapping[str, str]], None]
+"""Raises InvalidRequest: the request is not let in."""
+
+
 class Door:
     """Makes endpoints of behaviours.
 
@@ -34,12 +38,15 @@ class Door:
         self._metrics = metrics
         self._limits = limits
 
-    def endpoint(self, route: str, behaviours: Mapping[str, Behaviour], *, is_open: bool = False) -> "Endpoint":
+    def endpoint(
+        self, route: str, behaviours: Mapping[str, Behaviour], *, is_open: bool = False, is_of_page: bool = False
+    ) -> "Endpoint":
         """What serves a route.
 
         Args:
             behaviours: by the method of HTTP.
             is_open: whether nobody is asked who they are; such calls are not in the audit log.
+            is_of_page: whether the service's own page reads it, and pages of other hosts must not.
         """
         guards = {
             method: Guard(
@@ -47,7 +54,10 @@ class Door:
             )
             for method in behaviours
         }
-        return Endpoint(behaviours, guards, self._metrics, self._limits, None if is_open else self._pages)
+        check: HeaderCheck | None = None
+        if self._pages is not None and not is_open:
+            check = self._pages.check_reader if is_of_page else self._pages.check
+        return Endpoint(behaviours, guards, self._metrics, self._limits, check)
 
     async def not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves what no route is for."""
@@ -64,11 +74,11 @@ class Endpoint:
         guards: Mapping[str, Guard],
         metrics: HttpMetrics,
         limits: Limits,
-        pages: OwnPages | None,
+        check: HeaderCheck | None,
     ) -> None:
         self._behaviours = behaviours
         self._guards = guards
-        self._pages = pages
+        self._check = check
         self._metrics = metrics
         self._limits = limits
 
@@ -82,8 +92,8 @@ class Endpoint:
         guard = self._guards[scope["method"]]
         call = guard.begin(exchange)
         try:
-            if self._pages is not None:
-                self._pages.check(exchange.headers)
+            if self._check is not None:
+                self._check(exchange.headers)
             await guard.let_in(call)
             await behaviour(exchange, call)
         except BaseException as failure:

@@ -192,9 +192,13 @@ class Exchange:
         self.end_watch()
         await self._send_out({"type": "http.response.body", "body": b"event: error\ndata: " + body_of(error) + b"\n\n"})
 
-    async def stream(self, events: AsyncGenerator[bytes, None]) -> None:
-        """The reply as events, as they come. It begins with the first one: what fails before has a status."""
-        with self._metrics.open_streams.track_inprogress():
+    async def stream(self, events: AsyncGenerator[bytes, None], *, is_watch: bool = False) -> None:
+        """The reply as events, as they come. It begins with the first one: what fails before has a status.
+
+        Args:
+            is_watch: whether it is no answer, and has no end of its own.
+        """
+        with (self._metrics.watchers if is_watch else self._metrics.open_streams).track_inprogress():
             await self._stream(events)
         self.end_watch()
         await self._send_out({"type": "http.response.body", "body": b""})

@@ -34,6 +34,9 @@ class HttpMetrics:
         self.open_streams = Gauge(
             "corolla_http_open_streams", "Answers that are being streamed over HTTP.", registry=registry
         )
+        self.watchers = Gauge(
+            "corolla_http_watchers", "Callers that watch the placement, such as the page does.", registry=registry
+        )
         self.connections = Gauge("corolla_http_connections", "Open HTTP connections.", registry=registry)
         self.refused_connections = Counter(
             "corolla_http_refused_connections",

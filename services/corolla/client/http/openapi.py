@@ -1,6 +1,6 @@
 """What can be asked over HTTP, in one table, and the OpenAPI document that is made from it."""
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,7 +9,15 @@ from pydantic.json_schema import models_json_schema
 
 from corolla.chassis.calls import Call
 from corolla.client.api.tenants import KeyHolder
-from corolla.client.http import chat_replies, completion_replies, response_replies, sessions, surface, tokenization
+from corolla.client.http import (
+    chat_replies,
+    completion_replies,
+    placement_facts,
+    response_replies,
+    sessions,
+    surface,
+    tokenization,
+)
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.errors import ErrorReply
@@ -38,9 +46,10 @@ class Operation:
     Attributes:
         path: as the document has it. A parameter may hold slashes if it is the last part.
         does: the method of the surface; its docstring is what the document says.
-        reply: what is written, where that is no stream.
+        reply: what is written, where that is no stream; of a watch, the data of each event.
         body: what is read; None: nothing.
         streams: whether the reply may be a stream of events.
+        is_watch: whether it is a stream of events for as long as the caller stays.
         is_open: whether nobody is asked who they are.
     """
 
@@ -50,6 +59,7 @@ class Operation:
     reply: type[BaseModel]
     body: type[BaseModel] | None = None
     streams: bool = False
+    is_watch: bool = False
     is_open: bool = False
 
 
@@ -72,12 +82,17 @@ OPERATIONS: Final = (
 )
 """All that can be asked, but for the document itself."""
 
+OF_THE_PAGE: Final = (
+    Operation("/v1/placement", "GET", Surface.watch_placement, placement_facts.PlacementFacts, is_watch=True),
+)
+"""What can be asked where there is a page that asks it."""
 
-def document() -> dict[str, Any]:
+
+def document(operations: Sequence[Operation]) -> dict[str, Any]:
     """OpenAPI 3.1."""
-    named, definitions = models_json_schema(_models(), ref_template=_REFERENCES)
+    named, definitions = models_json_schema(_models(operations), ref_template=_REFERENCES)
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
+    for operation in operations:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, named)
     return {
         "openapi": "3.1.0",
@@ -90,9 +105,9 @@ def document() -> dict[str, Any]:
     }
 
 
-def _models() -> list[tuple[type[BaseModel], Any]]:
+def _models(operations: Sequence[Operation]) -> list[tuple[type[BaseModel], Any]]:
     found: list[tuple[type[BaseModel], Any]] = [(ErrorReply, "serialization")]
-    for operation in OPERATIONS:
+    for operation in operations:
         found.append((operation.reply, "serialization"))
         if operation.body is not None:
             found.append((operation.body, "validation"))
@@ -121,6 +136,10 @@ def _described(operation: Operation, named: Mapping[Any, Any]) -> dict[str, Any]
 
 
 def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    yield "application/json", {"schema": named[operation.reply, "serialization"]}
+    reply = named[operation.reply, "serialization"]
+    if operation.is_watch:
+        yield "text/event-stream", {"schema": {"type": "string"}, "x-event-data": reply}
+        return
+    yield "application/json", {"schema": reply}
     if operation.streams:
         yield "text/event-stream", {"schema": {"type": "string"}}

@@ -28,6 +28,12 @@ class OwnPages:
         if origin.lower().partition("://")[2] != host or (self._is_loopback and not _is_loopback(_name(host))):
             raise InvalidRequest("origin", "pages of other hosts are not served where nobody is asked for a key")
 
+    def check_reader(self, headers: Mapping[str, str]) -> None:
+        """Of what pages read: browsers do not say whose page reads from its own host. Raises InvalidRequest."""
+        self.check(headers)
+        if self._is_loopback and not _is_loopback(_name(headers.get("host", "").lower())):
+            raise InvalidRequest("host", "must be this machine's own where nobody is asked for a key")
+
 
 def _name(host: str) -> str:
     """Without its port."""

@@ -17,6 +17,7 @@ from corolla.client.http.answers import now_s
 from corolla.client.http.chat import ChatCompletionRequest
 from corolla.client.http.completions import CompletionRequest
 from corolla.client.http.exchange import Exchange
+from corolla.client.http.placement_stream import PlacementStream
 from corolla.client.http.response_replies import Reply
 from corolla.client.http.responses import ResponseRequest, Turn, check_stored, new_response_id
 from corolla.client.http.sessions import DeletedSession, SessionRequest, facts_of
@@ -50,12 +51,16 @@ class Surface:
     Args:
         model: the name of the model that is served.
         is_serving: what health says.
+        placement: for those who watch it.
     """
 
-    def __init__(self, servicer: GenerationServicer, model: str, is_serving: Callable[[], bool]) -> None:
+    def __init__(
+        self, servicer: GenerationServicer, model: str, is_serving: Callable[[], bool], placement: PlacementStream
+    ) -> None:
         self._servicer = servicer
         self._model = model
         self._is_serving = is_serving
+        self._placement = placement
         self._created = now_s()
 
     async def health(self, exchange: Exchange, call: object) -> None:
@@ -174,6 +179,12 @@ class Surface:
         session_id = exchange.path_parameters["session_id"]
         await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), call)
         await _reply(exchange, DeletedSession(id=session_id))
+
+    async def watch_placement(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+        """Says who holds which blocks, and again at each change, until the caller leaves."""
+        await exchange.without_body()
+        call.caller.check(None, self._model)
+        await exchange.stream(self._placement.watch(call.caller), is_watch=True)
 
     async def _generated(
         self, request: pb.GenerateRequest, call: Call[KeyHolder]

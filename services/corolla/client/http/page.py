@@ -1,0 +1,41 @@
+"""The page at `/`: its files, which come with the package and are read once."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import resources
+from types import MappingProxyType
+from typing import Any, Final
+
+from corolla.client.http.door import Behaviour
+from corolla.client.http.exchange import Exchange
+
+HEADERS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'",
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+        "cache-control": "no-cache",
+    }
+)
+"""Nothing comes from elsewhere, no script stands in the page, and no text becomes markup, whatever a model writes."""
+
+_INDEX: Final = "index.html"
+_KINDS: Final = MappingProxyType({".css": "text/css", ".html": "text/html", ".js": "text/javascript"})
+_PICTURE: Final = "image/svg+xml"
+
+
+def pages() -> Iterator[tuple[str, Behaviour]]:
+    """Each path with what shows its file. Nobody is asked for a key: the files are the same everywhere."""
+    for file in (resources.files(__package__) / "static").iterdir():
+        path = "/" if file.name == _INDEX else f"/page/{file.name}"
+        kind = _KINDS.get(file.name[file.name.rindex(".") :], _PICTURE)
+        yield path, partial(_show, file.read_bytes(), f"{kind}; charset=utf-8")
+
+
+async def _show(content: bytes, kind: str, exchange: Exchange, call: object) -> None:
+    await exchange.without_body()
+    await exchange.reply(content, kind=kind, **HEADERS)

@@ -1,0 +1,127 @@
+"""The placement as a caller may see it. Pure.
+
+Callers learn what serves them and how it is doing: neither where a server is, nor its id, nor anything of a session.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Literal
+
+from pydantic import BaseModel, Field
+
+from corolla.client.http.recovery_log import RecoveryEntry
+from corolla.v1 import router_pb2 as pb
+from corolla.wire.span import Span, gaps
+
+State = Literal["joining", "ready", "draining", "lost"]
+Blocks = tuple[int, int]
+
+_STATES: Final[Mapping["pb.ServerState.ValueType", State]] = {
+    pb.SERVER_STATE_JOINING: "joining",
+    pb.SERVER_STATE_READY: "ready",
+    pb.SERVER_STATE_DRAINING: "draining",
+}
+_NAME_CHARS: Final = 6
+
+
+class ServerFacts(BaseModel):
+    """A block server."""
+
+    name: str = Field(description="Follows from its id, and another one at each start; not from where it is.")
+    blocks: Blocks = Field(description="The first one that it holds, and the one behind the last.")
+    state: State = Field(description="`lost`: it failed, and has not been heard of since.")
+    answers: int = Field(description="Answers of the asked client service that go through it now.")
+    sessions: int = Field(description="Sessions that it holds, idle ones and those of other client services included.")
+    pages: int = Field(description="Pages of its KV cache.")
+    free_pages: int
+    waiting_steps: int
+    batch_rows: float = Field(description="Rows of a decode step, on average; 0: none was done.")
+    step_seconds: float = Field(description="Of a decode step for all its blocks, on average.")
+
+
+class Moved(BaseModel):
+    """Blocks that went from one server to another."""
+
+    blocks: Blocks
+    lost: str
+    found: str
+
+
+class RecoveryFacts(BaseModel):
+    """A recovery of one answer, or of several that lost the same servers."""
+
+    number: int
+    time: float = Field(description="When the answer continued, in seconds since 1970.")
+    cause: str
+    answers: int
+    seconds: float = Field(description="For which the answer stalled; the longest of several.")
+    moved: list[Moved] = Field(description="Empty: the same servers continued.")
+
+
+class PlacementFacts(BaseModel):
+    """Who holds which blocks."""
+
+    model: str
+    num_blocks: int
+    uncovered: list[Blocks] = Field(description="Blocks that no ready server holds.")
+    servers: list[ServerFacts] = Field(description="In the order of their blocks.")
+    recoveries: list[RecoveryFacts] = Field(description="The newest of the asked client service, oldest first.")
+
+
+def placement_facts(
+    model: str,
+    num_blocks: int,
+    servers: Sequence[pb.PlacedServer],
+    num_answers: Mapping[str, int],
+    recoveries: Iterable[RecoveryEntry],
+) -> PlacementFacts:
+    """What is pushed to those who watch.
+
+    Args:
+        servers: that hold the weights which are asked.
+        num_answers: that go through each server, by its id.
+    """
+    found = [_server(each, num_answers.get(each.server.server_id, 0)) for each in servers]
+    ready = [Span(*each.blocks) for each in found if each.state == "ready"]
+    return PlacementFacts(
+        model=model,
+        num_blocks=num_blocks,
+        uncovered=[(each.start, each.end) for each in gaps(ready, Span(0, num_blocks))],
+        servers=sorted(found, key=lambda each: (each.blocks, each.name)),
+        recoveries=[_recovery(each) for each in recoveries],
+    )
+
+
+def name_of(server_id: str) -> str:
+    """What callers call a server. Its id has 128 random bits, which nobody finds by trying."""
+    return hashlib.sha256(server_id.encode()).hexdigest()[:_NAME_CHARS]
+
+
+def _server(placed: pb.PlacedServer, num_answers: int) -> ServerFacts:
+    load = placed.load
+    return ServerFacts(
+        name=name_of(placed.server.server_id),
+        blocks=(placed.span.start, placed.span.end),
+        state="lost" if placed.suspected else _STATES.get(placed.state, "joining"),
+        answers=num_answers,
+        sessions=load.num_sessions,
+        pages=load.num_pages,
+        free_pages=load.num_free_pages,
+        waiting_steps=load.num_queued_steps,
+        batch_rows=round(load.decode_batch_rows, 2),
+        step_seconds=round(load.decode_step_seconds, 6),
+    )
+
+
+def _recovery(entry: RecoveryEntry) -> RecoveryFacts:
+    return RecoveryFacts(
+        number=entry.number,
+        time=round(entry.began_s, 3),
+        cause=entry.cause,
+        answers=entry.num_sessions,
+        seconds=round(entry.seconds, 4),
+        moved=[
+            Moved(blocks=(each.blocks.start, each.blocks.end), lost=name_of(each.lost), found=name_of(each.found))
+            for each in entry.moved
+        ],
+    )

@@ -1,0 +1,170 @@
+"""The page at `/` and what it watches: what is served to whom, and what of the servers a tenant may see."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import pytest_asyncio
+
+from corolla.client.api.keys import NewKey
+from corolla.client.http.page import HEADERS
+from corolla.client.http.placement_facts import name_of
+from corolla.client.service import ClientService
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.deaths import doom
+from tests.integration.swarm import Swarm
+from tests.integration.test_http_door import metric
+from tests.integration.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+KEY = "a-simple-key-of-bob"
+OTHER_MODEL = NewKey("acme", models=["another"])
+PLACEMENT = "/v1/placement"
+PROMPT = [5, 6, 7]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
+    folder: Path = tmp_path_factory.mktemp("page")
+    (folder / "keys").write_text(f"{OTHER_MODEL.record.line}\nbob:{KEY}\n")
+    model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 4096})
+    client = {"http_port": 0, "api_keys_file": folder / "keys"}
+    async with Swarm(folder, model, ["0:2", "2:5", "2:5"], client=client, api_key=KEY) as swarm:
+        yield swarm
+
+
+@asynccontextmanager
+async def caller(service: ClientService, key: str = KEY, **headers: str) -> AsyncIterator[httpx2.AsyncClient]:
+    url = f"http://127.0.0.1:{service.http_port}"
+    given = {"authorization": f"Bearer {key}", **headers} if key else headers
+    async with httpx2.AsyncClient(base_url=url, headers=given, timeout=60) as http:
+        yield http
+
+
+async def placements(http: httpx2.AsyncClient) -> AsyncGenerator[Any, None]:
+    async with http.stream("GET", PLACEMENT) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        async for line in stream.aiter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))
+
+
+async def test_the_page_is_shown_to_everybody_and_lets_nothing_else_in(swarm: Swarm) -> None:
+    async with caller(swarm.clients[0], key="") as http:
+        for path, kind in (("/", "text/html"), ("/page/page.js", "text/javascript"), ("/page/style.css", "text/css")):
+            reply = await http.get(path)
+            assert (reply.status_code, reply.headers["content-type"]) == (200, f"{kind}; charset=utf-8")
+            assert {name: reply.headers[name] for name in HEADERS} == HEADERS
+        for path in ("/page/", "/page/index.html", "/page/..%2fpage.py", "/page/../page.py", "/page/nothing.js"):
+            assert (await http.get(path)).status_code == 404
+        assert (await http.post("/", json={})).status_code == 405
+
+
+async def test_a_page_that_is_switched_off_is_not_there(swarm: Swarm) -> None:
+    service = await swarm.add_client(http_page=False)
+    async with caller(service) as http:
+        for path in ("/", "/page/page.js", PLACEMENT):
+            assert (await http.get(path)).status_code == 404
+        assert PLACEMENT not in (await http.get("/openapi.json")).json()["paths"]
+
+
+async def test_the_placement_is_for_who_has_a_key(swarm: Swarm) -> None:
+    for key, status, code in (("", 401, "invalid_api_key"), (OTHER_MODEL.key, 403, "scope_denied")):
+        async with caller(swarm.clients[0], key) as http:
+            refused = await http.get(PLACEMENT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+
+
+async def test_a_tenant_sees_no_address(swarm: Swarm) -> None:
+    async with caller(swarm.clients[0]) as http:
+        seen = await anext(placements(http))
+    assert (seen["model"], seen["num_blocks"], seen["uncovered"]) == ("tiny", 5, [])
+    assert [each["blocks"] for each in seen["servers"]] == [[0, 2], [2, 5], [2, 5]]
+    text = json.dumps(seen)
+    for server in swarm.servers:
+        assert server.address not in text
+        assert str(server.port) not in text
+        assert server.server_id not in text
+
+
+async def test_who_watches_learns_of_a_recovery_as_it_happens(swarm: Swarm) -> None:
+    answer: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+    async with caller(swarm.clients[0]) as http:
+        expected = (await http.post("/v1/completions", json=answer)).json()["choices"][0]["text"]
+        answering = asyncio.create_task(http.post("/v1/completions", json=answer))
+        doomed: list[str] = []
+        async for seen in placements(http):
+            going = {each["name"] for each in seen["servers"] if each["answers"] and each["blocks"] == [2, 5]}
+            if going and not doomed:
+                doomed += [each.server_id for each in swarm.servers if name_of(each.server_id) in going]
+                (server,) = [each for each in swarm.servers if each.server_id in doomed]
+                doom(swarm, server, lambda rows: True)
+            if seen["recoveries"]:
+                break
+        (recovery,) = seen["recoveries"]
+        reply = (await answering).json()
+    assert reply["choices"][0]["text"] == expected
+    assert reply["usage"]["recoveries"] == recovery["answers"] == 1
+    (moved,) = recovery["moved"]
+    (spare,) = [each.server_id for each in swarm.servers[1:] if each.server_id not in doomed]
+    assert (moved["blocks"], moved["lost"], moved["found"]) == ([2, 5], name_of(doomed[0]), name_of(spare))
+    assert 0 < recovery["seconds"] < 30
+
+
+async def test_decode_steps_tell_how_many_rows_they_have(swarm: Swarm) -> None:
+    answer: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "n": 4}
+    async with caller(swarm.clients[0]) as http:
+        await http.post("/v1/completions", json=answer)
+        async for seen in placements(http):
+            first = seen["servers"][0]
+            if first["batch_rows"] > 1:
+                assert first["batch_rows"] <= 4
+                assert first["step_seconds"] > 0
+                break
+
+
+async def test_as_many_watch_as_may_and_leave_nothing(swarm: Swarm) -> None:
+    service = await swarm.add_client(http_max_watchers=4)  # one of several tenants has a quarter
+    async with caller(service) as http:
+        watching = placements(http)
+        await anext(watching)
+        assert await metric(service, "corolla_http_watchers") == 1
+        assert await metric(service, "corolla_http_open_streams") == 0
+        refused = await http.get(PLACEMENT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        await watching.aclose()
+
+        async def is_free() -> bool:
+            return await metric(service, "corolla_http_watchers") == 0
+
+        await until(is_free)
+        await anext(placements(http))
+
+
+async def test_a_service_that_stops_does_not_wait_for_who_watches(swarm: Swarm) -> None:
+    service = await swarm.add_client(grace_s=60.0)
+    async with caller(service) as http, http.stream("GET", PLACEMENT) as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        swarm.clients.remove(service)
+        async with asyncio.timeout(10):
+            stopping = asyncio.create_task(service.stop())
+            rest = [line async for line in lines if line]
+            await stopping
+    assert rest[-2] == "event: error"
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "service_stopping"
+
+
+async def test_no_other_hosts_page_reads_the_placement_where_nobody_has_a_key(swarm: Swarm) -> None:
+    service = await swarm.add_client(api_keys_file=None)
+    async with caller(service, key="", host="rebound.example") as http:
+        refused = await http.get(PLACEMENT)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "host")
+    async with caller(service, key="") as http:
+        assert (await anext(placements(http)))["model"] == "tiny"
