@@ -80,6 +80,9 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
 	  --output-file requirements/http-clients.txt
+	@printf 'axe-playwright-python>=0.1.8,<0.2\nplaywright>=1.65,<2\n' | \
+	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' --output-file requirements/browser.txt
 	@echo 'atheris>=3,<3.1' | uv pip compile - --quiet $(UPGRADE) --universal \
 	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements/fuzzing.txt
@@ -122,6 +125,20 @@ $(VENV)/.http-clients-done: requirements/http-clients.txt | $(STAMP)
 	@$(PIP) install --quiet --require-hashes --no-deps --target $(VENV)/http-clients -r requirements/http-clients.txt
 	@touch $@
 
+# In a folder of its own: it brings a browser's driver of 140 MB, and no browser.
+.PHONY: browser
+browser: $(VENV)/.browser-done ## Installs what leads a browser over the page, which `make test-all` does with Chromium.
+
+$(VENV)/.browser-done: requirements/browser.txt | $(STAMP)
+	@echo "==> Installing playwright, which leads a browser"
+	@rm -rf $(VENV)/browser
+	@$(PIP) install --quiet --require-hashes --no-deps --target $(VENV)/browser -r requirements/browser.txt
+	@touch $@
+
+.PHONY: screenshots
+screenshots: setup browser ## Takes the pictures of the page in docs/images, of a stack with the demo model (needs Chromium).
+	@$(PY) -m tests.browser.pictures docs/images
+
 # In a folder of its own, apart from what Corolla needs.
 .PHONY: fuzzing
 fuzzing: $(VENV)/.fuzzing-done ## Installs atheris, which `make test-all` leads through parsers for a minute.
@@ -134,7 +151,7 @@ $(VENV)/.fuzzing-done: requirements/fuzzing.txt | $(STAMP)
 	@touch $@
 
 .PHONY: test-all
-test-all: setup $(HELM) gemma http-clients fuzzing ## Runs all tests but those of faults and of a cluster.
+test-all: setup $(HELM) gemma http-clients browser fuzzing ## Runs all tests but those of faults and of a cluster.
 	@echo "==> Testing everything"
 	@$(PY) -m pytest -q -m "not promtool and not cluster" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 
@@ -261,7 +278,7 @@ $(VENV)/.tools-done: requirements/tools.txt | $(STAMP)
 	@touch $@
 
 AUDITED := $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt \
-  requirements/http-clients.txt
+  requirements/http-clients.txt requirements/browser.txt
 PIP_AUDIT = $(TOOL) pip_audit --require-hashes --no-deps --disable-pip --progress-spinner off --format json
 
 .PHONY: audit

@@ -179,6 +179,7 @@ def test_the_file_that_pip_finds_says_which_lock_holds_it(file_name: str, varian
     [
         ("tools.txt", {"cyclonedx-bom", "pip-audit"}),
         ("fuzzing.txt", {"atheris"}),
+        ("browser.txt", {"axe-playwright-python", "playwright"}),
         ("http-clients.txt", {"langchain-openai", "litellm", "openai", "pydantic-ai-slim", "schemathesis"}),
     ],
 )

@@ -1,0 +1,248 @@
+"""The page in a real Chromium, of a stack of real processes with the demo model."""
+
+import json
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corolla.local.options import StackOptions
+from corolla.local.stack import Stack
+from tests.browser.chromium import browser, package
+from tests.browser.leading import (
+    PATIENCE_MS,
+    ask,
+    holder_of,
+    is_answering,
+    process_of,
+    wait_for_end,
+    wait_for_text,
+)
+
+pytestmark = [pytest.mark.full, pytest.mark.model, pytest.mark.timeout(600)]
+
+STORY = "Write a short story about a lighthouse keeper and the sea."
+NUM_TOKENS = 160
+WIDE, PHONE = {"width": 1360, "height": 850}, {"width": 390, "height": 844}
+MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+NUM_BLOCKS, LAST = 30, 29
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("page")
+    with Stack(StackOptions(blocks="0:14,14:30,14:30", log_folder=folder)) as stack:
+        yield stack
+
+
+@pytest.fixture
+def page(chromium: Any, stack: Stack) -> Iterator[Any]:
+    """The page, which nothing has gone wrong on in the end."""
+    context = chromium.new_context(viewport=WIDE)
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.extend([message.text] if message.type == "error" else []))
+    page.goto(stack.page_url)
+    page.get_by_text("live", exact=True).wait_for(timeout=PATIENCE_MS)
+    yield page
+    context.close()
+    # What the network does while a service is away is logged as an error, too.
+    assert [each for each in problems if "ERR_" not in each] == []
+
+
+def undisturbed(stack: Stack, text: str, max_tokens: int) -> str:
+    """What any caller gets for a message."""
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": max_tokens}
+    request = urllib.request.Request(
+        f"{stack.page_url}v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=300) as reply:
+        return str(json.load(reply)["choices"][0]["message"]["content"])
+
+
+def test_a_chat_has_sessions_that_stay_in_the_tab(page: Any, stack: Stack) -> None:
+    question = "What is the capital of France?"
+    ask(page, question)
+    assert wait_for_end(page) == undisturbed(stack, question, 40)
+    ask(page, "And of Italy?")
+    assert "Rome" in wait_for_end(page)  # which nobody knows without the first question
+    assert page.locator("#log article").count() == 4
+    page.get_by_role("button", name="New", exact=True).click()
+    assert page.locator("#log article").count() == 0
+    ask(page, "Who are you?")
+    other = wait_for_end(page)
+    page.reload()
+    sessions = page.locator(".session")
+    assert sessions.all_text_contents() == ["Who are you?", question]
+    assert page.locator("#log article .text").all_text_contents() == ["Who are you?", other]
+    sessions.nth(1).click()
+    ask(page, "And of Spain?")
+    assert "Madrid" in wait_for_end(page)
+    page.get_by_role("button", name=f"End the session {question}").click()
+    assert page.locator(".session").all_text_contents() == ["Who are you?"]
+    assert page.evaluate("localStorage.length + document.cookie.length") == 0
+
+
+def test_a_killed_servers_blocks_change_hands_while_the_answer_goes_on(page: Any, stack: Stack) -> None:
+    expected = undisturbed(stack, STORY, NUM_TOKENS)
+    ask(page, STORY, NUM_TOKENS)
+    wait_for_text(page, 60)
+    lost = holder_of(page, LAST)
+    stack.kill(process_of(stack, lost))
+    changed = f"() => document.querySelectorAll('.block')[{LAST}].dataset.holder !== '{lost}'"
+    page.wait_for_function(changed, timeout=PATIENCE_MS)
+    found = holder_of(page, LAST)
+    page.locator("#recoveries li", has_text=f"{lost} was lost").wait_for(timeout=PATIENCE_MS)
+    assert is_answering(page)
+    recovery = page.locator("#recoveries li").first.text_content()
+    assert f"{lost} was lost: {found} took blocks 14\u201329." in recovery
+    assert {holder_of(page, block) for block in range(14, NUM_BLOCKS)} == {found}
+    assert wait_for_end(page) == expected
+    assert "1 recovery" in page.locator(".assistant .note").last.text_content()
+    # The stack starts the server again, as another one.
+    page.get_by_text("1 more could take over").wait_for(timeout=PATIENCE_MS)
+    assert lost not in page.locator("#server-rows").text_content()
+
+
+def test_an_answer_outlives_its_client_service(page: Any, stack: Stack) -> None:
+    expected = undisturbed(stack, STORY, NUM_TOKENS)
+    ask(page, STORY, NUM_TOKENS)
+    wait_for_text(page, 60)
+    stack.kill("client", signal.SIGKILL)
+    page.get_by_text("connecting again").wait_for(timeout=PATIENCE_MS)
+    assert is_answering(page)
+    assert wait_for_end(page) == expected
+    page.get_by_text("live", exact=True).wait_for(timeout=PATIENCE_MS)
+
+
+def test_everything_can_be_done_by_keyboard(page: Any) -> None:
+    def focused() -> str:
+        name = "({id, ariaLabel, textContent}) => id || ariaLabel || textContent.trim()"
+        return str(page.evaluate(f"document.activeElement === document.body ? '' : ({name})(document.activeElement)"))
+
+    def press(*keys: str) -> None:
+        for each in keys:
+            page.keyboard.press(each)
+
+    def press_until(name: str) -> None:
+        while focused() != name:
+            press("Tab")
+
+    press("Tab")
+    assert focused() == "Skip to the message"
+    assert page.locator(".skips a").first.evaluate("link => getComputedStyle(link).opacity") == "1"
+    press("Enter")
+    assert focused() == "message"
+    page.keyboard.type("Count to three.")
+    press("Enter")
+    assert wait_for_end(page)
+    assert focused() == "message"
+    # All of it in the order in which it stands, and round again.
+    order: list[str] = []
+    press("Tab")
+    while focused() not in (order[:1] or [""]) and len(order) < 30:
+        order.append(focused())
+        press("Tab")
+    wanted = ["send", "temperature", "max-tokens", "servers", "Skip to the message", "Skip to the servers",
+              "new-session", "Count to three.", "End the session Count to three.", "log", "message"]  # fmt: skip
+    assert [each for each in order if each][: len(wanted)] == wanted
+    # A long answer is stopped, and the session goes on.
+    press_until("max-tokens")
+    press("Control+A")
+    page.keyboard.type("400")
+    press_until("message")
+    page.keyboard.type(STORY)
+    press("Enter")
+    wait_for_text(page, 20)
+    press("Escape")
+    page.get_by_text("stopped; the session goes on").wait_for(timeout=PATIENCE_MS)
+    assert focused() == "message"
+    page.keyboard.type("What is two and two?")
+    press("Enter")
+    assert wait_for_end(page)
+    press_until("new-session")
+    press("Enter")
+    assert focused() == "message"
+    assert page.locator("#log article").count() == 0
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read_by_everybody(page: Any, scheme: str, size: dict[str, int]) -> None:
+    page.set_viewport_size(size)
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    ask(page, "Say hello.", 12)
+    wait_for_end(page)
+    red, green, blue = page.evaluate(
+        "getComputedStyle(document.documentElement).backgroundColor.match(/\\d+/g).map(Number)"
+    )
+    assert (red + green + blue > 3 * 128) == (scheme == "light")
+    assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
+    axe = package("axe_playwright_python.base")
+    script = Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
+    page.evaluate(script)
+    found = page.evaluate("axe.run()")["violations"]
+    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
+    assert page.get_by_role("img").first.get_attribute("aria-label").startswith("30 blocks. blocks 0\u201313: ")
+
+
+def test_no_text_becomes_markup(page: Any) -> None:
+    ask(page, MARKUP, 8)
+    wait_for_end(page)
+    assert page.locator("article.user .text").text_content() == MARKUP
+    assert page.locator(".session").first.text_content() == MARKUP[:60]
+    assert page.locator("main img, main script").count() == 0
+    assert "owned" not in page.title()
+
+
+def test_the_browser_keeps_the_page_from_mistakes(chromium: Any, stack: Stack) -> None:
+    page = chromium.new_page()
+    page.goto(stack.page_url)
+    for mistake in (
+        "document.body.innerHTML = '<p>markup</p>'",
+        "fetch('https://elsewhere.example/')",
+        "document.createElement('script').text = 'document.title = 1'",
+    ):
+        attempt = f"async () => {{ try {{ await ({mistake}); return 'done' }} catch {{ return 'kept' }} }}"
+        assert page.evaluate(attempt) == "kept", mistake
+    page.close()
+
+
+def test_a_key_is_asked_for_and_stays_in_the_tab(chromium: Any, tmp_path: Path) -> None:
+    key = "a-simple-key-of-bob"
+    (tmp_path / "keys").write_text(f"bob:{key}\n")
+    environment = {"COROLLA_API_KEYS_FILE": str(tmp_path / "keys")}
+    options = StackOptions(blocks="0:30", log_folder=tmp_path / "logs", environment=environment)
+    with Stack(options) as stack:
+        context = chromium.new_context()
+        page = context.new_page()
+        page.goto(stack.page_url)
+        field = page.get_by_label("This service asks for an API key")
+        for given in ("nobody's", key):
+            field.wait_for(timeout=PATIENCE_MS)
+            field.fill(given)
+            page.get_by_role("button", name="Use this key").click()
+        page.get_by_text("live", exact=True).wait_for(timeout=PATIENCE_MS)
+        ask(page, "Say hello.", 8)
+        assert wait_for_end(page)
+        page.reload()
+        page.get_by_text("live", exact=True).wait_for(timeout=PATIENCE_MS)
+        assert field.is_hidden()
+        assert key not in page.content()
+        assert key not in page.evaluate("JSON.stringify(localStorage) + document.cookie + location.href")
+        other = context.new_page()
+        other.goto(stack.page_url)
+        other.get_by_label("This service asks for an API key").wait_for(timeout=PATIENCE_MS)
+        context.close()
