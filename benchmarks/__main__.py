@@ -21,6 +21,7 @@ from benchmarks import (
     load,
     memory,
     microbatches,
+    packed,
     planner,
     prefill,
     prefix,
@@ -52,6 +53,7 @@ _ALL: tuple[ModuleType, ...] = (
     expansion,
     planner,
     quality,
+    packed,
 )
 
 

@@ -23,7 +23,7 @@ from benchmarks.local_blocks import LocalBlocks
 from corolla.chassis.weight_formats import full_dtype_name, weight_format
 from corolla.models.checkpoint import Checkpoint
 
-_PASSAGE = Path(__file__).with_name("passage.txt")
+PASSAGE = Path(__file__).with_name("passage.txt")
 _WINDOW_TOKENS = 512
 
 
@@ -41,7 +41,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     library: Any = AutoTokenizer
-    token_ids = library.from_pretrained(checkpoint.folder).encode(_PASSAGE.read_text(encoding="utf-8"))
+    token_ids = library.from_pretrained(checkpoint.folder).encode(PASSAGE.read_text(encoding="utf-8"))
     prompt = random_ids(16, checkpoint.vocab_size, seed=0)
     loaded: dict[str, LocalBlocks] = {}
     for each in options.formats:
@@ -54,14 +54,15 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
 
     torch.set_num_threads(1)
     for name, blocks in loaded.items():
-        yield figure(f"{name}, perplexity over {len(token_ids)} tokens", "", [_perplexity(blocks, token_ids)])
+        yield figure(f"{name}, perplexity over {len(token_ids)} tokens", "", [perplexity(blocks, token_ids)])
         yield figure(f"{name}, all blocks", "MiB", [blocks.model.nbytes / (1 << 20)])
     speeds = interleaved({name: partial(tokens_per_s, blocks) for name, blocks in loaded.items()}, options.rounds)
     for name, rounds in speeds.items():
         yield figure(f"{name}, one stream, one thread, in one process", "tokens/s", rounds)
 
 
-def _perplexity(blocks: LocalBlocks, token_ids: list[int]) -> float:
+def perplexity(blocks: LocalBlocks, token_ids: list[int]) -> float:
+    """Over windows of 512 tokens, each from its own beginning."""
     losses = []
     for start in range(0, len(token_ids) - 1, _WINDOW_TOKENS):
         progress(f"token {start} of {len(token_ids)}")

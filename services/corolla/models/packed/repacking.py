@@ -10,7 +10,7 @@ from torch import Tensor
 from corolla.models.packed.layouts import LANES, Layout
 
 # So many numbers are reordered at a time: more would only take more memory.
-_CHUNK_WEIGHTS: Final = 1 << 20
+_CHUNK_WEIGHTS: Final = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
