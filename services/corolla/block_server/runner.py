@@ -15,6 +15,7 @@ from corolla.block_server.kv.backends import choose_backend
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import NonFiniteOutput
+from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.models.families import attention_windows
 from corolla.models.span_model import SpanModel
 from corolla.wire.span import Span
@@ -29,12 +30,14 @@ class RowWork:
         position: of the first new token. What the cache holds from there on is forgotten first.
         num_tokens: new tokens, at least 1.
         prompts: the session's, for just the blocks that run.
+        adapter: the session's.
     """
 
     cache: SessionCache
     position: int
     num_tokens: int
     prompts: BlockPrompts | None = None
+    adapter: SpanAdapter | None = None
 
     @property
     def takes_prompts(self) -> bool:
@@ -70,8 +73,10 @@ class Runner:
         is_fused: whether to look for a faster way than the family's own code; the numbers stay the same up to rounding.
         tuning_budget_s: how long multiplication may be measured.
         has_scratch_page: see `KVStore`; recorded decode steps need it.
+        max_stack_bytes: of adapters that ran together, laid side by side.
 
     Attributes:
+        stacks: of adapters.
         decode_graphs: recorded steps, to be replayed where they can be; `graph_choice` sets them.
     """
 
@@ -86,8 +91,10 @@ class Runner:
         is_fused: bool = True,
         tuning_budget_s: float = 2.0,
         has_scratch_page: bool = False,
+        max_stack_bytes: int = 256 << 20,
     ) -> None:
         self.model = model
+        self.stacks = AdapterStacks(max_stack_bytes)
         self.decode_graphs: DecodeGraphs | None = None
         self.backend: AttentionBackend = choose_backend(attention, model.device, model.dtype, page_tokens)
         if is_fused:
@@ -185,11 +192,12 @@ class Runner:
     def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         packed: list[PackedRow] = []
         positions: list[int] = []
+        adapters = self._adapters(rows)
         for row in rows:
             start = len(positions)
             positions.extend(range(row.position, row.position + row.num_tokens))
             packed.append(PackedRow(row.cache, row.position, start, len(positions)))
-        if self.decode_graphs is not None and blocks == self.span:
+        if self.decode_graphs is not None and adapters is None and blocks == self.span:
             size = self.decode_graphs.size_for(packed)
             if size is not None:
                 return self.decode_graphs.replay(packed, hidden, size)
@@ -197,8 +205,14 @@ class Runner:
         batch = AttentionBatch(self.store, packed, self.backend)
         if self.model.fused is not None:
             end, layers = max(positions) + 1, self.model.layer_indices(blocks)
-            return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend)
+            return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
+        self.model.adapters = adapters
         return self.model.forward(hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, batch=batch)[0]
+
+    def _adapters(self, rows: Sequence[RowWork]) -> AdapterBatch | None:
+        if all(row.adapter is None for row in rows):
+            return None
+        return AdapterBatch([(row.adapter, row.num_tokens) for row in rows], self.stacks, self.model.device)
 
     def _forward_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         outputs: list[Tensor] = []
@@ -206,6 +220,7 @@ class Runner:
             positions = torch.arange(row.position, row.position + row.num_tokens, device=hidden.device)
             packed = PackedRow(row.cache, row.position, 0, row.num_tokens)
             cache = _RowCache(AttentionBatch(self.store, [packed], self.backend))
+            self.model.adapters = self._adapters([row])
             outputs.append(
                 self.model.forward(part.unsqueeze(0), positions.unsqueeze(0), blocks=blocks, past_key_values=cache)[0]
             )

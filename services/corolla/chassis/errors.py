@@ -144,6 +144,14 @@ class ScopeDenied(CorollaError):
     is_callers_fault = True
 
 
+class AdapterDenied(CorollaError):
+    """An adapter is registered for other tenants."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "ADAPTER_DENIED"
+    is_callers_fault = True
+
+
 class RoleDenied(CorollaError):
     """A service or program may not ask for this, whoever it is; see `trust/authorisation`."""
 
@@ -187,6 +195,13 @@ class SessionNotFound(ResourceNotFound):
     resource_type = "session"
 
 
+class AdapterNotFound(ResourceNotFound):
+    """No such adapter is registered, or it was taken out since."""
+
+    reason = "ADAPTER_NOT_FOUND"
+    resource_type = "adapter"
+
+
 class LeaseLost(CorollaError):
     """The router does not know this block server, and does not know enough to register it."""
 
@@ -218,6 +233,12 @@ class OutOfPages(CorollaError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OUT_OF_PAGES"
     retry_after_default_s = 1.0
+
+
+class NoAdapterRoom(OutOfPages):
+    """A hop's memory for adapters is full of those that running sessions use."""
+
+    reason = "NO_ADAPTER_ROOM"
 
 
 class QueueFull(CorollaError):
@@ -312,6 +333,14 @@ class HopLeaving(CorollaError):
     address = ""
 
 
+class AdapterNotLoaded(CorollaError):
+    """A hop cannot have an adapter: its files are missing, are not those registered, or do not fit the model."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "ADAPTER_NOT_LOADED"
+    retry_after_default_s = 5.0
+
+
 class ChecksumMismatch(CorollaError):
     """Bytes of a handover were changed on the way; they are sent again."""
 
@@ -374,6 +403,12 @@ class CheckpointError(StartupError):
     """A checkpoint is missing, incomplete, corrupt or holds pickled weights."""
 
     reason = "CHECKPOINT"
+
+
+class AdapterError(CheckpointError):
+    """An adapter's folder is incomplete or corrupt, or holds one of a kind that is not served."""
+
+    reason = "ADAPTER"
 
 
 class HubUnavailable(StartupError):

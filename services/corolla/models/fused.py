@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.families import attention_windows
 from corolla.models.linear import TunedLinear, is_plain
 from corolla.models.packed.modules import PackedLinear
@@ -21,6 +22,15 @@ from corolla.models.rotary_table import RotaryTable
 
 _QUERY_KEY_VALUE: Final = ("q_proj", "k_proj", "v_proj")
 _GATE_UP: Final = ("gate_proj", "up_proj")
+
+PLACES: Final[tuple[Place, ...]] = (
+    tuple(f"self_attn.{name}" for name in _QUERY_KEY_VALUE),
+    ("self_attn.o_proj",),
+    tuple(f"mlp.{name}" for name in _GATE_UP),
+    ("mlp.down_proj",),
+)
+"""Linear layers that are computed together, in the order of a block."""
+_QUERY_KEY_VALUE_PLACE, _OUTPUT_PLACE, _GATE_UP_PLACE, _DOWN_PLACE = PLACES
 
 
 class Projection(Protocol):
@@ -82,6 +92,7 @@ class FusedSpan:
         end: int,
         layers: range,
         attend: Attend,
+        adapters: AdapterBatch | None = None,
     ) -> Tensor:
         """Runs some of the layers over the new tokens of all rows.
 
@@ -90,13 +101,14 @@ class FusedSpan:
             position_ids: int64 `[N]`, absolute positions.
             end: more than any of them.
             layers: which, by their index within the span.
+            adapters: of the rows; None where no row has one.
 
         Returns:
             `[N, H]`.
         """
         cos, sin = self._rotary.rows(position_ids, end, hidden)
         for index in layers:
-            hidden = self._layers[index].forward(hidden, cos, sin, index, attend)
+            hidden = self._layers[index].forward(hidden, cos, sin, index, attend, adapters)
         return hidden
 
 
@@ -134,9 +146,14 @@ class _FusedLayer:
     def projections(self) -> tuple[Projection, ...]:
         return self._query_key_value, self._output, self._gate_up, self._down
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attend: Attend) -> Tensor:
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attend: Attend, adapters: AdapterBatch | None
+    ) -> Tensor:
         num_tokens, num_rotated = hidden.shape[0], self._num_heads + self._num_key_heads
-        projected = self._query_key_value.forward(self._attention_norm(hidden))
+        normed = self._attention_norm(hidden)
+        projected = self._query_key_value.forward(normed)
+        if adapters is not None:
+            adapters.add(index, _QUERY_KEY_VALUE_PLACE, normed, projected)
         heads = projected.view(num_tokens, -1, self._head_dim)
         rotated = heads.narrow(1, 0, num_rotated)
         if self._query_norm is not None and self._key_norm is not None:
@@ -152,12 +169,22 @@ class _FusedLayer:
             scaling=self._scaling,
             window=self._window,
         )
-        hidden = self._add(hidden, self._output.forward(attended.reshape(num_tokens, -1)))
-        gate_up = self._gate_up.forward(self._mlp_norm(hidden))
+        attended = attended.reshape(num_tokens, -1)
+        output = self._output.forward(attended)
+        if adapters is not None:
+            adapters.add(index, _OUTPUT_PLACE, attended, output)
+        hidden = self._add(hidden, output)
+        normed = self._mlp_norm(hidden)
+        gate_up = self._gate_up.forward(normed)
+        if adapters is not None:
+            adapters.add(index, _GATE_UP_PLACE, normed, gate_up)
         gated = self._activation(gate_up.narrow(1, 0, self._num_gated)) * gate_up.narrow(
             1, self._num_gated, self._num_gated
         )
-        return self._add(hidden, self._down.forward(gated))
+        down = self._down.forward(gated)
+        if adapters is not None:
+            adapters.add(index, _DOWN_PLACE, gated, down)
+        return self._add(hidden, down)
 
     def _add(self, residual: Tensor, change: Tensor) -> Tensor:
         return residual + change if self._residual_multiplier == 1.0 else residual + change * self._residual_multiplier

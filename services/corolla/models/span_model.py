@@ -3,14 +3,16 @@
 import copy
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
-from corolla.chassis.errors import CheckpointError
+from corolla.chassis.errors import CheckpointError, InternalError
+from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import (
     build,
@@ -21,13 +23,28 @@ from corolla.models.cut_model import (
     model_class_of,
 )
 from corolla.models.families import Family, packs_rows
-from corolla.models.fused import FusedSpan, fits
-from corolla.models.linear import replace_linears, tune
+from corolla.models.fused import PLACES, FusedSpan, fits
+from corolla.models.linear import TunedLinear, replace_linears, tune
 from corolla.models.packed.choice import layouts_of
 from corolla.models.packed.layouts import Layout
 from corolla.models.packed.modules import fill_packed, make_up_packed, replace_packed
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.wire.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPlace:
+    """Where a linear layer's product with an adapter is added.
+
+    Attributes:
+        place: its layer's, or that of several layers that are computed together.
+        first_column: where its output begins in that of the place.
+        shape: numbers that it reads and gives.
+    """
+
+    place: Place
+    first_column: int
+    shape: tuple[int, int]
 
 
 class SpanModel:
@@ -44,6 +61,7 @@ class SpanModel:
         dtype: of the weights, as of hidden states.
         device: where they are.
         fused: a faster way to run the same blocks, once `make_fused` found one.
+        adapters: of the batch that `forward` is about to run; None where no row has one.
     """
 
     def __init__(self, base: PreTrainedModel, span: Span, family: Family) -> None:
@@ -53,6 +71,8 @@ class SpanModel:
         self.dtype: torch.dtype = base.dtype
         self.device: torch.device = base.device
         self.fused: FusedSpan | None = None
+        self.adapters: AdapterBatch | None = None
+        self._takes_adapters = False
         self._base = base
         self._views: dict[Span, PreTrainedModel] = {span: base}
 
@@ -92,6 +112,48 @@ class SpanModel:
         if self.family.is_fused and self.packs_rows and all(map(fits, layers)):
             self.fused = FusedSpan(layers, self._base.get_submodule("rotary_emb"), self.config)
         tune(replace_linears(self._base) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
+
+    def linear_place(self, layer: int, path: str) -> LinearPlace | None:
+        """Where the output of a linear layer is; None: the layer of the span has no linear layer of this path.
+
+        Args:
+            path: within the block, such as `self_attn.q_proj`.
+        """
+        modules = dict(self._layer(layer).named_modules())
+        if (shape := _features(modules.get(path))) is None:
+            return None
+        if self.fused is None:
+            return LinearPlace((path,), 0, shape)
+        place = next((each for each in PLACES if path in each), None)
+        if place is None:
+            return None
+        widths = [_features(modules[each]) or (0, 0) for each in place[: place.index(path)]]
+        return LinearPlace(place, sum(width for _, width in widths), shape)
+
+    def take_adapters(self) -> None:
+        """Lets `adapters` change what linear layers give. Not while blocks run; fused ones need no preparation."""
+        if self._takes_adapters or self.fused is not None:
+            return
+        self._takes_adapters = True
+        for index in range(len(self.span)):
+            for path, module in self._layer(index).named_modules():
+                if _features(module) is not None:
+                    module.register_forward_hook(self._adding(index, (path,)))
+
+    def _adding(self, layer: int, place: Place) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
+        def add(_module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            if self.adapters is None:
+                return
+            rows: Tensor = inputs[0]
+            num_tokens = rows.numel() // rows.shape[-1]
+            if num_tokens != self.adapters.num_tokens:
+                raise InternalError("an adapter changes a layer that sees some of the tokens only")
+            self.adapters.add(layer, place, rows.reshape(num_tokens, -1), output.view(num_tokens, -1))
+
+        return add
+
+    def _layer(self, index: int) -> nn.Module:
+        return cast(nn.ModuleList, self._base.get_submodule(self.family.layers))[index]
 
     def set_attention(self, implementation: str) -> None:
         """Names the attention function, a key of the library's AttentionInterface, that all layers use from now on."""
@@ -148,6 +210,16 @@ class SpanModel:
         view._modules[self.family.layers] = nn.ModuleList(layers[index] for index in indices)
         keep_layers_of_config(view.config, indices)
         return view
+
+
+def _features(module: nn.Module | None) -> tuple[int, int] | None:
+    """Numbers that a linear layer of whatever class reads and gives; None: it is none."""
+    if isinstance(module, TunedLinear):
+        return module.weight.shape[1], module.weight.shape[0]
+    if isinstance(module, nn.Embedding) or module is None:
+        return None
+    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    return sizes if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None  # type: ignore[return-value]
 
 
 def load_span(

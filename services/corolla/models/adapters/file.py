@@ -1,0 +1,220 @@
+"""An adapter's folder: its table of contents, its digest, and the part that a span needs, read in one pass.
+
+No torch: who registers an adapter needs none.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from corolla.chassis.errors import AdapterError
+from corolla.models.adapters.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig
+
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+MAX_HEADER_BYTES: Final = 8 << 20
+MAX_FILE_BYTES: Final = 16 << 30
+
+_HEADER_LENGTH: Final = struct.Struct("<Q")
+_BYTES_OF_DTYPES: Final = {"F32": 4, "F16": 2, "BF16": 2}
+_PASS_BYTES: Final = 1 << 20
+_NAME: Final = re.compile(
+    r"base_model\.model\.(?P<name>(?:[a-z_]+\.)?(?P<layers>[a-z_]+)\.(?P<block>\d{1,4})\.(?P<module>[\w.]+))"
+    r"\.lora_(?P<part>[AB])\.weight"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPart:
+    """One of the two factors of a module's product.
+
+    Attributes:
+        name: of the module, as the adapter spells it, by which ranks and strengths are given.
+        module: its path within the block.
+        part: `A`, `[rank, in]`, or `B`, `[out, rank]`.
+        dtype: safetensors' name of the element type.
+    """
+
+    name: str
+    block: int
+    module: str
+    part: str
+    dtype: str
+    shape: tuple[int, int]
+    start: int
+    end: int
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+
+Wanted = Callable[[ProductPart], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterContents:
+    """What was read of an adapter.
+
+    Attributes:
+        digest: SHA-256 of configuration and weights, 64 hexadecimal characters.
+        parts: of the file, in its order.
+        data: the bytes of those that were wanted.
+    """
+
+    config: AdapterConfig
+    digest: str
+    parts: tuple[ProductPart, ...]
+    data: Mapping[ProductPart, bytearray]
+
+
+def read_adapter(
+    folder: Path, wanted: Wanted, check_size: Callable[[int], None] = lambda num_values: None
+) -> AdapterContents:
+    """Reads an adapter, all of it once for its digest, and keeps what is wanted.
+
+    What is kept is what was digested, whatever becomes of the files meanwhile.
+
+    Args:
+        wanted: whether a part is to be kept.
+        check_size: is called with the number of values to be kept, before there is memory for any; may raise.
+
+    Raises:
+        AdapterError: the folder holds no adapter that can be served, or it is damaged.
+    """
+    try:
+        with (folder / CONFIG_FILE).open("rb") as file:
+            config_text = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError:
+        raise AdapterError(f"there is no {CONFIG_FILE}; give the folder that PEFT's save_pretrained wrote") from None
+    config = AdapterConfig.parse(config_text)
+    digest = hashlib.sha256(f"{len(config_text)}\n".encode())
+    digest.update(config_text)
+    try:
+        with (folder / WEIGHTS_FILE).open("rb") as file:
+            header = _read_header(file)
+            digest.update(_HEADER_LENGTH.pack(len(header)))
+            digest.update(header)
+            num_data_bytes = os.fstat(file.fileno()).st_size - _HEADER_LENGTH.size - len(header)
+            parts = _parts(header, num_data_bytes)
+            _check(config, parts)
+            check_size(sum(part.num_values for part in parts if wanted(part)))
+            data = _read_data(file, parts, wanted, digest)
+    except OSError:
+        raise AdapterError(
+            f"there is no {WEIGHTS_FILE} that can be read; pickled ones are never loaded; save it with safetensors"
+        ) from None
+    return AdapterContents(config, digest.hexdigest(), parts, data)
+
+
+def digest_of(folder: Path) -> str:
+    """The digest of an adapter that can be served. Raises AdapterError."""
+    return read_adapter(folder, lambda part: False).digest
+
+
+def _read_header(file: IO[bytes]) -> bytes:
+    start = file.read(_HEADER_LENGTH.size)
+    if len(start) < _HEADER_LENGTH.size:
+        raise AdapterError(f"{WEIGHTS_FILE} is cut short")
+    (num_bytes,) = _HEADER_LENGTH.unpack(start)
+    num_file_bytes = os.fstat(file.fileno()).st_size
+    if num_bytes > MAX_HEADER_BYTES or num_bytes > num_file_bytes or num_file_bytes > MAX_FILE_BYTES:
+        raise AdapterError(f"{WEIGHTS_FILE} is no safetensors file, or a larger one than is served")
+    header = file.read(num_bytes)
+    if len(header) < num_bytes:
+        raise AdapterError(f"{WEIGHTS_FILE} is cut short")
+    return header
+
+
+def _parts(header: bytes, num_data_bytes: int) -> tuple[ProductPart, ...]:
+    """In the order of the file, which they cover without a gap."""
+    try:
+        entries = json.loads(header)
+    except (ValueError, RecursionError):
+        entries = None
+    if not isinstance(entries, dict):
+        raise AdapterError(f"the table of contents of {WEIGHTS_FILE} is damaged")
+    parts = sorted(
+        (_part(str(name), entry) for name, entry in entries.items() if name != "__metadata__"),
+        key=lambda part: part.start,
+    )
+    end = 0
+    for part in parts:
+        if part.start != end:
+            raise AdapterError(f"the table of contents of {WEIGHTS_FILE} has gaps or overlaps")
+        end = part.end
+    if not parts or end != num_data_bytes:
+        raise AdapterError(f"{WEIGHTS_FILE} is cut short, or longer than its table of contents says")
+    return tuple(parts)
+
+
+def _part(name: str, entry: Any) -> ProductPart:
+    match = _NAME.fullmatch(name)
+    if match is None or "experts" in match["module"]:
+        raise AdapterError(_why_not(name))
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        num_rows, num_columns = shape
+        sizes = (num_rows, num_columns, start, end)
+        is_sound = all(type(size) is int and size >= 0 for size in sizes) and min(num_rows, num_columns) > 0
+        is_sound = is_sound and end - start == num_rows * num_columns * _BYTES_OF_DTYPES[dtype]
+    except (KeyError, TypeError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise AdapterError(f"{name[:128]} has no shape, type and place that fit each other")
+    module, part = match["module"], match["part"]
+    return ProductPart(match["name"], int(match["block"]), module, part, dtype, (num_rows, num_columns), start, end)
+
+
+def _why_not(name: str) -> str:
+    if "lora_magnitude_vector" in name:
+        return "it is a DoRA adapter, which normalises the base weights; merge it into the checkpoint"
+    if "experts" in name:
+        return "it changes experts, each of which sees some of the tokens only; merge it into the checkpoint"
+    if "lora_embedding" in name or "embed" in name or "lm_head" in name:
+        return "it changes embedding or head; merge it into the checkpoint, or train it on the blocks only"
+    return f"{name[:128]} is no product of a linear layer in a block"
+
+
+def _check(config: AdapterConfig, parts: tuple[ProductPart, ...]) -> None:
+    """Each module has both factors, of the rank that the configuration gives it."""
+    by_module: dict[tuple[int, str], dict[str, ProductPart]] = {}
+    for part in parts:
+        by_module.setdefault((part.block, part.module), {})[part.part] = part
+    if 2 * len(by_module) != len(parts):
+        raise AdapterError("a module has one factor of a product and not the other, or one of them twice")
+    for factors in by_module.values():
+        down, up = factors["A"], factors["B"]
+        if not (down.shape[0] == up.shape[1] == config.rank_of(down.name)) or down.name != up.name:
+            raise AdapterError(f"{down.name[:128]} has another rank than {CONFIG_FILE} says")
+        if not config.targets_module(down.name):
+            raise AdapterError(f"{down.name[:128]} is none of target_modules")
+
+
+def _read_data(
+    file: IO[bytes], parts: tuple[ProductPart, ...], wanted: Wanted, digest: Any
+) -> dict[ProductPart, bytearray]:
+    data: dict[ProductPart, bytearray] = {}
+    passing = memoryview(bytearray(_PASS_BYTES))
+    for part in parts:
+        if wanted(part):
+            kept = data[part] = bytearray(part.end - part.start)
+            _fill(file, memoryview(kept))
+            digest.update(kept)
+            continue
+        for start in range(part.start, part.end, _PASS_BYTES):
+            piece = passing[: min(_PASS_BYTES, part.end - start)]
+            _fill(file, piece)
+            digest.update(piece)
+    return data
+
+
+def _fill(file: IO[bytes], piece: memoryview) -> None:
+    if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+        raise AdapterError(f"{WEIGHTS_FILE} is cut short")

@@ -1,0 +1,78 @@
+"""An adapter's weights for one span: read, checked against the model's layers, and laid out for its places."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from corolla.chassis.errors import AdapterError
+from corolla.models.adapters.file import AdapterContents, ProductPart, read_adapter
+from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
+from corolla.models.span_model import SpanModel
+
+_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def load_adapter(
+    folder: Path,
+    model: SpanModel,
+    num_blocks: int,
+    *,
+    digest: str = "",
+    check_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> SpanAdapter:
+    """Reads an adapter's products for a span, in the model's dtype and on its device.
+
+    Args:
+        num_blocks: of the whole model.
+        digest: that it must have; empty: any.
+        check_bytes: is called with the bytes that it will take, before it takes any; may raise.
+
+    Raises:
+        AdapterError: it cannot be served, is another one than the digest's, or was not made for this model.
+    """
+    contents = read_adapter(
+        folder, lambda part: model.span.start <= part.block < model.span.end,
+        lambda num_values: check_bytes(num_values * model.dtype.itemsize),
+    )  # fmt: skip
+    if digest and contents.digest != digest:
+        raise AdapterError("its files are others than those that were registered; register them anew")
+    for part in contents.parts:
+        if part.block >= num_blocks or not part.name.endswith(f"{model.family.layers}.{part.block}.{part.module}"):
+            raise AdapterError(f"it was made for another model: this one has no {part.name[:128]}")
+    return SpanAdapter(_placed(contents, model))
+
+
+def _placed(contents: AdapterContents, model: SpanModel) -> dict[PlaceKey, list[LowRank]]:
+    factors = {(part.block, part.module, part.part): part for part in contents.data}
+    placed: dict[PlaceKey, list[LowRank]] = {}
+    for block, module, kind in factors:
+        if kind != "A":
+            continue
+        layer = block - model.span.start
+        found = model.linear_place(layer, module)
+        if found is None:
+            raise AdapterError(f"it was made for another model: block {block} has no linear layer {module[:128]}")
+        down, up = factors[block, module, "A"], factors[block, module, "B"]
+        if (down.shape[1], up.shape[0]) != found.shape:
+            raise AdapterError(f"it was made for another model: {module[:128]} has other sizes")
+        scaling = contents.config.scaling_of(down.name)
+        product = LowRank(
+            down=_tensor(down, contents.data).to(device=model.device, dtype=model.dtype),
+            up=(_tensor(up, contents.data).float() * scaling)
+            .t()
+            .contiguous()
+            .to(device=model.device, dtype=model.dtype),
+            first_column=found.first_column,
+        )
+        # A row's product with another one's adapter is left out by a zero, and that times infinity is none.
+        if not (bool(torch.isfinite(product.down).all()) and bool(torch.isfinite(product.up).all())):
+            raise AdapterError(f"{down.name[:128]} has numbers that are not finite")
+        placed.setdefault((layer, found.place), []).append(product)
+    return placed
+
+
+def _tensor(part: ProductPart, data: Mapping[ProductPart, bytearray]) -> Tensor:
+    return torch.frombuffer(data[part], dtype=_DTYPES[part.dtype]).reshape(part.shape)
