@@ -31,7 +31,8 @@ SETTINGS: Final[dict[str, type[BaseSettings]]] = {
 SET_BY_THE_CHART: Final = {
     "blockServer.defaults": frozenset(
         {
-            "advertised_host", "blocks", "control_port", "device", "dtype", "metrics_port", "model", "offline",
+            "adapters_dir", "adapters_mib", "advertised_host", "blocks", "control_port", "device", "dtype",
+            "metrics_port", "model", "offline",
             "pod_uid", "port", "quantization", "revision", "router",
         }
     ),

@@ -9,6 +9,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.reference import Unsplit
+
 
 def make_adapter(checkpoint: Path, folder: Path, *, seed: int = 0, strength: float = 0.1, **config: Any) -> Path:
     """Writes a random adapter that changes a model's answers.
@@ -37,6 +39,14 @@ def make_adapter(checkpoint: Path, folder: Path, *, seed: int = 0, strength: flo
     return folder
 
 
+def unsplit_with(checkpoint: Path, adapter: Path | None) -> Unsplit:
+    """The unsplit model with an adapter, as PEFT computes it; None: without one."""
+    unsplit = Unsplit(checkpoint)
+    if adapter is not None:
+        unsplit.model = PeftModel.from_pretrained(unsplit.model, adapter).eval()
+    return unsplit
+
+
 class AdaptedModel:
     """The unsplit model with an adapter, as PEFT computes it."""
 
@@ -51,12 +61,3 @@ class AdaptedModel:
         return tuple(
             state[0] for state in self.model(torch.tensor([list(token_ids)]), output_hidden_states=True).hidden_states
         )
-
-    @torch.inference_mode()
-    def greedy(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The most probable continuation, with no end token."""
-        output = self.model.generate(
-            input_ids=torch.tensor([list(prompt_ids)]), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
-            do_sample=False,
-        )  # fmt: skip
-        return [int(token_id) for token_id in output[0, len(prompt_ids) :]]

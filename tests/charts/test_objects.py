@@ -103,6 +103,18 @@ def test_quotas_reach_those_who_keep_them() -> None:
     assert "quotas" not in json.dumps([*pod_specs(render()).values()])
 
 
+def test_block_servers_find_adapters_on_a_volume() -> None:
+    objects = render({"adapters": {"memoryMib": 64, "volume": {"existingClaim": "adapters"}}})
+    settings = named(objects, "ConfigMap", "rel-corolla-block-server-main")["data"]
+    assert settings["COROLLA_ADAPTERS_MIB"] == "64"
+    spec = pod_specs(objects)["rel-corolla-block-server-main"]
+    (folder,) = [each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "adapters"]
+    assert folder == {"name": "adapters", "mountPath": settings["COROLLA_ADAPTERS_DIR"], "readOnly": True}
+    claim = {"claimName": "adapters", "readOnly": True}
+    assert {"name": "adapters", "persistentVolumeClaim": claim} in spec["volumes"]
+    assert "adapters" not in json.dumps([*pod_specs(render()).values()])
+
+
 def test_a_current_cluster_asks_for_grpc_health_by_itself() -> None:
     specs = pod_specs(render())
     for name in ("rel-corolla-router", "rel-corolla-client", "rel-corolla-block-server-main"):

@@ -20,6 +20,7 @@ VALUES: Final = {each.path: each for each in ROOT_VALUE.leaves()}
 # What has to be on, or said, for a value to matter.
 EVERYTHING: Final[Object] = {
     "model": {"hub": {"existingSecret": "hub"}, "volume": {"existingClaim": "models"}},
+    "adapters": {"volume": {"existingClaim": "adapters"}},
     "blockServer": {"pools": {"fixed": {}, "scaled": {"autoscaling": {"enabled": True}}}},
     "client": {"apiKeys": {"existingSecret": "keys"}, "cacheSecret": {"existingSecret": "caches"}},
     "redis": {"auth": {"existingSecret": "redis"}, "persistence": {"enabled": True}},
@@ -197,6 +198,7 @@ def test_every_setting_of_a_service_is_reachable(component: str) -> None:
     secrets = {"apiKeys": {"existingSecret": "keys"}, "cacheSecret": {"existingSecret": "caches"}}
     base = {
         "model": {"revision": "v1"},
+        "adapters": {"volume": {"existingClaim": "adapters"}},
         "client": secrets,
         "auth": merged({"auth": TOKENS}, nested("auth.oidc.jwks", "https://login/keys"))["auth"],
     }

@@ -32,6 +32,7 @@ from corolla.chassis.handlers import service_handler
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.settings import load
 from corolla.chassis.tasks import TaskGroup
+from corolla.client.api.adapters import ModelNames
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import ModelLimits, SpeculationDefaults
 from corolla.client.metrics import ClientMetrics
@@ -226,6 +227,7 @@ class Client:
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),
             metrics,
             GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, (), metrics.grammars),
+            ModelNames(MODEL, placement),
         )
 
 

@@ -18,6 +18,7 @@ from corolla.trust.capabilities import Capabilities
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.frames import MAX_TENANT_CHARS, Buffer
 from corolla.wire.page_hashes import HASH_BYTES
 from corolla.wire.span import Span
@@ -108,6 +109,7 @@ class FrameChecks:
             prompts=self._prompts(control, payload, len(blocks)),
             owner=owner,
             capability=capability,
+            adapter_version=_adapter(control),
         )
 
     def _opener(self, control: pb.Open | pb.Handover) -> tuple[str, pb.SignedCapability | None]:
@@ -130,7 +132,7 @@ class FrameChecks:
             raise MalformedMessage("text", "has more tokens than the session")
         if not self._identity.prefix_page_tokens:
             return None
-        return ExpectedText(salt_of(control.tenant, blocks), hashes, control.text.num_tokens)
+        return ExpectedText(salt_of(control.tenant, blocks, _adapter(control)), hashes, control.text.num_tokens)
 
     def sampler_at_once(self, control: pb.Open) -> SessionSampler | None:
         """As `sampler`, on the event loop. None where it takes a while: its text is long, or its grammar new."""
@@ -277,6 +279,15 @@ class FrameChecks:
         if num_tokens > self._identity.max_tokens_per_frame:
             raise MalformedMessage("rows", f"a step has at most {self._identity.max_tokens_per_frame} tokens")
         return num_tokens
+
+
+def _adapter(control: pb.Open | pb.Handover) -> AdapterVersion | None:
+    if not control.HasField("adapter"):
+        return None
+    try:
+        return AdapterVersion.of(control.adapter)
+    except ValueError as failure:
+        raise MalformedMessage("adapter", str(failure)) from None
 
 
 def _trace(control: pb.Open, peer: Peer) -> TraceParent | None:

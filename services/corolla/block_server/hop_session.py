@@ -11,9 +11,11 @@ from corolla.block_server.kv.session_pages import SessionPages
 from corolla.chassis.errors import HopLeaving, HopSessionLost, StaleEpoch
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.span import Span
 
 if TYPE_CHECKING:
+    from corolla.block_server.adapters import LoadedAdapter
     from corolla.block_server.prompts import BlockPrompts
     from corolla.block_server.row_sampling import SessionSampler
     from corolla.chassis.tracing.carriers import TraceParent
@@ -111,7 +113,7 @@ TRANSITIONS: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] =
 
 
 _WITHOUT_SAMPLER: Final = frozenset((_S.PARKED, _S.ORPHANED, _S.LEAVING_PARKED, _S.GONE))
-"""Only an open takes a session out of these, and brings a sampler; the old one may hold a draft model's cache."""
+"""Only an open takes a session out of these, and brings sampler and adapter; the old ones may hold much memory."""
 
 
 class ForbiddenTransition(RuntimeError):
@@ -134,6 +136,8 @@ class OpenRequest:
         stream: number of that on which it was asked; 0 where another server hands the session over.
         sender: the server that hands it over; empty where its client opens it, or nobody is asked.
         trace: the span that the session is used for; None where that is not traced.
+        adapter_version: with which all that it holds is computed; None: with none.
+        adapter: the same, loaded; only of sessions that may take steps.
     """
 
     session_id: bytes
@@ -154,9 +158,13 @@ class OpenRequest:
     capability: pb.SignedCapability | None = None
     sender: str = ""
     trace: "TraceParent | None" = None
+    adapter_version: AdapterVersion | None = None
+    adapter: "LoadedAdapter | None" = None
 
     def agrees_with(self, other: "OpenRequest") -> bool:
         """Whether a session that was computed under one request can continue under the other."""
+        if self.adapter_version != other.adapter_version:
+            return False
         return self.blocks == other.blocks and (self.prompts is None) == (other.prompts is None)
 
 
@@ -256,8 +264,8 @@ class HopSession(Generic[AnyCache]):
         self._state = following
         if following in _WITHOUT_SAMPLER:
             self.ring = None
-            if self.request.sampler is not None:
-                self.request = replace(self.request, sampler=None)
+            if self.request.sampler is not None or self.request.adapter is not None:
+                self.request = replace(self.request, sampler=None, adapter=None)
 
     def check_open(self, request: OpenRequest) -> None:
         """Whether it may be opened, or offered, once more.
@@ -290,11 +298,14 @@ class HopSession(Generic[AnyCache]):
             HopLeaving: another server has it, or gets it now.
             HopSessionLost: it is another client's, was opened for other blocks, or its client has to open it again.
             StaleEpoch: the step is of another epoch, or of a turn that is over.
+            AdapterNotFound: its adapter was taken out.
         """
         request, state = self.request, self._state
         if request.client_id != client_id or request.blocks != blocks:
             raise HopSessionLost("the session is not held here")
         if state is SessionState.RUNNING and request.epoch == epoch:
+            if request.adapter is not None:
+                request.adapter.check()
             return
         if self.is_leaving:
             raise HopLeaving("the session is handed over to another block server")

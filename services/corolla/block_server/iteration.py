@@ -20,6 +20,7 @@ from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, in_part
 from corolla.block_server.runner import BatchOutput, RowWork
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import where
+from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
 from corolla.models.threads import single_threaded_pool
 from corolla.v1 import blocks_pb2 as pb
@@ -195,7 +196,7 @@ class Computation:
     def _packed(self, admitted: Sequence[Admitted]) -> tuple[list[RowWork], Tensor, float]:
         """All rows of all steps, what goes in, `[tokens, H]`, and the seconds that it took to embed."""
         work = [
-            RowWork(session.cache, row.position, row.num_tokens, session.request.prompts)
+            RowWork(session.cache, row.position, row.num_tokens, session.request.prompts, _products(session))
             for batch in admitted
             for row, session, _ in batch.rows
         ]
@@ -269,6 +270,10 @@ class Computation:
                 log.error("head failed", extra={"rows": len(part), "where": where(failure)})
                 sampled.extend([error_of(failure)] * len(part))
         return sampled
+
+
+def _products(session: HopSession[SessionCache]) -> SpanAdapter | None:
+    return None if session.request.adapter is None else session.request.adapter.products
 
 
 def _received(batch: Admitted) -> Iterator[Tensor]:

@@ -78,6 +78,14 @@ class BlockServerMetrics:
             "corolla_hop_tokens", "Tokens computed, by kind (decode, prefill).", ["kind"], registry=registry
         )
         self.tokens = {kind: tokens.labels(kind) for kind in STEP_KINDS}
+        self.adapters = Gauge("corolla_adapters", "Adapters that this server has loaded.", registry=registry)
+        self.adapter_bytes = Gauge("corolla_adapter_bytes", "Bytes of the loaded adapters.", registry=registry)
+        self.adapter_load_seconds = Histogram(
+            "corolla_adapter_load_seconds",
+            "Seconds from a session's wish for an adapter that was not loaded until it was.",
+            buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0),
+            registry=registry,
+        )
         self.faults = Counter("corolla_hop_faults", "Rows refused or failed, by reason.", ["reason"], registry=registry)
         # Alerts see only what was there before it grew.
         for error in (NonFiniteOutput, StepFailed, OutOfMemory):

@@ -1,11 +1,11 @@
-"""Sessions whose samplers take a while to make: a long text or a grammar to read, or many choices to leave out.
+"""Sessions that take a while to open: an adapter to load, a long text or a grammar to read, choices to leave out.
 
 All that happens in threads, the reading in one of its own, before the session is opened, and holds up nobody else.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,14 +58,17 @@ class Preparations:
         self,
         control: pb.Open,
         peer: Peer,
-        make: Callable[[pb.Open], SessionSampler],
-        then: Callable[[SessionSampler], None],
+        make: Callable[[pb.Open], SessionSampler] | None,
+        then: Callable[[SessionSampler | None], None],
         refuse: Callable[[CorollaError], None],
+        load: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Makes the sampler of an Open in a thread.
 
         Args:
+            make: None where the session has none.
             then: is called with it, on the event loop.
+            load: is awaited first.
             refuse: is called instead with what was wrong.
 
         Raises:
@@ -74,16 +77,18 @@ class Preparations:
         if sum(each.peer is peer for each in self._of_sessions.values()) >= _MOST_OF_PEER:
             raise QueueFull("a block server prepares too many sessions of one client")
 
-        def make_ready() -> SessionSampler:
+        def make_ready(make: Callable[[pb.Open], SessionSampler]) -> SessionSampler:
             sampler = make(control)
             sampler.skip()
             return sampler
 
         async def prepare() -> None:
             try:
+                if load is not None:
+                    await load()
                 if self._grammars is not None and control.sampler.HasField("grammar"):
                     await self._grammars.read(control.tenant, control.sampler.grammar.text)
-                sampler = await asyncio.to_thread(make_ready)
+                sampler = None if make is None else await asyncio.to_thread(make_ready, make)
             except CorollaError as error:
                 refuse(error)
             except Exception as failure:
@@ -95,7 +100,7 @@ class Preparations:
                 if self._of_sessions.get(control.session_id) is preparation:
                     del self._of_sessions[control.session_id]
 
-        task = self._tasks.start(prepare(), "making of a sampler")
+        task = self._tasks.start(prepare(), "preparation of a session")
         preparation = self._of_sessions[control.session_id] = _Preparation(control.epoch, peer, task)
 
     def cancel(self, session_id: bytes, epoch: int) -> None:

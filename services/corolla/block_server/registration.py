@@ -31,6 +31,10 @@ class Registration:
         load: called for each heartbeat.
         channels: to the router.
         interval_s: between heartbeats, until a router says another.
+
+    Attributes:
+        on_placement: is called with each placement that was asked for.
+        state: that the next heartbeat says.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Registration:
         self._num_heartbeats = 0
         self._ordered: Span | None = None
         self._order_came = asyncio.Event()
+        self.on_placement: Callable[[router_pb2.Placement], None] = lambda placement: None
         self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
 
     async def register(self, span: Span | None) -> Span:
@@ -149,9 +154,11 @@ class Registration:
         """All servers of the model, as the router knows them now. Raises what it says, or RouterUnavailable."""
         request = router_pb2.GetPlacementRequest(model=self._server.model)
         try:
-            return (await self._stub.GetPlacement(request, timeout=_CALL_TIMEOUT_S)).servers
+            placement = await self._stub.GetPlacement(request, timeout=_CALL_TIMEOUT_S)
         except grpc.RpcError as failure:
             raise from_rpc_error(failure) from None
+        self.on_placement(placement)
+        return placement.servers
 
     async def move_session(self, session_id: bytes, tenant: str, hop: common_pb2.Hop) -> None:
         """Tells that `hop` has an idle session in place of this server. Raises as `placement` does."""

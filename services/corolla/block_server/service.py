@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
+from corolla.block_server.adapters import Adapters
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.decode_graphs import CudaCapture
 from corolla.block_server.drain import Drain
@@ -219,7 +220,6 @@ class BlockServer:
         runner = await asyncio.to_thread(self._make_runner, model, speed.cache_bytes_per_token)
         edges = await asyncio.to_thread(self._load_edges, checkpoint, span)
         shared = await asyncio.to_thread(self._load_shared, checkpoint, span)
-        pool = runner.store.pool
         self._sessions = self._make_sessions(runner)
         outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
         self._sessions.on_forget = outputs.forget
@@ -246,6 +246,7 @@ class BlockServer:
             identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, receiver,
             self._tasks, shared, self._rpc_metrics.error, network.capabilities(fingerprint),
         )  # fmt: skip
+        servicer.adapters = self._make_adapters(runner, checkpoint, self._sessions, self._registration)
         sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
         self._drain = Drain(
             description, self._sessions, engine, self._peers, self._registration, sender, self._metrics, network.connect
@@ -261,7 +262,7 @@ class BlockServer:
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.request_heartbeat()
-        log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": pool.num_pages})
+        log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": runner.store.pool.num_pages})
 
     async def ordered_span(self) -> Span:
         """Waits until the router wants another span held here. Only for a server that has started."""
@@ -339,6 +340,21 @@ class BlockServer:
         self._tasks.start_restartable(files.run, "watched_files")
         return sessions
 
+    def _make_adapters(
+        self, runner: Runner, checkpoint: Checkpoint, sessions: SessionTable[SessionCache], registration: Registration
+    ) -> Adapters | None:
+        settings = self.settings
+        if not settings.adapters_mib:
+            return None
+        adapters = Adapters(
+            runner.model, checkpoint.num_blocks, runner.stacks,
+            max_bytes=settings.adapters_mib << 20, folder=settings.adapters_dir, hub=self._hub,
+            registered=registration.placement, in_use=lambda: sessions.adapters_in_use,
+            tasks=self._tasks, metrics=self._metrics,
+        )  # fmt: skip
+        registration.on_placement = adapters.on_placement
+        return adapters
+
     def _make_relay(self, fingerprint: str, registration: Registration) -> Relay:
         neighbours = Neighbours(registration.placement, self._tasks)
         self._tasks.start_restartable(neighbours.run, "neighbours")
@@ -357,6 +373,7 @@ class BlockServer:
             is_fused=settings.fused_blocks,
             tuning_budget_s=settings.tuning_budget_s,
             has_scratch_page=may_replay,
+            max_stack_bytes=settings.adapters_mib << 20,
         )
         runner.warm_up()
         if may_replay:

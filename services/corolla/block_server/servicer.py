@@ -10,6 +10,7 @@ from typing import Final
 
 import psutil
 
+from corolla.block_server.adapters import Adapters
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, is_decode
@@ -25,6 +26,7 @@ from corolla.block_server.sessions import SessionTable
 from corolla.chassis import audit, failpoints
 from corolla.chassis.audit import Caller
 from corolla.chassis.errors import (
+    AdapterNotLoaded,
     CorollaError,
     DeadlineExceeded,
     FingerprintMismatch,
@@ -54,6 +56,9 @@ class BlockServicer:
         shared: what samplers use here.
         count_error: is called with the reason of each error that ended a stream.
         capabilities: of the model's sessions; None where nobody is asked who they are.
+
+    Attributes:
+        adapters: that sessions may ask for; None: no session may have one.
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class BlockServicer:
         count_error: Callable[[str], None] = lambda reason: None,
         capabilities: Capabilities | None = None,
     ) -> None:
+        self.adapters: Adapters | None = None
+        self._tasks = tasks
         self._identity = identity
         self._count_error = count_error
         self._checks = FrameChecks(identity, shared, capabilities)
@@ -144,6 +151,8 @@ class BlockServicer:
             kv_cache_bytes=pool.num_used * self._store.page_bytes,
             resident_memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
             num_queued_steps=len(self._scheduler),
+            adapters=[version.to_message() for version in self.adapters.versions] if self.adapters else (),
+            adapter_bytes=self.adapters.nbytes if self.adapters else 0,
         )
 
     def _welcome(self, hello: pb.Hello, stream: Stream) -> Peer:
@@ -200,12 +209,13 @@ class BlockServicer:
                 num_pages = self._sessions.num_pages_in_use(control.session_id)
                 self._engine.between_iterations(opening, max_released_pages=num_pages)
 
-            if not control.HasField("sampler"):
-                open_soon()
-            elif (sampler := self._checks.sampler_at_once(control)) is not None:
+            has_sampler = control.HasField("sampler")
+            sampler = self._checks.sampler_at_once(control) if has_sampler else None
+            if self._has_adapter(request) and (sampler is not None or not has_sampler):
                 open_soon(sampler)
             else:
-                self._preparations.start(control, peer, self._checks.sampler, open_soon, refuse)
+                make = self._checks.sampler if has_sampler else None
+                self._preparations.start(control, peer, make, open_soon, refuse, partial(self._load_adapter, request))
         except CorollaError as error:
             refuse(error)
 
@@ -214,6 +224,8 @@ class BlockServicer:
     ) -> None:
         failpoints.passed("before_open")
         try:
+            if self.adapters is not None and request.adapter_version is not None:
+                request = replace(request, adapter=self.adapters.take(request.adapter_version, request.tenant))
             session = self._sessions.open(request, self._engine.clock())
         except CorollaError as error:
             refuse(error)
@@ -233,6 +245,18 @@ class BlockServicer:
         if request.sampler is not None:
             self._engine.read_ahead(request.sampler)
         failpoints.passed("after_open")
+
+    def _has_adapter(self, request: OpenRequest) -> bool:
+        version = request.adapter_version
+        return version is None or (self.adapters is not None and self.adapters.has(version))
+
+    async def _load_adapter(self, request: OpenRequest) -> None:
+        """Returns when the server has what `request` asks for. Raises as `Adapters.load` does."""
+        if request.adapter_version is None:
+            return
+        if self.adapters is None:
+            raise AdapterNotLoaded("a block server takes no adapters")
+        await self.adapters.load(request.adapter_version, request.tenant)
 
     def _step(self, frame: Frame, peer: Peer) -> None:
         step: pb.Step = frame.control  # type: ignore[assignment]
@@ -330,11 +354,23 @@ class BlockServicer:
         except RoleDenied as error:
             # An honest server may hold on to a session for too long; it has others to hand over.
             _audit("handover", error, peer)
-            refusal = pb.HandoverAnswer(session_id=control.session_id, epoch=control.epoch)
-            refusal.reason, refusal.message = error.reason, error.message
-            peer.send(refusal)
+            peer.send(_refusal(control.session_id, control.epoch, error))
             return
-        self._engine.between_iterations(lambda: self._receiver.on_offer(request, control.transfer_id, peer))
+        if self._has_adapter(request):
+            self._engine.between_iterations(lambda: self._receiver.on_offer(request, control.transfer_id, peer))
+        else:
+            self._tasks.start(
+                self._take_offer(request, control.transfer_id, peer), "offer of a session with an adapter"
+            )
+
+    async def _take_offer(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
+        """Takes a session over once its adapter is here, or refuses it."""
+        try:
+            await self._load_adapter(request)
+        except CorollaError as error:
+            peer.send(_refusal(request.session_id, request.epoch, error))
+            return
+        self._engine.between_iterations(lambda: self._receiver.on_offer(request, transfer_id, peer))
 
     def _handover_tokens(self, frame: Frame, peer: Peer) -> None:
         if peer.client_id:
@@ -345,6 +381,10 @@ class BlockServicer:
         """A client's stream ended: ends the sessions opened on it; with the last stream, all sessions of the client."""
         is_gone = self._peers.get(peer.client_id) is None
         self._sessions.end_stream(peer.client_id, None if is_gone else peer.number)
+
+
+def _refusal(session_id: bytes, epoch: int, error: CorollaError) -> pb.HandoverAnswer:
+    return pb.HandoverAnswer(session_id=session_id, epoch=epoch, reason=error.reason, message=error.message)
 
 
 def _audit(event: str, error: CorollaError, peer: Peer) -> None:

@@ -14,6 +14,7 @@ from corolla.chassis.errors import HopLeaving, HopSessionLost, OutOfPages, Posit
 from corolla.wire.span import Span
 
 if TYPE_CHECKING:
+    from corolla.block_server.adapters import LoadedAdapter
     from corolla.block_server.prompts import BlockPrompts
     from corolla.v1 import blocks_pb2 as pb
 
@@ -57,6 +58,11 @@ class SessionTable(Generic[AnyCache]):
 
     def __iter__(self) -> Iterator[HopSession[AnyCache]]:
         return iter(self._sessions.values())
+
+    @property
+    def adapters_in_use(self) -> "set[LoadedAdapter]":
+        """Those of sessions that may take steps."""
+        return {session.request.adapter for session in self if session.request.adapter is not None}
 
     @property
     def num_available_pages(self) -> int:
@@ -258,14 +264,14 @@ class SessionTable(Generic[AnyCache]):
         """What a session of the same client holds, for another of its sessions.
 
         Raises:
-            HopSessionLost: it is not held here, is another client's, uses other blocks, or only one of the two has
-                trained prompts.
+            HopSessionLost: it is not held here, is another client's, uses other blocks or another adapter, or only one
+                of the two has trained prompts.
         """
         session, taker = self._sessions.get(source_id), self._sessions.get(session_id)
         if session is None or session.request.client_id != client_id or session.request.blocks != blocks:
             raise HopSessionLost("the session to fork from is not held here")
         if taker is not None and not session.request.agrees_with(taker.request):
-            raise HopSessionLost("a session with trained prompts and one without do not share tokens")
+            raise HopSessionLost("sessions with other adapters, or only one with trained prompts, do not share tokens")
         return session.cache.fork()
 
     def truncate(self, session_id: bytes, epoch: int, position: int, *, idle: bool) -> None:
@@ -288,7 +294,8 @@ class SessionTable(Generic[AnyCache]):
         """Notes what the session's first pages hold; ignored if stale, or if the session has trained prompts."""
         session = self._sessions.get(session_id)
         if session is not None and session.request.epoch == epoch and session.request.prompts is None:
-            session.cache.set_page_hashes(salt_of(session.request.tenant, session.request.blocks), hashes)
+            request = session.request
+            session.cache.set_page_hashes(salt_of(request.tenant, request.blocks, request.adapter_version), hashes)
 
     def end(self, session_id: bytes, epoch: int) -> None:
         """Frees the session, unless it was reopened since."""

@@ -89,6 +89,17 @@ class BlockServerSettings(ServiceSettings):
         ge=0,
         description="Memory for the trained prompts that sessions bring for its blocks, in MiB; 0 takes none.",
     )
+    adapters_mib: int = Field(
+        512,
+        ge=0,
+        description="Memory for adapters that sessions use, in MiB, its blocks' part of each; and as much again, at "
+        "most, while rows of several run in one batch. The least recently used ones are unloaded. 0 takes none.",
+    )
+    adapters_dir: Path | None = Field(
+        None,
+        description="Folder below which registered adapters lie that are not on the hub; without it, wherever they "
+        "were registered.",
+    )
     page_tokens: int = Field(
         0,
         ge=0,

@@ -9,14 +9,16 @@ from typing import Final
 import grpc
 
 from corolla.chain.control import ControlPlane
-from corolla.chassis.errors import CorollaError
+from corolla.chassis.errors import AdapterDenied, AdapterNotFound, CorollaError
 from corolla.chassis.status import from_rpc_error
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.adapter_version import AdapterVersion
 
 log = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S: Final = 0.5
+_LOOK_INTERVAL_S: Final = 0.05
 SETTLING_S: Final = 5.0
 """How long servers that a store has forgotten may take to register again."""
 
@@ -33,6 +35,7 @@ class PlacementWatch:
         self._placement: pb.Placement | None = None
         self._complete: pb.Placement | None = None
         self._incomplete_since_s = 0.0
+        self._next_look_s = 0.0
         self._published = asyncio.Event()
 
     @property
@@ -52,6 +55,36 @@ class PlacementWatch:
         listed = {each.server.address for each in self._placement.servers}
         unlisted = [each for each in self._complete.servers if each.server.address not in listed]
         return [*self._placement.servers, *unlisted]
+
+    @property
+    def _adapters(self) -> Sequence[pb.RegisteredAdapter]:
+        return () if self._placement is None else self._placement.adapters
+
+    def adapters_for(self, tenant: str) -> list[str]:
+        """The names of those that a tenant may use."""
+        return [each.version.name for each in self._adapters if _is_for(each, tenant)]
+
+    async def adapter(self, name: str, tenant: str) -> AdapterVersion:
+        """What is registered under a name.
+
+        One that is not known here is asked for, since it may have been registered just now.
+
+        Raises:
+            AdapterNotFound: nothing is.
+            AdapterDenied: it is for other tenants.
+        """
+        found = _adapter(self._adapters, name)
+        now_s = asyncio.get_running_loop().time()
+        if found is None and now_s >= self._next_look_s:
+            # Whoever asks for many that do not exist costs a router no more.
+            self._next_look_s = now_s + _LOOK_INTERVAL_S
+            with contextlib.suppress(CorollaError):
+                found = _adapter((await self._control.get_placement()).adapters, name)
+        if found is None:
+            raise AdapterNotFound("the model has no such adapter", name[:256])
+        if not _is_for(found, tenant):
+            raise AdapterDenied("this adapter is for other tenants")
+        return AdapterVersion.of(found.version)
 
     def names(self, hop: common_pb2.Hop) -> bool:
         """Whether the server of a hop is there, at its address, as far as is known."""
@@ -103,6 +136,14 @@ class PlacementWatch:
             self._incomplete_since_s = asyncio.get_running_loop().time()
         published, self._published = self._published, asyncio.Event()
         published.set()
+
+
+def _adapter(adapters: Sequence[pb.RegisteredAdapter], name: str) -> pb.RegisteredAdapter | None:
+    return next((each for each in adapters if each.version.name == name), None)
+
+
+def _is_for(registered: pb.RegisteredAdapter, tenant: str) -> bool:
+    return not registered.tenants or tenant in registered.tenants
 
 
 def _names(servers: Sequence[pb.PlacedServer], hop: common_pb2.Hop) -> bool:

@@ -16,6 +16,7 @@ from corolla.chain.replay import Replayable, Replayer
 from corolla.chain.reservations import LONGEST_BUSY_PAUSE_S, ChainBinding, ChainLimits, NotOpened, Reservations
 from corolla.chain.routes import Routes
 from corolla.chassis.errors import (
+    AdapterNotLoaded,
     CorollaError,
     HopLeaving,
     HopSessionLost,
@@ -273,10 +274,10 @@ class Recovery:
             if isinstance(failure, QueueFull):
                 message = failure.message
                 continue
-            if not isinstance(failure, HopUnavailable | HopLeaving | OutOfPages):
+            if not isinstance(failure, HopUnavailable | HopLeaving | OutOfPages | AdapterNotLoaded):
                 raise failure
             self._routes.on_open_refused(hop.server_id, failure)
-            job.lost.add(hop.server_id, _now_s(), for_good=isinstance(failure, HopLeaving))
+            job.lost.add(hop.server_id, _now_s(), for_good=isinstance(failure, HopLeaving | AdapterNotLoaded))
             message = failure.message
         # Without an address: the hops are excluded already, and nobody died of the request's own step.
         return HopUnavailable(message)

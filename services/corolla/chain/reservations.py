@@ -15,6 +15,7 @@ from corolla.chain.recovery_plan import HopState
 from corolla.chain.routes import Routes
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import (
+    AdapterNotLoaded,
     CapabilityDenied,
     CorollaError,
     HopLeaving,
@@ -31,6 +32,7 @@ from corolla.chassis.tracing.carriers import PARENT_HEADER, STATE_HEADER, trace_
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.frames import MAX_PROMPT_BYTES, Buffer
 from corolla.wire.page_hashes import TextDigests
 from corolla.wire.span import Span
@@ -40,7 +42,7 @@ log = logging.getLogger(__name__)
 _MAX_REFUSALS: Final = 3
 _ALL_TOKENS: Final = 2**31
 # A hop may believe another authority than the others for a while, or have another time.
-_AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages, QueueFull, CapabilityDenied)
+_AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages, QueueFull, CapabilityDenied, AdapterNotLoaded)
 
 LONGEST_BUSY_PAUSE_S: Final = 1.0
 """Until a hop is asked again that had too many sessions to open. They do not all come at once."""
@@ -92,6 +94,7 @@ class OpenOptions:
         cache_salt: hops share what they compute for the texts only where this is the same.
         max_position: what hops hold beyond is not the session's text any more.
         prompts: trained embeddings for each session; None without.
+        adapter: with which the hops compute the sessions; None: with none.
         samplers: for each session how its last hop is to choose tokens; None where it is to send hidden states.
         keeps_outputs: whether hops keep what they send on, for the case that the next one is lost.
         trace: of the request, as headers; empty where it is not traced.
@@ -108,6 +111,7 @@ class OpenOptions:
     cache_salt: bytes = b""
     max_position: int | None = None
     prompts: Sequence[TrainedPrompts] | None = None
+    adapter: AdapterVersion | None = None
     samplers: Sequence[SamplerRecord] | None = None
     keeps_outputs: bool = True
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -169,18 +173,22 @@ class Attempts:
     """The attempts of one request: servers that were `too_full`, or `lost` since they did not answer or refused.
 
     `num_refused` counts the attempts that failed though every server answered. A server that was busy is none of them.
+    `not_loaded` says why a server could not have the session's adapter.
     """
 
     def __init__(self, patience_s: float) -> None:
         self.too_full: set[str] = set()
         self.lost = LostServers(patience_s)
         self.num_refused = 0
+        self.not_loaded: AdapterNotLoaded | None = None
 
     def record(self, failures: Sequence[tuple[common_pb2.Hop, BaseException]], now_s: float) -> None:
         """What hops answered in one attempt."""
         if not any(isinstance(failure, HopUnavailable | QueueFull) for _, failure in failures):
             self.num_refused += 1
         for hop, failure in failures:
+            if isinstance(failure, AdapterNotLoaded):
+                self.not_loaded = failure
             if isinstance(failure, OutOfPages):
                 self.too_full.add(hop.server_id)
             elif not isinstance(failure, QueueFull):
@@ -233,7 +241,14 @@ class Reservations:
         attempts = Attempts(self._limits.recovery_patience_s)
         give_up_s = min(until_s, clock() + self._limits.recovery_patience_s)
         while True:
-            chain = open_options.only_chain or await self._choose(len(identities), open_options, attempts, give_up_s)
+            try:
+                chain = open_options.only_chain or await self._choose(
+                    len(identities), open_options, attempts, give_up_s
+                )
+            except NoChain:
+                if attempts.not_loaded is not None:
+                    raise attempts.not_loaded from None
+                raise
             if any(hop.server_id in attempts.lost for hop in chain.hops):
                 # An open may have come through whose answer did not: it is taken back on the new connection.
                 await asyncio.gather(*(self._plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
@@ -383,6 +398,8 @@ class Reservations:
                     transient=open_options.transient,
                     keep_activations=keep_activations,
                 )
+                if open_options.adapter is not None:
+                    request.adapter.CopyFrom(open_options.adapter.to_message())
                 if open_options.trace:
                     trace = open_options.trace
                     request.trace.parent, request.trace.state = trace[PARENT_HEADER], trace.get(STATE_HEADER, "")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 from typer.exceptions import TyperException
 
-from corolla.cli import ask_commands, key_commands, service_commands, stack_commands
+from corolla.cli import adapter_commands, ask_commands, key_commands, service_commands, stack_commands
 from corolla.cli.interruption import EXIT_INTERRUPTED
 
 EXIT_FAILED = 1
@@ -26,6 +26,7 @@ stack_commands.add_to(app)
 ask_commands.add_to(app)
 service_commands.add_to(app)
 key_commands.add_to(app)
+adapter_commands.add_to(app)
 
 
 @app.command(rich_help_panel="More")

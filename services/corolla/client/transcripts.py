@@ -20,6 +20,7 @@ from corolla.chassis.errors import (
 )
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.adapter_version import AdapterVersion
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +60,18 @@ class Transcripts:
         self._tasks = tasks
 
     async def create(
-        self, tenant: str, max_sessions: int | None = None, max_bytes: int | None = None
+        self,
+        tenant: str,
+        max_sessions: int | None = None,
+        max_bytes: int | None = None,
+        adapter: AdapterVersion | None = None,
     ) -> pb.SessionRecord:
-        """Raises QuotaExceeded where the tenant has `max_sessions`, `max_bytes`, or what the router allows anybody."""
+        """Makes a session whose turns are computed with `adapter`.
+
+        Raises QuotaExceeded where the tenant has `max_sessions`, `max_bytes`, or what the router allows anybody."""
         record = pb.SessionRecord(session_id=secrets.token_hex(16), tenant=tenant, model=self._control.model)
+        if adapter is not None:
+            record.adapter.CopyFrom(adapter.to_message())
         request = pb.CreateSessionRecordRequest(
             record=record,
             ttl_ms=self.ttl_ms,

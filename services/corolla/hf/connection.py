@@ -33,6 +33,7 @@ from corolla.hf.row_group import RowGroup
 from corolla.models.checkpoint import Checkpoint
 from corolla.trust import loopback
 from corolla.trust.workload import Role
+from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.network import Network
 from corolla.wire.stream import between_servers
 from corolla.wire.tensors import DTYPES
@@ -168,6 +169,15 @@ class Connection:
             with suppress(CorollaError):
                 self.call(close())
 
+    def adapter(self, name: str | None, tenant: str) -> AdapterVersion | None:
+        """What is registered under an adapter's name; None for none.
+
+        Raises:
+            AdapterNotFound: nothing is.
+            AdapterDenied: it is for other tenants.
+        """
+        return self.call(self._planes.adapter(name, tenant)) if name else None
+
     @asynccontextmanager
     async def open_session(
         self, tenant: str, open_options: OpenOptions, sampler: SamplerRecord
@@ -232,7 +242,7 @@ class _Planes:
         self.tasks = TaskGroup()
         network.start_renewal(self.tasks)
         limits = replace(between_servers(), ping_after_s=1.0, silence_s=_SILENCE_S)
-        placement = PlacementWatch(self.control)
+        placement = self._placement = PlacementWatch(self.control)
         self.data = DataPlane(
             fingerprint,
             self.tasks.subgroup(),
@@ -247,6 +257,9 @@ class _Planes:
         replayer = Replayer(self.reservations, self.data, LIMITS)
         self.recovery = Recovery(self.routes, self.reservations, replayer, self.data.handovers, LIMITS)
         self.sessions = ChainSessions(self.routes, self.data, LIMITS, _ignore)
+
+    async def adapter(self, name: str, tenant: str) -> AdapterVersion:
+        return await self._placement.adapter(name, tenant)
 
     async def close(self) -> None:
         await self.tasks.close()

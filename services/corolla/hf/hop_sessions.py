@@ -13,6 +13,7 @@ from corolla.chassis.errors import HopSessionLost
 from corolla.hf.connection import Connection
 from corolla.hf.row_group import RowGroup, RowStep
 from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.frames import Buffer
 from corolla.wire.span import Span
 from corolla.wire.tensors import describe_prompts, to_payload
@@ -31,6 +32,7 @@ class RemoteSpan:
         context_length: the longest sequence that the model takes.
         reuses_prefixes: whether the tenant's sequences share what hops computed for texts that begin alike.
         cache_salt: with what the digests of its texts begin.
+        adapter: with which the blocks are computed; None: with none.
     """
 
     connection: Connection
@@ -41,6 +43,7 @@ class RemoteSpan:
     context_length: int
     reuses_prefixes: bool = False
     cache_salt: bytes = b""
+    adapter: AdapterVersion | None = None
 
 
 class HopSessions:
@@ -87,7 +90,7 @@ class HopSessions:
         prompts = None if self._prompts is None else [_Prompts(self._prompts[origin]) for origin in self._origins]
         options = OpenOptions(
             max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts, texts=texts,
-            cache_salt=self._blocks.cache_salt,
+            cache_salt=self._blocks.cache_salt, adapter=self._blocks.adapter,
         )  # fmt: skip
         num_open = len(self._group.identities) if self._group is not None else 0
         new = [

@@ -1,6 +1,7 @@
 """Causal language models whose blocks are remote: embedding, final norm, head and sampling run here."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self, cast
 
@@ -69,6 +70,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         reuse_prefixes: bool = False,
         tls_dir: str | Path | None = None,
         cache_secret: str | None = None,
+        adapter: str | None = None,
     ) -> Self:
         """Reads what runs here, and connects to a router for the rest.
 
@@ -88,8 +90,11 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             cache_secret: that of the client services, at least 32 characters; else `COROLLA_CACHE_SECRET`. The digests
                 by which block servers find the tenant's texts begin with what follows from it; empty: they are digests
                 of the texts alone.
+            adapter: name of an adapter that is registered with the router; see `set_adapter`.
 
         Raises:
+            AdapterNotFound: there is none of this name.
+            AdapterDenied: it is for other tenants.
             SettingsError: the cache secret is too short.
             CheckpointError: it is missing, damaged, or of another family than this class is for.
             HubUnavailable: it is on the hub, and that cannot be reached.
@@ -113,11 +118,24 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             context_length=checkpoint.context_length,
             reuses_prefixes=reuse_prefixes,
             cache_salt=salt,
+            adapter=connection.adapter(adapter, tenant),
         )
         edges = load_edges(checkpoint, dtype=run_dtype, device=device)
         model = cls(copy.deepcopy(checkpoint.config), edges=edges, blocks=RemoteBlocks(remote))
         model.generation_config = checkpoint.generation_config()
         return model
+
+    def set_adapter(self, name: str | None) -> None:  # type: ignore[override]
+        """Has new sessions computed with an adapter; None: with none. Those that there are keep theirs.
+
+        The blocks' linear layers are changed, and what runs here is not.
+
+        Raises:
+            AdapterNotFound: there is none of this name.
+            AdapterDenied: it is for other tenants.
+        """
+        remote = self.blocks.remote
+        self.blocks = RemoteBlocks(replace(remote, adapter=remote.connection.adapter(name, remote.tenant)))
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **options: Any) -> Self:

@@ -22,6 +22,7 @@ from corolla.hf.connection import DEFAULT_ROUTER, Connection, cache_salt
 from corolla.hf.vocabulary import require_token_ids
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.adapter_version import AdapterVersion
 
 _NUM_SEEDS: Final = 2**63 - 1
 
@@ -71,6 +72,7 @@ class RemoteModelForCausalLM(GenerationMixin):
         self._tenant = tenant
         self._reuses_prefixes = reuse_prefixes
         self._cache_salt = salt
+        self._adapter: AdapterVersion | None = None
 
     @classmethod
     def from_pretrained(
@@ -85,12 +87,19 @@ class RemoteModelForCausalLM(GenerationMixin):
         reuse_prefixes: bool = False,
         tls_dir: str | Path | None = None,
         cache_secret: str | None = None,
+        adapter: str | None = None,
     ) -> Self:
         """Reads the configuration, and connects to a router. See `DistributedModelForCausalLM.from_pretrained`."""
         salt = cache_salt(tenant, cache_secret)
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
         connection = Connection.to(checkpoint, router, dtype, quantization, tls_dir)
-        return cls(checkpoint, connection, tenant, reuse_prefixes=reuse_prefixes, salt=salt)
+        model = cls(checkpoint, connection, tenant, reuse_prefixes=reuse_prefixes, salt=salt)
+        model.set_adapter(adapter)
+        return model
+
+    def set_adapter(self, name: str | None) -> None:
+        """Answers with an adapter from now on; None: with none. See `DistributedModelForCausalLM.set_adapter`."""
+        self._adapter = self._connection.adapter(name, self._tenant)
 
     @property
     def device(self) -> torch.device:
@@ -198,6 +207,7 @@ class RemoteModelForCausalLM(GenerationMixin):
             transient=True,
             texts=[row.prompt_ids] if self._reuses_prefixes else None,
             cache_salt=self._cache_salt,
+            adapter=self._adapter,
         )
         async with self._connection.open_session(self._tenant, options, row.sampler) as session:
             await session.restore(row.prompt_ids)

@@ -27,7 +27,7 @@ from corolla.models.quantized.description import QUANTIZATION_KEYS, Quantization
 from corolla.models.weights import find_weights, open_tensors, read_header, sample_bytes
 
 # Raise it whenever two releases would not compute the same hidden states or read the same frames.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILE = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>[\w.-]+\.gguf)")

@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
 from corolla.chassis.errors import (
+    AdapterNotFound,
     AddressNotYours,
     InternalError,
     InvalidRequest,
@@ -23,9 +24,10 @@ from corolla.router.rebalancing import Move
 from corolla.router.roster import Roster, end_blocks_of, memory_of, sort_servers
 from corolla.router.settings import ExpectedModel
 from corolla.router.store import Store
-from corolla.router.validation import check_expected, check_placed
+from corolla.router.validation import check_adapter, check_expected, check_placed
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ _NOT_THEIRS: Final = 3
 # In which a server hands over, leaves and registers again; then others may move.
 _MOVE_TTL_MS: Final = 60_000
 _DOUBTED_MS: Final = 600_000
+MOST_ADAPTERS: Final = 512
+"""Of a model: all of them are in each placement that is pushed."""
+_DIGEST_CHARS: Final = 64
 
 
 class Registry:
@@ -187,7 +192,7 @@ class Registry:
 
     async def snapshot_for(self, model: str, session_id: str) -> tuple[Roster, common_pb2.Chain | None]:
         """The same, and in the same moment the chain that a session is pinned to."""
-        version, num_blocks, last_change, records, pinned = await self._store.call(
+        version, num_blocks, last_change, records, pinned, adapters, removed = await self._store.call(
             "snapshot", model, session_id, self._lease_ms
         )
         servers = [
@@ -199,7 +204,11 @@ class Registry:
             num_blocks = 0
         # No less than what servers hold, whatever the store says.
         num_blocks = max([int(num_blocks), *(each.server.num_model_blocks for each in servers)])
-        roster = Roster(model, int(version), num_blocks, sort_servers(servers), last_change.decode())
+        roster = Roster(
+            model, int(version), num_blocks, sort_servers(servers), last_change.decode(),
+            tuple(sorted(self._adapters(model, adapters), key=lambda each: each.version.name)),
+            tuple(self._removed_adapters(model, removed)),
+        )  # fmt: skip
         return roster, self._chain(model, session_id, pinned)
 
     async def rosters(self) -> AsyncIterator[Roster]:
@@ -216,6 +225,40 @@ class Registry:
         except (DecodeError, InvalidRequest):
             self._store.skip("server", model, server_id.decode(errors="replace"))
             return None
+
+    async def add_adapter(self, model: str, adapter: pb.RegisteredAdapter) -> None:
+        """Registers an adapter; one of the same name and other bytes is taken out by that.
+
+        Raises:
+            InvalidRequest: the model has as many as it may.
+        """
+        version = adapter.version
+        reply = await self._store.call(
+            "add_adapter", model, version.name, version.digest, adapter.SerializeToString(deterministic=True),
+            MOST_ADAPTERS,
+        )  # fmt: skip
+        if reply != 1:
+            raise InvalidRequest("adapter", f"would be one too many: a model has at most {MOST_ADAPTERS}")
+
+    async def remove_adapter(self, model: str, name: str) -> None:
+        """Takes an adapter out. Raises AdapterNotFound: there is none."""
+        if await self._store.call("remove_adapter", model, name) != 1:
+            raise AdapterNotFound("no such adapter is registered", name)
+
+    def _adapters(self, model: str, entries: Sequence[bytes]) -> Iterator[pb.RegisteredAdapter]:
+        for name, entry in zip(entries[::2], entries[1::2], strict=True):
+            try:
+                yield check_adapter(pb.RegisteredAdapter.FromString(entry[_DIGEST_CHARS:]))
+            except (DecodeError, InvalidRequest):
+                self._store.skip("adapter", model, name.decode(errors="replace"))
+
+    def _removed_adapters(self, model: str, entries: Sequence[bytes]) -> Iterator[common_pb2.AdapterVersion]:
+        for entry in sorted(entries[::2]):
+            name, _, digest = entry.decode(errors="replace").partition(" ")
+            try:
+                yield AdapterVersion(name, digest).to_message()
+            except ValueError:
+                self._store.skip("adapter", model, name)
 
     def _chain(self, model: str, session_id: str, pinned: bytes | None) -> common_pb2.Chain | None:
         try:

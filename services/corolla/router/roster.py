@@ -5,7 +5,7 @@ Pure: turns what servers report into what placement and planner reckon with, and
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from corolla.chassis.errors import CorollaError
 from corolla.planning.bookings import Booked
@@ -27,6 +27,8 @@ class Roster:
     num_blocks: int
     servers: tuple[pb.PlacedServer, ...] = ()
     last_change: str = "0-0"
+    adapters: tuple[pb.RegisteredAdapter, ...] = ()
+    removed_adapters: tuple[common_pb2.AdapterVersion, ...] = ()
 
     @property
     def is_known(self) -> bool:
@@ -87,7 +89,7 @@ class Roster:
             for each in self.servers
             if each.server.server_id != server.server_id and each.server.address != server.address
         )
-        return Roster(self.model, self.version, self.num_blocks, kept, self.last_change)
+        return replace(self, servers=kept)
 
     def candidates(
         self,
@@ -149,6 +151,8 @@ class Roster:
             num_model_blocks=self.num_blocks,
             servers=self.servers,
             uncovered=[span.to_message() for span in self.uncovered()],
+            adapters=self.adapters,
+            removed_adapters=self.removed_adapters,
         )
         if self.is_known:
             try:

@@ -198,6 +198,18 @@ class RouterServicer:
     async def TakeQuotas(self, request: pb.TakeQuotasRequest, call: Call[Caller]) -> pb.TakeQuotasResponse:
         return pb.TakeQuotasResponse(num_takers=await self._quotas.take(quotas.checked(request)))
 
+    # --- adapters ---
+
+    async def AddAdapter(self, request: pb.AddAdapterRequest, call: Call[Caller]) -> pb.AddAdapterResponse:
+        model = validation.check_text("model", request.model)
+        await self._registry.add_adapter(model, validation.check_adapter(request.adapter))
+        return pb.AddAdapterResponse()
+
+    async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, call: Call[Caller]) -> pb.RemoveAdapterResponse:
+        model = validation.check_text("model", request.model)
+        await self._registry.remove_adapter(model, validation.check_name("name", request.name))
+        return pb.RemoveAdapterResponse()
+
     def _session(
         self,
         request: pb.GetSessionRecordRequest

@@ -8,6 +8,7 @@ from corolla.chassis.errors import InvalidRequest, SpanRefused
 from corolla.router.settings import ExpectedModel
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.span import Span
 
 MOST_MODEL_BLOCKS: Final = 1024
@@ -17,6 +18,8 @@ MOST_BATCH_ROWS: Final = 1 << 20
 MOST_SESSION_TTL_MS: Final = 30 * 24 * 3600 * 1000
 MOST_LOCK_MS: Final = 3_600_000
 MOST_EXCLUDED: Final = 4096
+MOST_SOURCE: Final = 1024
+MOST_ADAPTER_TENANTS: Final = 64
 
 _SESSION_ID: Final = re.compile(r"[0-9a-f]{32}")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -140,6 +143,21 @@ def check_hop(hop: common_pb2.Hop) -> common_pb2.Hop:
         raise InvalidRequest("hop.address", "must be host:port")
     check_span("hop.span", hop.span)
     return hop
+
+
+def check_adapter(adapter: pb.RegisteredAdapter) -> pb.RegisteredAdapter:
+    try:
+        AdapterVersion.of(adapter.version)
+    except ValueError as failure:
+        raise InvalidRequest("adapter.version", str(failure)) from None
+    if len(adapter.source) > MOST_SOURCE or not adapter.source.isprintable() or not adapter.source:
+        raise InvalidRequest("adapter.source", f"must be 1 to {MOST_SOURCE} characters that can be printed")
+    check_text("adapter.revision", adapter.revision, may_be_empty=True)
+    if len(adapter.tenants) > MOST_ADAPTER_TENANTS:
+        raise InvalidRequest("adapter.tenants", f"must be at most {MOST_ADAPTER_TENANTS}")
+    for tenant in adapter.tenants:
+        check_text("adapter.tenants", tenant)
+    return adapter
 
 
 def check_excluded(server_ids: list[str]) -> frozenset[str]:

@@ -88,12 +88,16 @@ class AsyncClient:
         """
         return AsyncChat(self, system=system, session_id=session, options=options)
 
-    def session(self, session_id: str | None = None, *, model: str = "") -> AsyncSession:
-        """A session for `generate` and `stream`: a new one, deleted at the end, or an existing one by its id."""
-        return AsyncSession(self, session_id=session_id, model=model)
+    def session(self, session_id: str | None = None, *, model: str = "", adapter: str = "") -> AsyncSession:
+        """A session for `generate` and `stream`: a new one, deleted at the end, or an existing one by its id.
 
-    async def create_session(self, model: str = "") -> SessionInfo:
-        request = pb.CreateSessionRequest(model=model)
+        Args:
+            adapter: with which all turns of a new one are computed.
+        """
+        return AsyncSession(self, session_id=session_id, model=model, adapter=adapter)
+
+    async def create_session(self, model: str = "", adapter: str = "") -> SessionInfo:
+        request = pb.CreateSessionRequest(model=model, adapter=adapter)
         return responses.session(await self._call(self._stub.CreateSession, request))
 
     async def get_session(self, session_id: str) -> SessionInfo:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 class AsyncSession:
     """A sequence that the service keeps: each prompt is appended to what it holds. Made at the first use."""
 
-    def __init__(self, client: "AsyncClient", *, session_id: str | None, model: str) -> None:
+    def __init__(self, client: "AsyncClient", *, session_id: str | None, model: str, adapter: str = "") -> None:
         self._client = client
         self._model = model
+        self._adapter = adapter
         self._id = session_id
         self._is_own = session_id is None
         # Where several use it first at the same time, one of them makes it.
@@ -30,7 +31,7 @@ class AsyncSession:
         """The session's id, 128 random bits in hexadecimal. The first use makes the session."""
         async with self._opening:
             if self._id is None:
-                self._id = (await self._client.create_session(self._model)).session_id
+                self._id = (await self._client.create_session(self._model, self._adapter)).session_id
             return self._id
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
@@ -81,7 +82,9 @@ class AsyncChat:
     ) -> None:
         self._client = client
         self._options = options
-        self._session = AsyncSession(client, session_id=session_id, model=options.get("model", ""))
+        self._session = AsyncSession(
+            client, session_id=session_id, model=options.get("model", ""), adapter=options.get("adapter", "")
+        )
         self._conversation = Conversation(system, resumed=session_id is not None)
         self._running: AsyncStream | None = None
 

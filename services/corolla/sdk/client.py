@@ -87,12 +87,16 @@ class Client:
         """
         return Chat(self, system=system, session_id=session, options=options)
 
-    def session(self, session_id: str | None = None, *, model: str = "") -> Session:
-        """A session for `generate` and `stream`: a new one, deleted at the end, or an existing one by its id."""
-        return Session(self, session_id=session_id, model=model)
+    def session(self, session_id: str | None = None, *, model: str = "", adapter: str = "") -> Session:
+        """A session for `generate` and `stream`: a new one, deleted at the end, or an existing one by its id.
 
-    def create_session(self, model: str = "") -> SessionInfo:
-        request = pb.CreateSessionRequest(model=model)
+        Args:
+            adapter: with which all turns of a new one are computed.
+        """
+        return Session(self, session_id=session_id, model=model, adapter=adapter)
+
+    def create_session(self, model: str = "", adapter: str = "") -> SessionInfo:
+        request = pb.CreateSessionRequest(model=model, adapter=adapter)
         return responses.session(self._call(self._stub.CreateSession, request))
 
     def get_session(self, session_id: str) -> SessionInfo:

@@ -41,6 +41,7 @@ class AnswerOptions(TypedDict, total=False):
         cache_salt: what the service computes for the prompt is shared only with requests of the same salt.
         logprobs: report each token's log-probability, and those of this many most likely tokens (0 to 20).
         model: empty takes the only model that the service has.
+        adapter: name of an adapter of the model; empty: none, or that of the session.
         timeout: seconds after which the call fails with DeadlineExceeded; the client's own default otherwise.
     """
 
@@ -65,6 +66,7 @@ class AnswerOptions(TypedDict, total=False):
     cache_salt: str | None
     logprobs: int | None
     model: str
+    adapter: str
     timeout: float | None
 
 
@@ -174,6 +176,7 @@ _SPECULATION_MODES = {
 
 def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[str, Any]) -> None:
     set_field(request, "model", options.get("model"), "model")
+    set_field(request, "adapter", options.get("adapter"), "adapter")
     set_field(request, "logprobs", options.get("logprobs"), "logprobs")
     set_field(request, "request_id", options.get("request_id"), "request_id")
     _set_received(request, options.get("resume_from"))

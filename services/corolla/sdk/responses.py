@@ -107,6 +107,7 @@ def model(message: pb.Model) -> results.Model:
         fingerprint=message.fingerprint,
         has_chat_template=message.has_chat_template,
         ready=message.ready,
+        adapter=message.adapter,
     )
 
 
@@ -118,6 +119,7 @@ def session(message: pb.Session) -> results.SessionInfo:
         num_turns=message.num_turns,
         busy=message.busy,
         expires_in_s=message.expires_in_seconds,
+        adapter=message.adapter,
     )
 
 

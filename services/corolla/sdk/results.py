@@ -225,6 +225,7 @@ class Model:
         context_length: longest prompt and answer together, in tokens.
         fingerprint: identifies weights, dtype and protocol.
         ready: whether every block has a live server now.
+        adapter: that the name says the model has; empty: none.
     """
 
     name: str
@@ -236,6 +237,7 @@ class Model:
     fingerprint: str
     has_chat_template: bool
     ready: bool
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,7 @@ class SessionInfo:
         num_turns: finished turns.
         busy: whether a turn is running.
         expires_in_s: seconds until it is forgotten when it stays idle.
+        adapter: with which its turns are computed; empty: none.
     """
 
     session_id: str
@@ -256,3 +259,4 @@ class SessionInfo:
     num_turns: int
     busy: bool
     expires_in_s: float
+    adapter: str = ""

@@ -32,6 +32,8 @@ METHODS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
         "RouterService/DeleteSessionRecord": frozenset({_CLIENT}),
         "RouterService/CountSessionRecords": frozenset({_CLIENT, _OPERATOR}),
         "RouterService/TakeQuotas": frozenset({_CLIENT}),
+        "RouterService/AddAdapter": frozenset({_OPERATOR}),
+        "RouterService/RemoveAdapter": frozenset({_OPERATOR}),
         "BlockService/GetStatus": frozenset({_CLIENT, _ROUTER, _OPERATOR}),
         "AdminService/Drain": frozenset({_OPERATOR}),
     }
@@ -65,6 +67,8 @@ AUDITED: Final = frozenset(
         "RouterService/MoveSession",
         "RouterService/CreateSessionRecord",
         "RouterService/DeleteSessionRecord",
+        "RouterService/AddAdapter",
+        "RouterService/RemoveAdapter",
         "AdminService/Drain",
     }
 )

@@ -382,6 +382,7 @@ class Open(_message.Message):
     SAMPLER_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Answers carry the same number."""
     session_id: _builtins.bytes
@@ -426,6 +427,12 @@ class Open(_message.Message):
     def trace(self) -> Global___Trace:
         """Only of a request that is traced: what the hop does for the session belongs to it."""
 
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterVersion:
+        """With which the session is computed. The server loads it first, if it does not have it. What a session holds that was
+        computed with another one, or with none, does not count.
+        """
+
     def __init__(
         self,
         *,
@@ -444,10 +451,11 @@ class Open(_message.Message):
         sampler: Global___Sampler | None = ...,
         capability: Global___SignedCapability | None = ...,
         trace: Global___Trace | None = ...,
+        adapter: _common_pb2.AdapterVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "sampler", b"sampler", "text", b"text", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "sampler", b"sampler", "text", b"text", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1336,6 +1344,7 @@ class Handover(_message.Message):
     BLOCK_PROMPTS_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     """The one that the session is open with; its client opens it on the receiver with a higher one."""
@@ -1355,6 +1364,10 @@ class Handover(_message.Message):
     def capability(self) -> Global___SignedCapability:
         """With which it was opened; as of Open."""
 
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterVersion:
+        """As of Open: the receiver loads it, or refuses."""
+
     def __init__(
         self,
         *,
@@ -1370,10 +1383,11 @@ class Handover(_message.Message):
         block_prompts: Global___BlockPrompts | None = ...,
         transfer_id: _builtins.bytes = ...,
         capability: Global___SignedCapability | None = ...,
+        adapter: _common_pb2.AdapterVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1529,6 +1543,8 @@ class BlockServerStatus(_message.Message):
     RESIDENT_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_STEPS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_PAGES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    ADAPTER_BYTES_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     model: _builtins.str
     fingerprint: _builtins.str
@@ -1542,8 +1558,13 @@ class BlockServerStatus(_message.Message):
     num_queued_steps: _builtins.int
     num_cached_pages: _builtins.int
     """Of the free pages those that hold beginnings of texts, to be reused."""
+    adapter_bytes: _builtins.int
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterVersion]:
+        """Loaded now, least recently used first, and what they take."""
+
     def __init__(
         self,
         *,
@@ -1560,10 +1581,12 @@ class BlockServerStatus(_message.Message):
         resident_memory_bytes: _builtins.int = ...,
         num_queued_steps: _builtins.int = ...,
         num_cached_pages: _builtins.int = ...,
+        adapters: _abc.Iterable[_common_pb2.AdapterVersion] | None = ...,
+        adapter_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "kv_cache_bytes", b"kv_cache_bytes", "model", b"model", "num_cached_pages", b"num_cached_pages", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "page_tokens", b"page_tokens", "resident_memory_bytes", b"resident_memory_bytes", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "adapters", b"adapters", "dtype", b"dtype", "fingerprint", b"fingerprint", "kv_cache_bytes", b"kv_cache_bytes", "model", b"model", "num_cached_pages", b"num_cached_pages", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "page_tokens", b"page_tokens", "resident_memory_bytes", b"resident_memory_bytes", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

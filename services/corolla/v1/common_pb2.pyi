@@ -75,6 +75,31 @@ class Hop(_message.Message):
 Global___Hop: _TypeAlias = Hop  # noqa: Y015
 
 @_typing.final
+class AdapterVersion(_message.Message):
+    """An adapter as it was registered: another registration of the name with other bytes is another version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    digest: _builtins.str
+    """SHA-256 of its files, in hexadecimal."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterVersion: _TypeAlias = AdapterVersion  # noqa: Y015
+
+@_typing.final
 class Chain(_message.Message):
     """Hops whose spans cover all blocks exactly once, in order."""
 

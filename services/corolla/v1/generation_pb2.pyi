@@ -378,6 +378,7 @@ class GenerateRequest(_message.Message):
     RECEIVED_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model that the service has."""
     text: _builtins.str
@@ -403,6 +404,10 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """What hops computed for this text is found only by requests of the tenant with the same salt, so how soon an answer
     comes, and `cached_tokens`, tell nothing about texts of those with another one. At most 256 characters.
+    """
+    adapter: _builtins.str
+    """Name of an adapter of the model; empty: the model as it is, or what the session was created with. NOT_FOUND where there
+    is none, PERMISSION_DENIED where it is for other tenants. The same as `model` "<model>:<adapter>".
     """
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
@@ -437,10 +442,11 @@ class GenerateRequest(_message.Message):
         received: Global___TokenIds | None = ...,
         cache_salt: _builtins.str = ...,
         response_format: Global___ResponseFormat | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "cache_salt", b"cache_salt", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "adapter", b"adapter", "cache_salt", b"cache_salt", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -813,6 +819,7 @@ class ChatRequest(_message.Message):
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     NUM_COMPLETIONS_FIELD_NUMBER: _builtins.int
     EXPECTED_TURNS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     session_id: _builtins.str
     logprobs: _builtins.int
@@ -828,6 +835,8 @@ class ChatRequest(_message.Message):
     """As of GenerateRequest."""
     expected_turns: _builtins.int
     """With a session: the turn is made only if the session has had so many, so that nobody answers to what they did not see."""
+    adapter: _builtins.str
+    """As of GenerateRequest."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Without a session the whole conversation; with one, what is new since its last turn."""
@@ -876,10 +885,11 @@ class ChatRequest(_message.Message):
         template_arguments: _struct_pb2.Struct | None = ...,
         num_completions: _builtins.int | None = ...,
         expected_turns: _builtins.int | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "expected_turns", b"expected_turns", "logprobs", b"logprobs", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "cache_salt", b"cache_salt", "continue_last_message", b"continue_last_message", "expected_turns", b"expected_turns", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "adapter", b"adapter", "cache_salt", b"cache_salt", "continue_last_message", b"continue_last_message", "expected_turns", b"expected_turns", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_turns: _TypeAlias = _typing.Literal["expected_turns"]  # noqa: Y015
     _WhichOneofArgType__expected_turns: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns"]  # noqa: Y015
@@ -1069,6 +1079,7 @@ class Session(_message.Message):
     NUM_TURNS_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_SECONDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """128 random bits in hexadecimal. Whoever created it owns it; to others it does not exist."""
     model: _builtins.str
@@ -1079,6 +1090,8 @@ class Session(_message.Message):
     """Whether a turn is running."""
     expires_in_seconds: _builtins.float
     """Seconds until it expires when it stays idle."""
+    adapter: _builtins.str
+    """With which its turns are computed; empty: none."""
     def __init__(
         self,
         *,
@@ -1088,10 +1101,11 @@ class Session(_message.Message):
         num_turns: _builtins.int = ...,
         busy: _builtins.bool = ...,
         expires_in_seconds: _builtins.float = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "expires_in_seconds", b"expires_in_seconds", "model", b"model", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "busy", b"busy", "expires_in_seconds", b"expires_in_seconds", "model", b"model", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1102,15 +1116,19 @@ class CreateSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    adapter: _builtins.str
+    """With which all turns of the session are computed."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1370,6 +1388,7 @@ class Model(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     family: _builtins.str
     num_blocks: _builtins.int
@@ -1380,6 +1399,8 @@ class Model(_message.Message):
     has_chat_template: _builtins.bool
     ready: _builtins.bool
     """Whether every block has a live server now."""
+    adapter: _builtins.str
+    """Of a model with an adapter, whose name is "<model>:<adapter>"."""
     def __init__(
         self,
         *,
@@ -1392,10 +1413,11 @@ class Model(_message.Message):
         fingerprint: _builtins.str = ...,
         has_chat_template: _builtins.bool = ...,
         ready: _builtins.bool = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "name", b"name", "num_blocks", b"num_blocks", "ready", b"ready", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "context_length", b"context_length", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "name", b"name", "num_blocks", b"num_blocks", "ready", b"ready", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,117 @@ SERVER_STATE_DRAINING: ServerState.ValueType  # 3
 Global___ServerState: _TypeAlias = ServerState  # noqa: Y015
 
 @_typing.final
+class RegisteredAdapter(_message.Message):
+    """Low-rank changes of a model's linear layers (LoRA), in PEFT's format, that sessions may ask for by name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Where servers find its files: a folder, or an id on the hub."""
+    revision: _builtins.str
+    """Of the hub: the commit."""
+    @_builtins.property
+    def version(self) -> _common_pb2.AdapterVersion: ...
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who may use it; empty: all tenants."""
+
+    def __init__(
+        self,
+        *,
+        version: _common_pb2.AdapterVersion | None = ...,
+        source: _builtins.str = ...,
+        revision: _builtins.str = ...,
+        tenants: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision", "source", b"source", "tenants", b"tenants", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegisteredAdapter: _TypeAlias = RegisteredAdapter  # noqa: Y015
+
+@_typing.final
+class AddAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    @_builtins.property
+    def adapter(self) -> Global___RegisteredAdapter: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        adapter: Global___RegisteredAdapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddAdapterRequest: _TypeAlias = AddAdapterRequest  # noqa: Y015
+
+@_typing.final
+class AddAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddAdapterResponse: _TypeAlias = AddAdapterResponse  # noqa: Y015
+
+@_typing.final
+class RemoveAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAdapterRequest: _TypeAlias = RemoveAdapterRequest  # noqa: Y015
+
+@_typing.final
+class RemoveAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAdapterResponse: _TypeAlias = RemoveAdapterResponse  # noqa: Y015
+
+@_typing.final
 class ServerDescription(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -389,6 +500,8 @@ class Placement(_message.Message):
     SERVERS_FIELD_NUMBER: _builtins.int
     UNCOVERED_FIELD_NUMBER: _builtins.int
     CHEAPEST_CHAIN_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    REMOVED_ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """Grows with each change."""
@@ -403,6 +516,14 @@ class Placement(_message.Message):
     def cheapest_chain(self) -> _common_pb2.Chain:
         """The cheapest chain now; unset while blocks are uncovered. Client services use it when no router answers."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegisteredAdapter]:
+        """Sorted by name."""
+
+    @_builtins.property
+    def removed_adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterVersion]:
+        """Versions that were taken out, or registered anew, within a day; a store that has lost its memory has lost these, too."""
+
     def __init__(
         self,
         *,
@@ -412,10 +533,12 @@ class Placement(_message.Message):
         servers: _abc.Iterable[Global___PlacedServer] | None = ...,
         uncovered: _abc.Iterable[_common_pb2.BlockSpan] | None = ...,
         cheapest_chain: _common_pb2.Chain | None = ...,
+        adapters: _abc.Iterable[Global___RegisteredAdapter] | None = ...,
+        removed_adapters: _abc.Iterable[_common_pb2.AdapterVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cheapest_chain", b"cheapest_chain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cheapest_chain", b"cheapest_chain", "model", b"model", "num_model_blocks", b"num_model_blocks", "servers", b"servers", "uncovered", b"uncovered", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cheapest_chain", b"cheapest_chain", "model", b"model", "num_model_blocks", b"num_model_blocks", "removed_adapters", b"removed_adapters", "servers", b"servers", "uncovered", b"uncovered", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -651,6 +774,7 @@ class SessionRecord(_message.Message):
     LAST_TURN_FIELD_NUMBER: _builtins.int
     LAST_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_FINISH_REASON_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     STORE_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Hexadecimal."""
@@ -685,6 +809,10 @@ class SessionRecord(_message.Message):
     def token_log(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def transcript(self) -> _containers.RepeatedCompositeFieldContainer[Global___TranscriptMessage]: ...
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterVersion:
+        """With which all of its turns are computed; unset: none."""
+
     def __init__(
         self,
         *,
@@ -704,11 +832,12 @@ class SessionRecord(_message.Message):
         last_turn: _builtins.str = ...,
         last_answer_tokens: _builtins.int = ...,
         last_finish_reason: _builtins.str = ...,
+        adapter: _common_pb2.AdapterVersion | None = ...,
         store_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "chain", b"chain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "last_answer_tokens", b"last_answer_tokens", "last_finish_reason", b"last_finish_reason", "last_turn", b"last_turn", "model", b"model", "num_draws_since_state", b"num_draws_since_state", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "last_answer_tokens", b"last_answer_tokens", "last_finish_reason", b"last_finish_reason", "last_turn", b"last_turn", "model", b"model", "num_draws_since_state", b"num_draws_since_state", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,6 +115,16 @@ class RouterServiceStub:
                 request_serializer=corolla_dot_v1_dot_router__pb2.TakeQuotasRequest.SerializeToString,
                 response_deserializer=corolla_dot_v1_dot_router__pb2.TakeQuotasResponse.FromString,
                 _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/corolla.v1.RouterService/AddAdapter',
+                request_serializer=corolla_dot_v1_dot_router__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=corolla_dot_v1_dot_router__pb2.AddAdapterResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/corolla.v1.RouterService/RemoveAdapter',
+                request_serializer=corolla_dot_v1_dot_router__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=corolla_dot_v1_dot_router__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -237,6 +247,22 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """--- for operators ---
+
+        Registers an adapter, or registers its name anew. Servers load it when a session asks for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """Takes an adapter out: sessions with it end with NOT_FOUND/ADAPTER_NOT_FOUND. NOT_FOUND where there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -319,6 +345,16 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.TakeQuotas,
                     request_deserializer=corolla_dot_v1_dot_router__pb2.TakeQuotasRequest.FromString,
                     response_serializer=corolla_dot_v1_dot_router__pb2.TakeQuotasResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=corolla_dot_v1_dot_router__pb2.AddAdapterRequest.FromString,
+                    response_serializer=corolla_dot_v1_dot_router__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=corolla_dot_v1_dot_router__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=corolla_dot_v1_dot_router__pb2.RemoveAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -754,6 +790,60 @@ class RouterService:
             '/corolla.v1.RouterService/TakeQuotas',
             corolla_dot_v1_dot_router__pb2.TakeQuotasRequest.SerializeToString,
             corolla_dot_v1_dot_router__pb2.TakeQuotasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corolla.v1.RouterService/AddAdapter',
+            corolla_dot_v1_dot_router__pb2.AddAdapterRequest.SerializeToString,
+            corolla_dot_v1_dot_router__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corolla.v1.RouterService/RemoveAdapter',
+            corolla_dot_v1_dot_router__pb2.RemoveAdapterRequest.SerializeToString,
+            corolla_dot_v1_dot_router__pb2.RemoveAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

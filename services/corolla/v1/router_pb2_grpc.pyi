@@ -74,6 +74,13 @@ class RouterServiceStub:
     RESOURCE_EXHAUSTED/QUOTA_EXCEEDED and names the first quota that it does not fit in; nothing of it is counted then,
     nor is any take after it. The same take again changes nothing.
     """
+    AddAdapter: _grpc.UnaryUnaryMultiCallable[_router_pb2.AddAdapterRequest, _router_pb2.AddAdapterResponse]
+    """--- for operators ---
+
+    Registers an adapter, or registers its name anew. Servers load it when a session asks for it.
+    """
+    RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_router_pb2.RemoveAdapterRequest, _router_pb2.RemoveAdapterResponse]
+    """Takes an adapter out: sessions with it end with NOT_FOUND/ADAPTER_NOT_FOUND. NOT_FOUND where there is none."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -119,6 +126,13 @@ class RouterServiceAsyncStub(RouterServiceStub):
     RESOURCE_EXHAUSTED/QUOTA_EXCEEDED and names the first quota that it does not fit in; nothing of it is counted then,
     nor is any take after it. The same take again changes nothing.
     """
+    AddAdapter: _aio.UnaryUnaryMultiCallable[_router_pb2.AddAdapterRequest, _router_pb2.AddAdapterResponse]  # type: ignore[assignment]
+    """--- for operators ---
+
+    Registers an adapter, or registers its name anew. Servers load it when a session asks for it.
+    """
+    RemoveAdapter: _aio.UnaryUnaryMultiCallable[_router_pb2.RemoveAdapterRequest, _router_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
+    """Takes an adapter out: sessions with it end with NOT_FOUND/ADAPTER_NOT_FOUND. NOT_FOUND where there is none."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """--- for block servers ---"""
@@ -257,5 +271,24 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         RESOURCE_EXHAUSTED/QUOTA_EXCEEDED and names the first quota that it does not fit in; nothing of it is counted then,
         nor is any take after it. The same take again changes nothing.
         """
+
+    @_abc_1.abstractmethod
+    def AddAdapter(
+        self,
+        request: _router_pb2.AddAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.AddAdapterResponse, _abc.Awaitable[_router_pb2.AddAdapterResponse]]:
+        """--- for operators ---
+
+        Registers an adapter, or registers its name anew. Servers load it when a session asks for it.
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveAdapter(
+        self,
+        request: _router_pb2.RemoveAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.RemoveAdapterResponse, _abc.Awaitable[_router_pb2.RemoveAdapterResponse]]:
+        """Takes an adapter out: sessions with it end with NOT_FOUND/ADAPTER_NOT_FOUND. NOT_FOUND where there is none."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

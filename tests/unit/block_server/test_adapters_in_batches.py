@@ -88,12 +88,12 @@ def test_families_of_other_shapes(family: str, tmp_path: Path) -> None:
     check(stand.run(stand.caches(30), 30, 31), stand.expected, 30, 31)
 
 
-def test_a_base_row_is_the_same_bit_for_bit_beside_rows_with_adapters(tmp_path: Path) -> None:
+def test_a_base_row_is_the_same_bit_for_bit_next_to_rows_with_adapters(tmp_path: Path) -> None:
     stand = Stand("llama", tmp_path, is_fused=True, kinds=KINDS)
-    beside = stand.run(stand.caches(30), 30, 31)[0]
+    mixed = stand.run(stand.caches(30), 30, 31)[0]
     stand.adapters = [None] * len(stand.adapters)
     without = stand.run(stand.caches(30), 30, 31)[0]
-    torch.testing.assert_close(beside, without, rtol=0, atol=0)
+    torch.testing.assert_close(mixed, without, rtol=0, atol=0)
 
 
 def test_a_batch_without_adapters_calls_nothing_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ class Making:
         self.tasks = TaskGroup()
         self.subject = Preparations(self.tasks)
         self.go_on = threading.Event()
-        self.made: list[SessionSampler] = []
+        self.made: list[SessionSampler | None] = []
         self.refused: list[CorollaError] = []
 
     def start(self, control: pb.Open, peer: Peer, make: Callable[[pb.Open], SessionSampler] = read) -> None:
@@ -65,7 +65,7 @@ async def test_the_sampler_has_drawn_everything_when_it_comes() -> None:
     making, peer = Making(), Peer(b"c", UnreadStream())
     making.start(an_open(), peer)
     await making.finish()
-    assert [sampler.num_skipped for sampler in making.made] == [0]
+    assert [sampler and sampler.num_skipped for sampler in making.made] == [0]
     assert making.refused == []
 
 

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.page_hashes import HASH_BYTES
 from corolla.wire.span import Span
 
@@ -13,7 +14,7 @@ class PrefixKey:
     """What one whole page holds, given all the pages before it.
 
     Attributes:
-        salt: digest of tenant and run of blocks; other tenants' pages, and those of other blocks, are never found.
+        salt: digest of tenant, run of blocks and adapter; pages of other tenants, blocks or adapters are never found.
         block_hash: chained hash of the page's tokens.
         group: of layers, which have pages of their own.
     """
@@ -28,7 +29,7 @@ class ExpectedText:
     """What a session says it will hold.
 
     Attributes:
-        salt: `salt_of` its tenant and blocks.
+        salt: `salt_of` its tenant, blocks and adapter.
         hashes: chained, one for each whole page of the text.
         num_tokens: of the text; the last one is always left to be processed.
     """
@@ -38,9 +39,10 @@ class ExpectedText:
     num_tokens: int
 
 
-def salt_of(tenant: str, blocks: Span) -> bytes:
-    """Keeps tenants and runs of blocks apart. A server has one fingerprint, so weights need no salt."""
-    text = f"{blocks.start}:{blocks.end}:{tenant}".encode()
+def salt_of(tenant: str, blocks: Span, adapter: AdapterVersion | None = None) -> bytes:
+    """Keeps tenants, runs of blocks and adapters apart. A server has one fingerprint, so weights need no salt."""
+    digest = "" if adapter is None else adapter.digest
+    text = f"{blocks.start}:{blocks.end}:{digest}:{tenant}".encode()
     return hashlib.blake2b(text, digest_size=HASH_BYTES).digest()
 
 

@@ -56,6 +56,7 @@ def session(record: router_pb2.SessionRecord) -> pb.Session:
     return pb.Session(
         session_id=record.session_id,
         model=record.model,
+        adapter=record.adapter.name,
         num_tokens=len(record.token_log),
         num_turns=record.num_turns,
         busy=record.busy,

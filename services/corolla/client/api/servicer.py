@@ -17,6 +17,7 @@ from corolla.chassis.handlers import Call
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import trace_parent
 from corolla.client.api import conversations, replies, validation
+from corolla.client.api.adapters import ModelNames
 from corolla.client.api.keys import Scope
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Admission, Caller, Usage
@@ -69,6 +70,7 @@ class GenerationServicer:
         self._tokenizer = tokenizer
         self._chat = chat
         self._cache_salts = cache_salts
+        self._names = ModelNames(model.name, placement)
         self._speech_format = SpeechFormat.of(tokenizer)
         self._farewell_s = farewell_s
 
@@ -81,7 +83,7 @@ class GenerationServicer:
             async for index, delta in deltas:
                 completions.setdefault(index, replies.Collected()).add(delta)
         return pb.GenerateResponse(
-            model=self._model.name,
+            model=self._names.with_adapter(self._names.adapter_of(request.model, request.adapter)),
             completions=[
                 pb.Completion(
                     index=index,
@@ -115,8 +117,7 @@ class GenerationServicer:
     def _generate(
         self, request: pb.GenerateRequest, call: Call[KeyHolder], usage: Usage, *, is_streamed: bool = False
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        tenant = self._tenant(call, Scope.GENERATE)
-        validation.check_model(request.model, self._model.name)
+        tenant = self._tenant(call, Scope.GENERATE, self._names.adapter_of(request.model, request.adapter))
         num_completions = validation.num_completions(request)
         prompt = validation.prompt(request, self._model.vocab_size, self._model.context_length)
         options = self._options(request, tenant)
@@ -158,7 +159,7 @@ class GenerationServicer:
                 answers.setdefault(index, replies.Collected()).add(delta)
         first, *others = [replies.chat_completion(self._tokenizer, *each) for each in sorted(answers.items())]
         return pb.ChatResponse(
-            model=self._model.name,
+            model=self._names.with_adapter(self._names.adapter_of(request.model, request.adapter)),
             message=first.message,
             token_ids=first.token_ids,
             finish_reason=first.finish_reason,
@@ -181,8 +182,7 @@ class GenerationServicer:
     def _chat_answers(
         self, request: pb.ChatRequest, call: Call[KeyHolder], usage: Usage, *, is_streamed: bool = False
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        tenant = self._tenant(call, Scope.CHAT)
-        validation.check_model(request.model, self._model.name)
+        tenant = self._tenant(call, Scope.CHAT, self._names.adapter_of(request.model, request.adapter))
         num_completions = validation.num_completions(request)
         messages = conversations.messages(request.messages)
         setting = conversations.setting(request, self._chat.reserved_names)
@@ -228,21 +228,23 @@ class GenerationServicer:
     # --- sessions -------------------------------------------------------------------------------------------------
 
     async def CreateSession(self, request: pb.CreateSessionRequest, call: Call[KeyHolder]) -> pb.Session:
-        tenant = self._tenant(call, Scope.SESSIONS)
-        validation.check_model(request.model, self._model.name)
+        adapter = self._names.adapter_of(request.model, request.adapter)
+        tenant = self._tenant(call, Scope.SESSIONS, adapter)
         await self._quotas.check_request(tenant)
-        return await self._new_session(tenant)
+        return await self._new_session(tenant, adapter)
 
     async def create_session_of_turn(self, request: pb.CreateSessionRequest, call: Call[KeyHolder]) -> pb.Session:
         """A session for a turn that follows at once: both are one request, which the turn counts."""
-        tenant = self._tenant(call, Scope.SESSIONS)
-        validation.check_model(request.model, self._model.name)
-        return await self._new_session(tenant)
+        adapter = self._names.adapter_of(request.model, request.adapter)
+        return await self._new_session(self._tenant(call, Scope.SESSIONS, adapter), adapter)
 
-    async def _new_session(self, tenant: str) -> pb.Session:
+    async def _new_session(self, tenant: str, adapter: str) -> pb.Session:
+        version = await self._names.resolve(adapter, tenant)
         limits = self._quotas.limits(tenant)
         with self._quotas.counted_refusals():
-            record = await self._transcripts.create(tenant, limits.stored_sessions, limits.stored_session_bytes)
+            record = await self._transcripts.create(
+                tenant, limits.stored_sessions, limits.stored_session_bytes, version
+            )
         return replies.session(record)
 
     async def GetSession(self, request: pb.GetSessionRequest, call: Call[KeyHolder]) -> pb.Session:
@@ -263,7 +265,7 @@ class GenerationServicer:
 
     async def Tokenize(self, request: pb.TokenizeRequest, call: Call[KeyHolder]) -> pb.TokenizeResponse:
         tenant = self._tenant(call, Scope.TOKENIZE)
-        validation.check_model(request.model, self._model.name)
+        self._names.adapter_of(request.model)
         encode: Callable[[], Sequence[int]]
         match request.WhichOneof("input"):
             case "text":
@@ -289,7 +291,7 @@ class GenerationServicer:
 
     async def Detokenize(self, request: pb.DetokenizeRequest, call: Call[KeyHolder]) -> pb.DetokenizeResponse:
         tenant = self._tenant(call, Scope.TOKENIZE)
-        validation.check_model(request.model, self._model.name)
+        self._names.adapter_of(request.model)
         token_ids = validation.token_ids("token_ids", request.token_ids, self._model.vocab_size)
         await self._quotas.check_request(tenant)
         async with self._tokenizations.enter(tenant, request.ByteSize()) as ticket:
@@ -300,21 +302,24 @@ class GenerationServicer:
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: pb.ListModelsRequest, call: Call[KeyHolder]) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[self._described_model()])
+        model = self._described_model()
+        adapters = self._names.listed(call.caller.tenant)
+        return pb.ListModelsResponse(models=[model, *(self._names.described(model, each) for each in adapters)])
 
     async def GetModel(self, request: pb.GetModelRequest, call: Call[KeyHolder]) -> pb.Model:
         if not request.model:
             raise ModelNotFound("name a model; see ListModels")
-        validation.check_model(request.model, self._model.name)
-        return self._described_model()
+        adapter = self._names.adapter_of(request.model)
+        await self._names.resolve(adapter, call.caller.tenant)
+        return self._names.described(self._described_model(), adapter)
 
     def _described_model(self) -> pb.Model:
         described = pb.Model(ready=self._placement.cheapest_chain is not None)
         described.MergeFrom(self._model)
         return described
 
-    def _tenant(self, call: Call[KeyHolder], scope: Scope) -> str:
-        call.caller.check(scope, self._model.name)
+    def _tenant(self, call: Call[KeyHolder], scope: Scope, adapter: str = "") -> str:
+        call.caller.check(scope, self._model.name, self._names.with_adapter(adapter))
         return call.caller.tenant
 
     def _usage(self, request: pb.GenerateRequest | pb.ChatRequest, call: Call[KeyHolder]) -> Usage:
@@ -336,6 +341,7 @@ class GenerationServicer:
     def _options(self, request: pb.GenerateRequest | pb.ChatRequest, tenant: str) -> AnswerOptions:
         options = replace(
             validation.answer_options(request, self._model.vocab_size),
+            adapter=self._names.adapter_of(request.model, request.adapter),
             cache_salt=self._cache_salts.of(tenant, request.cache_salt),
         )
         most_s = self._quotas.limits(tenant).answer_seconds

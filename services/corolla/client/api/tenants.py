@@ -27,9 +27,13 @@ class KeyHolder:
     key: KeyRecord | TokenGrant | None = None
     is_good: Callable[[], bool] = lambda: True
 
-    def check(self, scope: Scope | None, model: str) -> None:
-        """Raises ScopeDenied: the key or token is for other calls or models; None: every one is for such calls."""
-        if self.key is not None and not self.key.allows(scope, model):
+    def check(self, scope: Scope | None, *models: str) -> None:
+        """Raises ScopeDenied: the key or token is for other calls, or for none of the names that the model has.
+
+        Args:
+            scope: None: every key is for such calls.
+        """
+        if self.key is not None and not any(self.key.allows(scope, model) for model in models):
             raise ScopeDenied("this key or token is for other calls or models")
 
     def check_again(self) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest
 from corolla.client.generation.answering import AnswerOptions
 from corolla.client.generation.resumption import Resumption
 from corolla.client.text import formats
@@ -26,12 +26,6 @@ _SPECULATION_MODES: Final[dict[pb.SpeculationMode.ValueType, SpeculationMode | N
     pb.SPECULATION_MODE_PROMPT_LOOKUP: SpeculationMode.PROMPT_LOOKUP,
     pb.SPECULATION_MODE_DRAFT_MODEL: SpeculationMode.DRAFT_MODEL,
 }
-
-
-def check_model(given: str, served: str) -> None:
-    """Raises ModelNotFound."""
-    if given and given != served:
-        raise ModelNotFound("this service does not have that model; see ListModels", given[:256])
 
 
 def num_completions(request: pb.GenerateRequest | pb.ChatRequest) -> int:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.reservations import OpenOptions
@@ -40,6 +40,7 @@ from corolla.decoding.parameters import SamplingParams, SpeculationMode, Specula
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.decoding.stopping import FinishReason, StopDecider
 from corolla.v1 import blocks_pb2, common_pb2, router_pb2
+from corolla.wire.adapter_version import AdapterVersion
 
 NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
 """A session's record to its new token log, and how many of its first tokens are those of the old one."""
@@ -62,7 +63,7 @@ class AnswerOptions:
 
     `max_tokens` None leaves it to the service; `resumption` is None for a request without a name, `form` where any text
     will do, `speech` where an answer is text and nothing else. What is computed is shared only where `cache_salt` is
-    the same.
+    the same. `adapter` is a name; empty: the session's, or none.
     """
 
     sampling: SamplingParams
@@ -75,6 +76,15 @@ class AnswerOptions:
     cache_salt: bytes = b""
     speech: Speech | None = None
     form: AnswerFormat | None = None
+    adapter: str = ""
+
+
+class SessionAdapters(Protocol):
+    """Which adapters there are, and for whom; see `client.api.adapters.ModelNames`."""
+
+    async def resolve(self, name: str, tenant: str) -> AdapterVersion | None: ...
+
+    async def of_session(self, record: router_pb2.SessionRecord, name: str, tenant: str) -> AdapterVersion | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,7 @@ class _Completion:
     meter: RequestMeter
     until_s: float
     cache_salt: bytes
+    adapter: AdapterVersion | None
 
 
 class Answering:
@@ -125,9 +136,11 @@ class Answering:
         speculation: SpeculationDefaults,
         metrics: ClientMetrics,
         grammars: GrammarProcess,
+        adapters: SessionAdapters,
         traces: RequestTraces | None = None,
     ) -> None:
         self._grammars = grammars
+        self._adapters = adapters
         # Of their own: where prompts take long, nothing else that needs a thread waits, such as a look at revoked keys.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompts")
         self._sessions = sessions
@@ -154,9 +167,10 @@ class Answering:
         until_s = caller.waits_until_s(options.time_limit_s)
         async with AsyncExitStack() as stack:
             allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, options, num_completions))
+            adapter = await self._adapters.resolve(options.adapter, caller.tenant)
             prompt_ids = await self._in_thread(encode)
             max_tokens = self._max_tokens(len(prompt_ids), options)
-            job = _Completion(caller.tenant, prompt_ids, max_tokens, meter, until_s, options.cache_salt)
+            job = _Completion(caller.tenant, prompt_ids, max_tokens, meter, until_s, options.cache_salt, adapter)
             if (end := (await self._begun_answer(prompt_ids, job.max_tokens, options)).finish_reason) is not None:
                 # All tokens had come but the word that they are all.
                 meter.count_prompt(len(prompt_ids), len(prompt_ids), 0)
@@ -224,6 +238,7 @@ class Answering:
                 record_id=session_id,
                 texts=[text_ids],
                 cache_salt=options.cache_salt,
+                adapter=await self._adapters.of_session(record, options.adapter, tenant),
                 max_position=num_past_tokens if earlier.hops else None,
             )
             async with self._sessions.open(identity, open_options, sampler, meter.count_recovery, until_s) as session:
@@ -294,6 +309,7 @@ class Answering:
         self, record: router_pb2.SessionRecord, next_prompt: NextPrompt, options: AnswerOptions
     ) -> tuple[int, Sequence[int], int]:
         """The next token log, how many of its first tokens are those of the old one, and how many may follow."""
+        await self._adapters.of_session(record, options.adapter, record.tenant)
         num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
         return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), options)
 
@@ -336,7 +352,12 @@ class Answering:
         identity = SessionIdentity(secrets.token_bytes(16), 1, job.tenant)
         max_tokens = len(job.prompt_ids) + job.max_tokens
         open_options = OpenOptions(
-            max_tokens=max_tokens, transient=True, texts=[text_ids], cache_salt=job.cache_salt, only_chain=chain
+            max_tokens=max_tokens,
+            transient=True,
+            texts=[text_ids],
+            cache_salt=job.cache_salt,
+            adapter=job.adapter,
+            only_chain=chain,
         )
         async with self._sessions.open(
             identity, open_options, sampler, job.meter.count_recovery, job.until_s

@@ -89,7 +89,9 @@ class Surface:
         wishes = {"has_logprobs": bool(body.logprobs), "has_token_ids": body.has_token_ids}
         if body.streams:
             chunks = self._servicer.ChatStream(request, call)
-            await exchange.stream(chat_replies.events(chunks, self._model, has_usage=body.has_usage, **wishes))
+            await exchange.stream(
+                chat_replies.events(chunks, body.model or self._model, has_usage=body.has_usage, **wishes)
+            )
             return
         await exchange.reply(chat_replies.reply(await self._servicer.Chat(request, call), **wishes))
 
@@ -99,7 +101,7 @@ class Surface:
         check_stored(body)
         async with self._turn(body, call) as (turn, is_kept):
             request = body.as_protocol(turn)
-            reply = Reply(body, turn.response_id if turn is not None else new_response_id(), self._model)
+            reply = Reply(body, turn.response_id if turn is not None else new_response_id(), body.model or self._model)
             if body.stream:
                 await exchange.stream(reply.events(_until_kept(self._servicer.ChatStream(request, call), is_kept)))
                 return
@@ -134,9 +136,9 @@ class Surface:
         wishes = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
         if body.streams:
             chunks = merge([self._servicer.GenerateStream(each, call) for each in requests])
-            num_completions = 1 if body.n is None else body.n
+            model, num_completions = body.model or self._model, 1 if body.n is None else body.n
             await exchange.stream(
-                completion_replies.events(chunks, self._model, num_completions, has_usage=body.has_usage, **wishes)
+                completion_replies.events(chunks, model, num_completions, has_usage=body.has_usage, **wishes)
             )
             return
         responses = [each async for each in _in_order([self._generated(each, call) for each in requests])]

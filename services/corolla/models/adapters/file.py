@@ -88,34 +88,57 @@ def read_adapter(
     Raises:
         AdapterError: the folder holds no adapter that can be served, or it is damaged.
     """
-    try:
-        with (folder / CONFIG_FILE).open("rb") as file:
-            config_text = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError:
-        raise AdapterError(f"there is no {CONFIG_FILE}; give the folder that PEFT's save_pretrained wrote") from None
+    config_text = _read_config(folder)
     config = AdapterConfig.parse(config_text)
     digest = hashlib.sha256(f"{len(config_text)}\n".encode())
     digest.update(config_text)
     try:
         with (folder / WEIGHTS_FILE).open("rb") as file:
-            header = _read_header(file)
+            header, parts = _read_parts(file, config)
             digest.update(_HEADER_LENGTH.pack(len(header)))
             digest.update(header)
-            num_data_bytes = os.fstat(file.fileno()).st_size - _HEADER_LENGTH.size - len(header)
-            parts = _parts(header, num_data_bytes)
-            _check(config, parts)
             check_size(sum(part.num_values for part in parts if wanted(part)))
             data = _read_data(file, parts, wanted, digest)
     except OSError:
-        raise AdapterError(
-            f"there is no {WEIGHTS_FILE} that can be read; pickled ones are never loaded; save it with safetensors"
-        ) from None
+        raise _no_weights() from None
     return AdapterContents(config, digest.hexdigest(), parts, data)
+
+
+def read_parts(folder: Path) -> tuple[ProductPart, ...]:
+    """The table of contents alone. Raises AdapterError as `read_adapter` does."""
+    config = AdapterConfig.parse(_read_config(folder))
+    try:
+        with (folder / WEIGHTS_FILE).open("rb") as file:
+            return _read_parts(file, config)[1]
+    except OSError:
+        raise _no_weights() from None
 
 
 def digest_of(folder: Path) -> str:
     """The digest of an adapter that can be served. Raises AdapterError."""
     return read_adapter(folder, lambda part: False).digest
+
+
+def _read_config(folder: Path) -> bytes:
+    try:
+        with (folder / CONFIG_FILE).open("rb") as file:
+            return file.read(MAX_CONFIG_BYTES + 1)
+    except OSError:
+        raise AdapterError(f"there is no {CONFIG_FILE}; give the folder that PEFT's save_pretrained wrote") from None
+
+
+def _no_weights() -> AdapterError:
+    return AdapterError(
+        f"there is no {WEIGHTS_FILE} that can be read; pickled ones are never loaded; save it with safetensors"
+    )
+
+
+def _read_parts(file: IO[bytes], config: AdapterConfig) -> tuple[bytes, tuple[ProductPart, ...]]:
+    """The table of contents as it lies there, and what it says, checked."""
+    header = _read_header(file)
+    parts = _parts(header, os.fstat(file.fileno()).st_size - _HEADER_LENGTH.size - len(header))
+    _check(config, parts)
+    return header, parts
 
 
 def _read_header(file: IO[bytes]) -> bytes:

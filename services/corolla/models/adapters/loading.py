@@ -8,11 +8,21 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import AdapterError
-from corolla.models.adapters.file import AdapterContents, ProductPart, read_adapter
+from corolla.models.adapters.file import AdapterContents, ProductPart, read_adapter, read_parts
 from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
 from corolla.models.span_model import SpanModel
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def adapter_bytes(folder: Path, model: SpanModel) -> int:
+    """What an adapter's products for a span take. Raises AdapterError: it cannot be served."""
+    num_values = sum(part.num_values for part in read_parts(folder) if _is_within(part, model))
+    return num_values * model.dtype.itemsize
+
+
+def _is_within(part: ProductPart, model: SpanModel) -> bool:
+    return model.span.start <= part.block < model.span.end
 
 
 def load_adapter(
@@ -34,7 +44,7 @@ def load_adapter(
         AdapterError: it cannot be served, is another one than the digest's, or was not made for this model.
     """
     contents = read_adapter(
-        folder, lambda part: model.span.start <= part.block < model.span.end,
+        folder, lambda part: _is_within(part, model),
         lambda num_values: check_bytes(num_values * model.dtype.itemsize),
     )  # fmt: skip
     if digest and contents.digest != digest:

@@ -145,7 +145,7 @@ class AdapterStacks:
         self._stacks: OrderedDict[frozenset[SpanAdapter], _Stack] = OrderedDict()
 
     def of(self, adapters: Iterable[SpanAdapter]) -> _Stack:
-        """A stack that has them, and few others besides."""
+        """A stack that has them, and few more."""
         wanted = frozenset(adapters)
         found = (
             next(

@@ -11,6 +11,8 @@ local WORKLOADS = PREFIX .. 'workloads'    -- hash: server id -> who registered 
 local HEARD = PREFIX .. 'heard'            -- sorted set: server id by the millisecond of its last heartbeat
 local LISTENING = PREFIX .. 'listening'    -- hash: since when a router has been there to hear heartbeats, and when one was last
 local STORE_ID = PREFIX .. 'store'          -- string: names this memory of the store; another one after it was lost
+local ADAPTERS = PREFIX .. 'adapters'      -- hash: name -> 64 digits, its digest, then serialised RegisteredAdapter
+local REMOVED_ADAPTERS = PREFIX .. 'removed_adapters' -- hash with a TTL: name, space, digest of what was taken out -> 1
 local ORDER = PREFIX .. 'order'            -- hash with a TTL: the move under way: server, address, span, version
 local PAUSE = PREFIX .. 'pause'            -- string with a TTL: moves that only make it faster have to wait
 local PATIENCE = PREFIX .. 'patience'      -- hash with a TTL: how long they waited last, and among which servers
@@ -20,6 +22,7 @@ local FORGOTTEN_AFTER_MS = 86400000        -- a model that nobody has served for
 local MOST_SESSION_TTL_MS = 2592000000
 local MOST_ARGUMENTS = 1000                -- of one command; Lua unpacks no more than some thousands
 local MOST_EXPIRED = 256                   -- sessions that one call forgets; the next ones forget the others
+local MOST_REMOVED = 1024                  -- adapters that were taken out and that servers learn of
 local REPEATED_WITHIN_MS = 30000           -- a call whose answer was lost
 
 -- String with a TTL: somebody reported that the server failed.
@@ -75,6 +78,13 @@ end
 -- Of an entry without a line feed, which no router wrote, both are the whole entry.
 local function address_of(entry) return string.sub(entry, 1, (string.find(entry, '\n', 1, true) or 0) - 1) end
 local function description_of(entry) return string.sub(entry, (string.find(entry, '\n', 1, true) or 0) + 1) end
+
+-- Servers that have an adapter learn that sessions with it are to end.
+local function take_out(name, entry)
+  if redis.call('HLEN', REMOVED_ADAPTERS) >= MOST_REMOVED then redis.call('DEL', REMOVED_ADAPTERS) end
+  redis.call('HSET', REMOVED_ADAPTERS, name .. ' ' .. string.sub(entry, 1, 64), 1)
+  redis.call('PEXPIRE', REMOVED_ADAPTERS, FORGOTTEN_AFTER_MS)
+end
 
 -- Silence counts against a server only while somebody listened: not while routers were away, nor while the store was
 -- frozen, nor while it was too full to note a heartbeat. A clock that was set, in either direction, begins it anew.

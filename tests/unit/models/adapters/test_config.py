@@ -53,7 +53,7 @@ def test_what_is_no_configuration_is_refused(text: bytes) -> None:
         AdapterConfig.parse(text)
 
 
-def test_what_concerns_only_training_does_not_matter() -> None:
+def test_what_is_about_training_changes_nothing() -> None:
     changes = {"lora_dropout": 0.1, "inference_mode": True, "init_lora_weights": "gaussian", "layers_to_transform": [1]}
     assert parse(**changes) == parse()
 

@@ -1,0 +1,250 @@
+"""The adapters that this server has loaded: fetched when a session asks for them, evicted when others need their bytes.
+
+What is registered is what a router said last; adapters that are loaded serve on while none answers.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.chassis.errors import (
+    AdapterDenied,
+    AdapterError,
+    AdapterNotFound,
+    AdapterNotLoaded,
+    CheckpointError,
+    CorollaError,
+    HubUnavailable,
+    NoAdapterRoom,
+)
+from corolla.chassis.handlers import where
+from corolla.chassis.tasks import TaskGroup
+from corolla.models.adapters.hub import adapter_folder
+from corolla.models.adapters.loading import adapter_bytes, load_adapter
+from corolla.models.adapters.products import AdapterStacks, SpanAdapter
+from corolla.models.hub import Hub
+from corolla.models.span_model import SpanModel
+from corolla.v1 import router_pb2
+from corolla.wire.adapter_version import AdapterVersion
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class LoadedAdapter:
+    """One that sessions can use.
+
+    Attributes:
+        is_removed: it is registered no more, and no session goes on with it.
+    """
+
+    version: AdapterVersion
+    products: SpanAdapter
+    is_removed: bool = field(default=False)
+
+    def check(self) -> None:
+        """Raises AdapterNotFound where it was taken out."""
+        if self.is_removed:
+            raise AdapterNotFound("the adapter was taken out", self.version.name)
+
+
+class Adapters:
+    """Of one span. All of it runs on the event loop; files are read in threads, one adapter at a time.
+
+    Args:
+        model: the span.
+        num_blocks: of the whole model.
+        stacks: that hold weights of several.
+        max_bytes: of all that are loaded; 0: none is.
+        folder: adapters that are no hub ids lie below it; None: anywhere.
+        hub: how it is asked.
+        registered: asks a router for what is registered. May raise CorollaError.
+        in_use: those of sessions that may take steps.
+        tasks: of this server.
+    """
+
+    def __init__(
+        self,
+        model: SpanModel,
+        num_blocks: int,
+        stacks: AdapterStacks,
+        *,
+        max_bytes: int,
+        folder: Path | None,
+        hub: Hub,
+        registered: Callable[[], Awaitable[object]],
+        in_use: Callable[[], Collection[LoadedAdapter]],
+        tasks: TaskGroup,
+        metrics: BlockServerMetrics,
+    ) -> None:
+        self._model = model
+        self._num_blocks = num_blocks
+        self._stacks = stacks
+        self._max_bytes = max_bytes
+        self._folder = folder
+        self._hub = hub
+        self._ask = registered
+        self._in_use = in_use
+        self._tasks = tasks
+        self._metrics = metrics
+        self._registered: dict[AdapterVersion, router_pb2.RegisteredAdapter] = {}
+        # Least recently used first.
+        self._loaded: dict[AdapterVersion, LoadedAdapter] = {}
+        self._loading: dict[AdapterVersion, asyncio.Future[CorollaError | None]] = {}
+        self._turn = asyncio.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that are loaded."""
+        return sum(each.products.nbytes for each in self._loaded.values())
+
+    @property
+    def versions(self) -> tuple[AdapterVersion, ...]:
+        """Of all that are loaded, least recently used first."""
+        return tuple(self._loaded)
+
+    def take(self, version: AdapterVersion, tenant: str) -> LoadedAdapter:
+        """One for a session that opens now, while nothing is computed.
+
+        Raises:
+            AdapterDenied: it is for other tenants.
+            AdapterNotFound: it was taken out.
+            NoAdapterRoom: it is not loaded, or no more: others needed its memory.
+        """
+        loaded = self._loaded.get(version)
+        if loaded is None:
+            raise NoAdapterRoom("a block server has unloaded the adapter for others")
+        loaded.check()
+        self._check_tenant(version, tenant)
+        self._model.take_adapters()
+        self._loaded[version] = self._loaded.pop(version)
+        return loaded
+
+    def has(self, version: AdapterVersion) -> bool:
+        """Whether `take` finds it."""
+        return version in self._loaded
+
+    async def load(self, version: AdapterVersion, tenant: str) -> None:
+        """Returns when it is loaded. Whoever gives up waiting does not end what others wait for.
+
+        Raises:
+            AdapterNotFound: it is not registered, or with other bytes.
+            AdapterDenied: it is for other tenants.
+            AdapterNotLoaded: this server cannot have it.
+            NoAdapterRoom: running sessions use what fills the memory.
+        """
+        if version not in self._loaded:
+            if version not in self._registered:
+                await self._look(version)
+            self._check_tenant(version, tenant)
+            loading = self._loading.get(version)
+            if loading is None:
+                loading = self._loading[version] = asyncio.get_running_loop().create_future()
+                self._tasks.start(self._load_for(version, loading), "loading of an adapter")
+            if (failure := await asyncio.shield(loading)) is not None:
+                raise failure
+        self._check_tenant(version, tenant)
+
+    def on_placement(self, placement: router_pb2.Placement) -> None:
+        """What is registered now, and what was taken out: sessions with that end with their next step."""
+        self._registered = {_version(each): each for each in placement.adapters}
+        for removed in placement.removed_adapters:
+            version = AdapterVersion.of(removed)
+            if version not in self._registered and version in self._loaded:
+                self._unload(version, is_removed=True)
+
+    async def _look(self, version: AdapterVersion) -> None:
+        try:
+            await self._ask()  # brings `on_placement` about
+        except CorollaError:
+            raise AdapterNotLoaded("a block server cannot ask which adapters there are") from None
+        if version not in self._registered:
+            raise AdapterNotFound("no such adapter is registered", version.name)
+
+    def _check_tenant(self, version: AdapterVersion, tenant: str) -> None:
+        """While no router has said more, what was loaded is for those for whom it was registered then."""
+        registered = self._registered.get(version)
+        if registered is not None and registered.tenants and tenant not in registered.tenants:
+            raise AdapterDenied("the adapter is for other tenants")
+
+    async def _load_for(self, version: AdapterVersion, loading: "asyncio.Future[CorollaError | None]") -> None:
+        """Loads, and says to all who wait what became of it."""
+        outcome: CorollaError | None = AdapterNotLoaded("a block server ends")
+        try:
+            await self._load(version)
+            outcome = None
+        except CorollaError as error:
+            outcome = error
+        except Exception as failure:
+            log.error("adapter not loaded", extra={"adapter": version.name, "where": where(failure)})
+            outcome = AdapterNotLoaded("a block server could not load the adapter")
+        finally:
+            del self._loading[version]
+            loading.set_result(outcome)
+
+    async def _load(self, version: AdapterVersion) -> None:
+        registered = self._registered[version]
+        async with self._turn:
+            began_s = asyncio.get_running_loop().time()
+            try:
+                folder = await asyncio.to_thread(self._folder_of, registered)
+                num_bytes = await asyncio.to_thread(adapter_bytes, folder, self._model)
+                self._make_room(num_bytes)
+
+                def check_bytes(wanted: int) -> None:
+                    if wanted != num_bytes:
+                        raise AdapterNotLoaded("the adapter's files change while they are read")
+
+                products = await asyncio.to_thread(
+                    load_adapter, folder, self._model, self._num_blocks, digest=version.digest, check_bytes=check_bytes
+                )
+            except AdapterError as failure:
+                log.error("adapter not loaded", extra={"adapter": version.name, "cause": failure.message})
+                raise AdapterNotLoaded(f"a block server cannot load the adapter: {failure.message}") from None
+            except (CheckpointError, HubUnavailable) as failure:
+                # Its sentence is for operators: it names folders of this machine.
+                log.error("adapter not fetched", extra={"adapter": version.name, "cause": failure.message})
+                raise AdapterNotLoaded("a block server cannot fetch the adapter from the hub") from None
+            except OSError as failure:
+                log.error("adapter not loaded", extra={"adapter": version.name, "where": where(failure)})
+                raise AdapterNotLoaded("a block server cannot read the adapter's files") from None
+        self._loaded[version] = LoadedAdapter(version, products)
+        self._observe()
+        seconds = asyncio.get_running_loop().time() - began_s
+        self._metrics.adapter_load_seconds.observe(seconds)
+        facts = {"adapter": version.name, "bytes": products.nbytes, "seconds": round(seconds, 3)}
+        log.info("adapter loaded", extra=facts)
+
+    def _folder_of(self, registered: router_pb2.RegisteredAdapter) -> Path:
+        return adapter_folder(registered.source, registered.revision, self._folder, self._hub)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Unloads what no running session uses, least recently used first, as far as that is needed, and enough."""
+        used = set(self._in_use())
+        idle = [version for version, loaded in self._loaded.items() if loaded not in used]
+        num_missing = self.nbytes + num_bytes - self._max_bytes
+        if num_missing > sum(self._loaded[version].products.nbytes for version in idle):
+            raise NoAdapterRoom("a block server has no memory for the adapter: COROLLA_ADAPTERS_MIB bounds it")
+        for version in idle:
+            if num_missing <= 0:
+                return
+            num_missing -= self._loaded[version].products.nbytes
+            self._unload(version)
+
+    def _unload(self, version: AdapterVersion, *, is_removed: bool = False) -> None:
+        loaded = self._loaded.pop(version)
+        loaded.is_removed = is_removed
+        self._stacks.forget(loaded.products)
+        self._observe()
+        log.info("adapter unloaded", extra={"adapter": version.name, "removed": is_removed})
+
+    def _observe(self) -> None:
+        self._metrics.adapters.set(len(self._loaded))
+        self._metrics.adapter_bytes.set(self.nbytes)
+
+
+def _version(registered: router_pb2.RegisteredAdapter) -> AdapterVersion:
+    return AdapterVersion.of(registered.version)

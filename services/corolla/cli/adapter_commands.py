@@ -1,0 +1,122 @@
+"""`corolla adapters`: what a router has registered of a model."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+if TYPE_CHECKING:
+    from corolla.v1.router_pb2 import Placement
+    from corolla.v1.router_pb2_grpc import RouterServiceStub
+
+_TIMEOUT_S: Final = 5.0
+
+adapters = typer.Typer(help="Registers, lists and removes adapters (LoRA) of a model.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="By which callers ask for it, as `adapter` or `<model>:<name>`.")]
+Router = Annotated[str, typer.Option(help="host:port of the router.", envvar="COROLLA_ROUTER")]
+ModelName = Annotated[str, typer.Option(help="Of which model; the only one that there is if not given.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(adapters, name="adapters", rich_help_panel="More")
+
+
+@adapters.command()
+def add(
+    name: Name,
+    source: Annotated[
+        str,
+        typer.Argument(help="Folder that PEFT wrote, as block servers see it; with --revision, a hub id."),
+    ],
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit on the hub; its commit is registered.")] = "",
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="Only for this tenant; may be given several times. All if not given.")
+    ] = None,
+    digest: Annotated[
+        str, typer.Option(help="Of the files, as `adapters list` shows it, where the folder cannot be read here.")
+    ] = "",
+    router: Router = "127.0.0.1:50050",
+    model: ModelName = "",
+) -> int:
+    """Registers an adapter, or its name anew. Block servers load it once a session asks for it."""
+    from corolla.v1 import common_pb2, router_pb2
+
+    if not digest:
+        source, revision, digest = _read(source, revision)
+    registered = router_pb2.RegisteredAdapter(
+        version=common_pb2.AdapterVersion(name=name, digest=digest), source=source, revision=revision, tenants=tenant
+    )
+    with _asking(router) as stub:
+        request = router_pb2.AddAdapterRequest(model=_placement(stub, model).model, adapter=registered)
+        stub.AddAdapter(request, timeout=_TIMEOUT_S)
+    sys.stdout.write(f"registered {name}  {digest}\n")
+    return 0
+
+
+@adapters.command("list")
+def list_adapters(router: Router = "127.0.0.1:50050", model: ModelName = "") -> int:
+    """Lists the adapters that are registered."""
+    with _asking(router) as stub:
+        placement = _placement(stub, model)
+    for each in placement.adapters:
+        facts = [each.version.name, each.version.digest, each.source]
+        facts += [f"@{each.revision}"] if each.revision else []
+        facts += [f"for {', '.join(each.tenants)}"] if each.tenants else []
+        sys.stdout.write("  ".join(facts) + "\n")
+    return 0
+
+
+@adapters.command()
+def remove(name: Name, router: Router = "127.0.0.1:50050", model: ModelName = "") -> int:
+    """Takes an adapter out. Answers that are made with it end with NOT_FOUND within seconds."""
+    from corolla.v1 import router_pb2
+
+    with _asking(router) as stub:
+        request = router_pb2.RemoveAdapterRequest(model=_placement(stub, model).model, name=name)
+        stub.RemoveAdapter(request, timeout=_TIMEOUT_S)
+    sys.stdout.write(f"removed {name}\n")
+    return 0
+
+
+def _read(source: str, revision: str) -> tuple[str, str, str]:
+    """Source, commit and digest of files that are here, or are fetched for that."""
+    from corolla.models.adapters.file import digest_of
+    from corolla.models.adapters.hub import adapter_folder
+
+    folder = adapter_folder(source, revision)
+    digest = digest_of(folder)
+    # What was fetched lies in a folder that the commit names.
+    return (source, folder.name, digest) if revision else (str(Path(source).expanduser().resolve()), "", digest)
+
+
+def _placement(stub: "RouterServiceStub", model: str) -> "Placement":
+    from corolla.chassis.errors import ModelNotFound
+    from corolla.v1 import router_pb2
+
+    placement = stub.GetPlacement(router_pb2.GetPlacementRequest(model=model), timeout=_TIMEOUT_S)
+    if not placement.model:
+        raise ModelNotFound("no block server has registered yet; name the model with --model")
+    return placement
+
+
+@contextmanager
+def _asking(router: str) -> "Iterator[RouterServiceStub]":
+    import grpc
+
+    from corolla.chassis.errors import RouterUnavailable
+    from corolla.cli.control_channel import open_control_channel
+    from corolla.sdk.transport import error_of
+    from corolla.v1.router_pb2_grpc import RouterServiceStub
+
+    with open_control_channel(router) as channel:
+        try:
+            yield RouterServiceStub(channel)
+        except grpc.RpcError as failure:
+            error = error_of(failure, router)
+            if error.reason == "SERVICE_UNAVAILABLE":
+                raise RouterUnavailable(f"no router answers at {router}") from None
+            raise error from None

@@ -1,0 +1,85 @@
+"""Adapters by name: which one a request means, and whether its tenant may use it."""
+
+from collections.abc import Sequence
+
+from corolla.chain.placement import PlacementWatch
+from corolla.chassis.errors import AdapterNotFound, InvalidRequest, ModelNotFound
+from corolla.v1 import generation_pb2 as pb
+from corolla.v1 import router_pb2
+from corolla.wire.adapter_version import AdapterVersion
+
+
+class ModelNames:
+    """What callers may call the model: by its name, or as `<model>:<adapter>`.
+
+    Args:
+        model: the name of the model that is served.
+        placement: says which adapters are registered.
+    """
+
+    def __init__(self, model: str, placement: PlacementWatch) -> None:
+        self._model = model
+        self._placement = placement
+
+    def adapter_of(self, given: str, adapter: str = "") -> str:
+        """The name of the adapter that a request means; empty: none, or that of its session.
+
+        Args:
+            given: what the request has for a model.
+            adapter: and for an adapter.
+
+        Raises:
+            ModelNotFound: the model is another one.
+            InvalidRequest: the two name different adapters.
+        """
+        named = given.removeprefix(f"{self._model}:") if given.startswith(f"{self._model}:") else ""
+        if not named and given not in ("", self._model):
+            raise ModelNotFound("this service does not have that model; see ListModels", given[:256])
+        if named and adapter and named != adapter:
+            raise InvalidRequest("adapter", "is another one than the model's name says")
+        return adapter or named
+
+    def with_adapter(self, adapter: str) -> str:
+        """The model's name with that of an adapter, if there is one."""
+        return f"{self._model}:{adapter}" if adapter else self._model
+
+    async def resolve(self, name: str, tenant: str) -> AdapterVersion | None:
+        """What is registered under an adapter's name; None for the empty name.
+
+        Raises:
+            AdapterNotFound: nothing is.
+            AdapterDenied: it is for other tenants.
+        """
+        return await self._placement.adapter(name, tenant) if name else None
+
+    async def of_session(self, record: router_pb2.SessionRecord, name: str, tenant: str) -> AdapterVersion | None:
+        """With what a session's turns are computed. None: with none.
+
+        Args:
+            name: that the turn's request gives; empty: none.
+
+        Raises:
+            InvalidRequest: the session has another one.
+            AdapterNotFound, AdapterDenied: as `resolve`; or other bytes are registered under the name by now.
+        """
+        if not record.HasField("adapter"):
+            if name:
+                raise InvalidRequest("adapter", "the session was created without one, and cannot change that")
+            return None
+        version = AdapterVersion.of(record.adapter)
+        if name not in ("", version.name):
+            raise InvalidRequest("adapter", "the session was created with another one")
+        if await self.resolve(version.name, tenant) != version:
+            raise AdapterNotFound("the session's adapter was registered anew, with other weights", version.name)
+        return version
+
+    def listed(self, tenant: str) -> Sequence[str]:
+        """The adapters that a tenant may use, by name."""
+        return self._placement.adapters_for(tenant)
+
+    def described(self, model: pb.Model, adapter: str) -> pb.Model:
+        """The model with an adapter, as the interface shows it."""
+        described = pb.Model(adapter=adapter)
+        described.MergeFrom(model)
+        described.name = self.with_adapter(adapter)
+        return described

@@ -1,0 +1,37 @@
+"""Which adapter a session is computed with."""
+
+import re
+from dataclasses import dataclass
+from typing import Final, Self
+
+from corolla.v1 import common_pb2
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """An adapter as it was registered.
+
+    Attributes:
+        digest: SHA-256 of its files, in hexadecimal: who has other bytes under the name has another version.
+    """
+
+    name: str
+    digest: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError("an adapter's name is 1 to 64 letters, digits, dots, dashes or underscores, no sign first")
+        if not _DIGEST.fullmatch(self.digest):
+            raise ValueError("an adapter's digest is 64 lower-case hexadecimal digits")
+
+    @classmethod
+    def of(cls, message: common_pb2.AdapterVersion) -> Self:
+        """From the wire. Raises ValueError: it names no adapter."""
+        return cls(message.name, message.digest)
+
+    def to_message(self) -> common_pb2.AdapterVersion:
+        """For the wire."""
+        return common_pb2.AdapterVersion(name=self.name, digest=self.digest)
