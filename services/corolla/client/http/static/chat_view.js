@@ -70,9 +70,21 @@ export class ChatView {
     }
   }
 
+  /** The turn that answers. A session that has expired is made anew, of what was said in it. */
   async #answer(conversation, text, shown, signal) {
+    try {
+      return await this.#continue(conversation, text, shown, signal);
+    } catch (failure) {
+      if (failure.code !== "session_not_found") throw failure;
+      conversation.id = null;
+      return this.#continue(conversation, text, shown, signal);
+    }
+  }
+
+  async #continue(conversation, text, shown, signal) {
+    const isKept = Boolean(conversation.id);
     const session = await this.#sessionOf(conversation, signal);
-    const earlier = session ? [] : conversation.turns.map((turn) => ({ role: turn.role, content: turn.text }));
+    const earlier = isKept ? [] : conversation.turns.map((turn) => ({ role: turn.role, content: turn.text }));
     const body = {
       messages: [...earlier, { role: "user", content: text }],
       temperature: Number(byId("temperature").value),
@@ -88,7 +100,7 @@ export class ChatView {
       parts.thoughts.hidden = !parts.reasoning.data;
       if (isAtEnd) this.#log.scrollTop = this.#log.scrollHeight;
     }, () => {
-      this.#progress.textContent = "The service went away; the answer goes on as soon as one is there.";
+      this.#progress.textContent = "Waiting: the answer goes on as soon as it can.";
     });
     const note = noteOf(usage, reason, performance.now() - begunMs);
     parts.note.textContent = note;

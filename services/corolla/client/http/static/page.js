@@ -9,8 +9,9 @@ const PAUSES_MS = [500, 1000, 2000, 5000];
 const service = new Service();
 const view = new ModelView();
 
-service.onKeyWanted = () => {
+service.onKeyWanted = (isRefused) => {
   byId("key-form").hidden = false;
+  byId("key-refused").textContent = isRefused ? "The service does not take this key." : "";
 };
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();

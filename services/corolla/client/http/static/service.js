@@ -11,9 +11,12 @@ export class Refusal extends Error {
     this.code = error?.code ?? "";
   }
 
-  /** Whether the same request may succeed when it is sent again: this service stops, or something in front of it does. */
+  /**
+   * Whether the same request may succeed when it is sent again soon: the service stops, or something in front of it does,
+   * or a turn that was stopped has not ended yet.
+   */
   get mayPass() {
-    return this.code === "service_stopping" || (this.code === "" && this.status >= 500);
+    return ["service_stopping", "session_busy"].includes(this.code) || (this.code === "" && this.status >= 500);
   }
 }
 
@@ -26,8 +29,8 @@ export class Service {
   #key = sessionStorage.getItem(KEY) ?? "";
   #given = [];
 
-  /** Called when the service asks for a key, or for another one. */
-  onKeyWanted = () => {};
+  /** Called when the service asks for a key; with whether it did not take the one that it was shown. */
+  onKeyWanted = (isRefused) => {};
 
   /** The key for all calls from now on. It stays in this tab. */
   set key(key) {
@@ -78,7 +81,7 @@ export class Service {
     }
     if (response.ok) return response;
     const refusal = new Refusal(response.status, await response.json().then((reply) => reply.error, () => undefined));
-    if (refusal.status === 401) this.onKeyWanted();
+    if (refusal.status === 401) this.onKeyWanted(Boolean(this.#key));
     throw refusal;
   }
 }
