@@ -75,15 +75,23 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
             return None
         return LAYOUTS.get(tensors[0].type_name)
 
-    def panels(self, name: str) -> Tensor:
+    def panels(self, name: str, shape: tuple[int, int]) -> Tensor:
         """The weights of this name as `repack` gives them; only for those with a layout.
 
+        Args:
+            shape: `[out, in]`, as the model has them.
+
         Raises:
-            CheckpointError: the file cannot be read.
+            CheckpointError: the file cannot be read, or has another shape.
         """
         (stored,) = self._stored[name]
         tensor = self._header.tensors[stored]
-        num_rows, num_columns = tensor.shape
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{tensor.path} has {stored!r} of the shape {list(tensor.shape)} where its model has {list(shape)}; "
+                "fetch it again."
+            )
+        num_rows, num_columns = shape
         row_bytes = tensor.num_bytes // num_rows
         order = self._row_order(stored, num_rows)
 

@@ -42,6 +42,8 @@ class Kernel:
 
     def __init__(self, layout: Layout, rows: Rows = Rows.FLOAT32, tiles: Tiles | None = None) -> None:
         self._rows = rows
+        tiles = tiles or _tiles_of_this_processor()
+        self._most_few_rows = max(height for height, _ in tiles)
         with _LOCK:
             self._engine = _compiled(layout, rows, tiles)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -66,12 +68,13 @@ class Kernel:
         product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
         are_many = num_rows * num_columns * num_panels * LANES >= _LEAST_PRODUCTS_OF_THREADS
         num_threads = torch.get_num_threads() if are_many else 1
-        num_scratch_bytes = scratch_bytes(num_columns) if self._rows is Rows.BFLOAT16 else 0
-        scratch = torch.empty(num_threads * num_scratch_bytes, dtype=torch.uint8)
+        scratch, num_scratch_bytes = None, scratch_bytes(num_columns)
+        if self._rows is Rows.BFLOAT16 and num_rows > self._most_few_rows:
+            scratch = torch.empty(num_threads * num_scratch_bytes, dtype=torch.uint8)
         # The interpreter's lock is released meanwhile.
         self._multiply(
             rows.data_ptr(), num_rows, num_columns, panels.data_ptr(), product.data_ptr(), num_panels,
-            scratch.data_ptr(), num_scratch_bytes, num_threads,
+            None if scratch is None else scratch.data_ptr(), num_scratch_bytes, num_threads,
         )  # fmt: skip
         return product
 
@@ -111,7 +114,7 @@ def check_support() -> None:
         )
 
 
-def _compiled(layout: Layout, rows: Rows, tiles: Tiles | None) -> Any:
+def _compiled(layout: Layout, rows: Rows, tiles: Tiles) -> Any:
     """An engine that holds the functions of `module_source`."""
     check_support()
     llvm = _library()
@@ -122,15 +125,15 @@ def _compiled(layout: Layout, rows: Rows, tiles: Tiles | None) -> Any:
         cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=2, jit=True
     )
     has_threads = _link_openmp(llvm)
-    module = llvm.parse_assembly(module_source(layout, tiles or _tiles_for(features), rows, has_threads=has_threads))
+    module = llvm.parse_assembly(module_source(layout, tiles, rows, has_threads=has_threads))
     module.verify()
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     return engine
 
 
-def _tiles_for(features: Any) -> Tiles:
-    return WIDE_TILES if features.get("avx512f") else NARROW_TILES
+def _tiles_of_this_processor() -> Tiles:
+    return WIDE_TILES if _library().get_host_cpu_features().get("avx512f") else NARROW_TILES
 
 
 def _link_openmp(llvm: Any) -> bool:

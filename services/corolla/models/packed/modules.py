@@ -64,6 +64,11 @@ class PackedLinear(nn.Module):
             and not any(part.out_features % LANES for part in parts[:-1])
         )  # fmt: skip
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weights, `[out, in]`."""
+        return self.out_features, self.in_features
+
     def forward(self, rows: Tensor) -> Tensor:
         """Multiplies `[..., in]` to `[..., out]`."""
         flat = rows.flatten(0, -2) if rows.dim() != 2 else rows
@@ -102,6 +107,11 @@ class PackedEmbedding(nn.Module):
         self.dtype = dtype
         self.scale = scale
         self.register_buffer("panels", None, persistent=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weights."""
+        return self.num_embeddings, self.embedding_dim
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 `[...]` to `[..., embedding_dim]`.
@@ -158,18 +168,18 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
         setattr(root.get_submodule(parent_path), child_name, packed)
 
 
-def fill_packed(root: nn.Module, names: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
+def fill_packed(root: nn.Module, names: Mapping[str, str], read: Callable[[str, tuple[int, int]], Tensor]) -> None:
     """Reads the weights of all packed layers; those that are stored once are held once.
 
     Args:
         names: name of the weight in `root` -> name in the files.
-        read: gives the panels of a name in the files.
+        read: gives the panels of a name in the files, which must be those of a matrix of the given shape.
     """
     held: dict[str, Tensor] = {}
     for name, stored in names.items():
         module: Any = root.get_submodule(name.removesuffix(".weight"))
         if stored not in held:
-            held[stored] = read(stored)
+            held[stored] = read(stored, module.shape)
         module.panels = held[stored]
 
 

@@ -1,5 +1,6 @@
 """Spans whose weights stay packed compute what the expanded ones compute, and take the memory that the file takes."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from corolla.block_server.runner import RowWork, Runner
-from corolla.chassis.errors import SettingsError
+from corolla.chassis.errors import CheckpointError, SettingsError
 from corolla.chassis.weight_formats import weight_format
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes, load_edges
@@ -136,6 +137,15 @@ def test_other_checkpoints_and_devices_are_refused(tmp_path: Path) -> None:
     checkpoint = file_of(tmp_path)
     with pytest.raises(SettingsError, match="not on cuda"):
         load_span(checkpoint, Span(0, 1), dtype=torch.float32, device="cuda", quantization="packed")
+
+
+@pytest.mark.parametrize("field", ["intermediate_size", "vocab_size"])
+def test_a_file_whose_weights_have_another_shape_is_refused_before_they_are_read(tmp_path: Path, field: str) -> None:
+    checkpoint = file_of(tmp_path)
+    setattr(checkpoint.config, field, getattr(checkpoint.config, field) + 32)
+    load = load_edges if field == "vocab_size" else partial(load_span, span=WHOLE)
+    with pytest.raises(CheckpointError, match="of the shape"):
+        load(checkpoint, dtype=torch.float32, quantization="packed")
 
 
 def test_packed_and_expanded_servers_share_no_chain(tmp_path: Path) -> None:
