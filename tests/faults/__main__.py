@@ -20,6 +20,7 @@ from tests.faults.control_plane import control_plane
 from tests.faults.cut import cut
 from tests.faults.drain import drain
 from tests.faults.figures import say
+from tests.faults.forms import forms
 from tests.faults.freeze import freeze
 from tests.faults.herd import herd
 from tests.faults.kill import kill
@@ -40,6 +41,7 @@ ROWS: dict[str, tuple[Row, int, str]] = {
     "cancel": (cancel, 500, "callers that leave"),
     "tasks": (tasks, 8, "an essential task fails"),
     "places": (places, 10, "a server dies at each named place of its work"),
+    "forms": (forms, 12, "kill -9 of each hop while answers have to fit schemas, and calls their tools"),
     "drain": (drain, 1, "rolling drain of every server under 16 streams"),
     "client": (client_service, 6, "kill -9 of a client service; its callers go on at another one"),
     "herd": (herd, 2, "one of two replicas dies with 64 live sessions"),
@@ -50,6 +52,8 @@ ROWS: dict[str, tuple[Row, int, str]] = {
 _ALONE: Final = frozenset({"drain"})
 # Its relays have addresses that no certificate names.
 _IN_THE_CLEAR: Final = frozenset({"cut"})
+# Drafts are always as long as they may be: they are what is to be wrong at times.
+_SETTINGS: Final = {"forms": {"COROLLA_ADAPTIVE_DRAFTS": "false"}}
 # A soak that is short tells nothing that the others do not.
 _LONG: Final = frozenset({"soak"})
 
@@ -58,7 +62,8 @@ async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage
     work, default_runs, what = ROWS[row]
     num_runs = num_runs or default_runs
     say(f"==> {what}: {num_runs} runs on {model} as {spans}, seed {seed}")
-    async with standing(model, spans, outage_s=outage_s, is_secure=row not in _IN_THE_CLEAR) as stand:
+    is_secure = row not in _IN_THE_CLEAR
+    async with standing(model, spans, _SETTINGS.get(row), outage_s=outage_s, is_secure=is_secure) as stand:
         return await work(stand, random.Random(seed), num_runs)
 
 
