@@ -8,6 +8,7 @@ import argparse
 from types import ModuleType
 
 from benchmarks import (
+    adapters,
     client_token,
     control_work,
     crowd,
@@ -35,6 +36,7 @@ from benchmarks.command import show
 _ALL: tuple[ModuleType, ...] = (
     single_stream,
     streams,
+    adapters,
     prefill,
     prefix,
     hops,

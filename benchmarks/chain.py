@@ -14,6 +14,7 @@ import psutil
 
 from benchmarks.timing import Timing
 from corolla.chassis.loop_thread import LoopThread
+from corolla.cli.app import main
 from corolla.local.options import StackOptions
 from corolla.local.processes import ManagedProcess
 from corolla.local.stack import Stack
@@ -98,11 +99,26 @@ class Chain:
         timing: Timing = self.run(self.timed(prompt_ids, num_tokens))
         return timing
 
-    def answers(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Timing]:
-        """All at once."""
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """Registers an adapter."""
+        if main(["adapters", "add", name, str(folder), "--router", self._stack.router_address]):
+            raise RuntimeError(f"{name} was not registered")
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, adapters: Sequence[str] | None = None
+    ) -> list[Timing]:
+        """All at once.
+
+        Args:
+            adapters: of each; the empty name is none.
+        """
+        names = [""] * len(prompts) if adapters is None else adapters
 
         async def ask() -> list[Timing]:
-            return list(await asyncio.gather(*(self.timed(prompt, num_tokens) for prompt in prompts)))
+            timings = (
+                self.timed(prompt, num_tokens, adapter=name) for prompt, name in zip(prompts, names, strict=True)
+            )
+            return list(await asyncio.gather(*timings))
 
         timings: list[Timing] = self.run(ask())
         return timings

@@ -14,6 +14,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from tests.faults.adapters import ENVIRONMENT as ADAPTER_SETTINGS
+from tests.faults.adapters import adapters
 from tests.faults.cancel import cancel
 from tests.faults.client_service import client_service
 from tests.faults.control_plane import control_plane
@@ -35,6 +37,7 @@ Row = Callable[[Stand, random.Random, int], Awaitable[int]]
 # Those that take longest come first, so that `all` leaves no long one for the end of those that run side by side.
 ROWS: dict[str, tuple[Row, int, str]] = {
     "kill": (kill, 100, "kill -9 of each hop at a random token"),
+    "adapters": (adapters, 100, "adapters loaded, unloaded and taken out under traffic, and kill -9 of each hop"),
     "cut": (cut, 21, "each wire of the swarm cut, in one direction or both"),
     "redis": (control_plane, 7, "Redis frozen, flushed, restarted, away, full; the router restarted, away"),
     "freeze": (freeze, 4, "SIGSTOP of a hop for ten seconds"),
@@ -53,7 +56,7 @@ _ALONE: Final = frozenset({"drain"})
 # Its relays have addresses that no certificate names.
 _IN_THE_CLEAR: Final = frozenset({"cut"})
 # Drafts are always as long as they may be: they are what is to be wrong at times.
-_SETTINGS: Final = {"forms": {"COROLLA_ADAPTIVE_DRAFTS": "false"}}
+_SETTINGS: Final = {"adapters": ADAPTER_SETTINGS, "forms": {"COROLLA_ADAPTIVE_DRAFTS": "false"}}
 # A soak that is short tells nothing that the others do not.
 _LONG: Final = frozenset({"soak"})
 
