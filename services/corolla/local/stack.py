@@ -34,8 +34,11 @@ from corolla.v1 import router_pb2
 from corolla.wire.network import Network
 
 _POLL_S = 0.05
-# What the block servers and the client service import, and forked children then have already.
-_HEAVY_MODULES = ("corolla.models.checkpoint", "corolla.block_server.service", "corolla.client.service")
+# What children import, and have already when they are forked: while one is at work, the fork server imports what the
+# next ones need.
+_MODULES_OF_PREPARATION = ("corolla.models.checkpoint",)
+_MODULES_OF_EDGE = ("corolla.router.service", "corolla.client.service")
+_MODULES_OF_BLOCK_SERVERS = ("corolla.block_server.service",)
 _STOP_ORDER = (("client",), ("server",), ("router",), ("redis",))
 
 
@@ -228,7 +231,7 @@ class Stack:
         for process in self.processes:
             if process is not self._router:
                 self.launch(process)
-        self._fork_server.warm(_HEAVY_MODULES)
+        self._fork_server.warm(_MODULES_OF_PREPARATION)
 
     def _check_given_redis(self, url: str) -> None:
         try:
@@ -250,6 +253,7 @@ class Stack:
         log.path.unlink(missing_ok=True)
         self._report(StackEvent("step", "model", f"opening the model {self.options.model}"))
         self._fork_server.start("model", "corolla.local.preparation", [self.options.model], self._environment, log.path)
+        self._fork_server.warm(_MODULES_OF_EDGE)
         while True:
             is_last = self._fork_server.is_gone("model")
             for line in log.new_lines():
@@ -260,10 +264,9 @@ class Stack:
                     raise StartupError(facts["message"])
                 self.model_name = facts["name"]
                 self._expect(self.model_name, int(facts["num_blocks"]))
-                # It comes up while the fork server imports what it has no need of.
                 self.launch(self._router)
                 family = facts["model_type"]
-                self._fork_server.warm([f"transformers.models.{family}.modeling_{family}"])
+                self._fork_server.warm([f"transformers.models.{family}.modeling_{family}", *_MODULES_OF_BLOCK_SERVERS])
                 return int(facts["num_blocks"]), float(facts["head_blocks"])
             if is_last:
                 raise StartupError(_with_log("the model could not be opened", log))
