@@ -21,12 +21,19 @@ _CHUNK_TOKENS = 256
 class LocalBlocks:
     """Embedding, the runner over the whole model, and the head, in a plain loop."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str = "float32", quantization: str = "none") -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: str = "float32", quantization: str = "none", kv_cache_dtype: str = "auto"
+    ) -> None:
         self._span = Span(0, checkpoint.num_blocks)
         self._edges = load_edges(checkpoint, dtype=DTYPES[dtype], quantization=quantization)
         self._edges.tune_head()
         self.model = load_span(checkpoint, self._span, dtype=DTYPES[dtype], quantization=quantization)
-        self._runner = Runner(self.model)
+        self._runner = Runner(self.model, kv_cache_dtype=kv_cache_dtype)
+
+    @property
+    def cache_bytes_per_token(self) -> float:
+        """Of all blocks; once something was computed."""
+        return self._runner.store.page_bytes / self._runner.store.pool.page_tokens
 
     def answer(self, prompt_ids: Sequence[int], num_tokens: int, num_threads: int = 1) -> Timing:
         """Greedily, without end tokens."""

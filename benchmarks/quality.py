@@ -33,6 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--formats", nargs="+", default=["float32", "bfloat16", "int8/float32", "int8/bfloat16", "int4/bfloat16"],
         help="a dtype, or quantisation/dtype",
     )  # fmt: skip
+    parser.add_argument(
+        "--kv-cache-dtypes", nargs="+", default=["auto"], help="how each of them stores keys and values"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=16, help="tokens of one answer, for the speed")
 
@@ -47,7 +50,9 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     for each in options.formats:
         quantization, _, dtype = each.rpartition("/")
         name = weight_format(full_dtype_name(dtype), quantization or "none")
-        loaded[name] = LocalBlocks(checkpoint, full_dtype_name(dtype), quantization or "none")
+        for stored in options.kv_cache_dtypes:
+            named = name if stored == "auto" else f"{name}, keys and values in {stored}"
+            loaded[named] = LocalBlocks(checkpoint, full_dtype_name(dtype), quantization or "none", stored)
 
     def tokens_per_s(blocks: LocalBlocks) -> float:
         return blocks.answer(prompt, options.tokens).tokens_per_s
@@ -56,6 +61,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     for name, blocks in loaded.items():
         yield figure(f"{name}, perplexity over {len(token_ids)} tokens", "", [perplexity(blocks, token_ids)])
         yield figure(f"{name}, all blocks", "MiB", [blocks.model.nbytes / (1 << 20)])
+        yield figure(f"{name}, keys and values of a token", "KiB", [blocks.cache_bytes_per_token / (1 << 10)])
     speeds = interleaved({name: partial(tokens_per_s, blocks) for name, blocks in loaded.items()}, options.rounds)
     for name, rounds in speeds.items():
         yield figure(f"{name}, one stream, one thread, in one process", "tokens/s", rounds)

@@ -32,8 +32,7 @@ SET_BY_THE_CHART: Final = {
     "blockServer.defaults": frozenset(
         {
             "adapters_dir", "adapters_mib", "advertised_host", "blocks", "control_port", "device", "dtype",
-            "metrics_port", "model", "offline",
-            "pod_uid", "port", "quantization", "revision", "router",
+            "kv_cache_dtype", "metrics_port", "model", "offline", "pod_uid", "port", "quantization", "revision", "router",
         }
     ),
     "router": frozenset(
@@ -41,9 +40,9 @@ SET_BY_THE_CHART: Final = {
     ),
     "client": frozenset(
         {
-            "api_keys_file", "cache_secret", "dtype", "http_port", "metrics_port", "model", "offline", "oidc_audience",
-            "oidc_ca_file", "oidc_issuer", "oidc_jwks", "oidc_tenant_claim", "port", "quantization", "revision",
-            "router",
+            "api_keys_file", "cache_secret", "dtype", "http_port", "kv_cache_dtype", "metrics_port", "model", "offline",
+            "oidc_audience", "oidc_ca_file", "oidc_issuer", "oidc_jwks", "oidc_tenant_claim", "port", "quantization",
+            "revision", "router",
         }
     ),
 }  # fmt: skip
@@ -87,6 +86,7 @@ _BY_PATH: Final[dict[str, Schema]] = {
     "image.digest.server": _DIGEST,
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "model.dtype": {"enum": ["float32", "bfloat16", "float16"]},
+    "model.kvCacheDtype": {"enum": ["auto", "fp8", "int8"]},
     "model.quantization": {"enum": ["none", "int8", "int4", "packed"]},
     "tracing.endpoint": {"type": "string", "pattern": r"^(https?://[^/\s]+)?$"},
     "tracing.sampleRatio": {"type": "number", "minimum": 0, "maximum": 1},

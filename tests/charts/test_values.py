@@ -58,6 +58,7 @@ OTHERS: Final[dict[str, Any]] = {
     "extraEnv": [{"name": "X", "value": "1"}],
     "maxUnavailable": 2,
     "model.dtype": "bfloat16",
+    "model.kvCacheDtype": "fp8",
     "model.quantization": "int8",
     "pools": {"other": {}},
     "pullPolicy": "Never",

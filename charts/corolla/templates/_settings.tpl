@@ -51,6 +51,7 @@ COROLLA_REVISION: {{ . | quote }}
 {{- end }}
 COROLLA_DTYPE: {{ .Values.model.dtype }}
 COROLLA_QUANTIZATION: {{ .Values.model.quantization }}
+COROLLA_KV_CACHE_DTYPE: {{ .Values.model.kvCacheDtype }}
 COROLLA_ROUTER: {{ include "corolla.routerTarget" . }}
 COROLLA_OFFLINE: {{ .Values.model.offline | quote }}
 HF_HOME: /cache

@@ -12,6 +12,7 @@ from transformers import Cache
 from corolla.block_server.decode_graphs import DecodeGraphs
 from corolla.block_server.kv.attention import RAGGED, AttentionBackend, AttentionBatch, PackedRow
 from corolla.block_server.kv.backends import choose_backend
+from corolla.block_server.kv.codecs import CODECS
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import NonFiniteOutput
@@ -74,6 +75,7 @@ class Runner:
         tuning_budget_s: how long multiplication may be measured.
         has_scratch_page: see `KVStore`; recorded decode steps need it.
         max_stack_bytes: of adapters that ran together, laid side by side.
+        kv_cache_dtype: how keys and values are stored: `auto`, as the model computes them, or a key of CODECS.
 
     Attributes:
         stacks: of adapters.
@@ -92,16 +94,20 @@ class Runner:
         tuning_budget_s: float = 2.0,
         has_scratch_page: bool = False,
         max_stack_bytes: int = 256 << 20,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.model = model
         self.stacks = AdapterStacks(max_stack_bytes)
         self.decode_graphs: DecodeGraphs | None = None
-        self.backend: AttentionBackend = choose_backend(attention, model.device, model.dtype, page_tokens)
+        codec = CODECS[kv_cache_dtype](model.dtype) if kv_cache_dtype != "auto" else None
+        self.backend: AttentionBackend = choose_backend(
+            attention, model.device, model.dtype, page_tokens, is_encoded=codec is not None
+        )
         if is_fused:
             model.make_fused(tuning_budget_s)
         self.store = KVStore(
             num_pages, page_tokens, page_windows(model), max_step_tokens=max_step_tokens,
-            has_scratch_page=has_scratch_page,
+            has_scratch_page=has_scratch_page, codec=codec,
         )  # fmt: skip
         if model.packs_rows:
             model.set_attention(RAGGED)

@@ -182,13 +182,16 @@ class BlockServer:
         )
         self._checkpoint = checkpoint
         dtype = DTYPES[settings.dtype]
-        fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype, settings.quantization)
+        fingerprint = await asyncio.to_thread(
+            checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
+        )
         capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
         if settings.span is not None:
             capacity = len(settings.span)
         speed = await asyncio.to_thread(
-            measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads
-        )
+            measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
+            settings.kv_cache_dtype,
+        )  # fmt: skip
         description = router_pb2.ServerDescription(
             server_id=self.server_id,
             address=self.address,
@@ -374,6 +377,7 @@ class BlockServer:
             tuning_budget_s=settings.tuning_budget_s,
             has_scratch_page=may_replay,
             max_stack_bytes=settings.adapters_mib << 20,
+            kv_cache_dtype=settings.kv_cache_dtype,
         )
         runner.warm_up()
         if may_replay:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field, field_validator
 
 from corolla.chassis.settings import Dtype, ServiceSettings
-from corolla.chassis.weight_formats import QuantizationName
+from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName
 from corolla.wire.span import Span
 
 _PAGE_TOKENS_OF_CPUS: Final = 32
@@ -53,6 +53,11 @@ class BlockServerSettings(ServiceSettings):
         "none",
         description="How linear layers keep their weights: `none` (as `dtype`), `int8`, `int4`, or `packed`: as a GGUF "
         "file has them, embedding and head too.",
+    )
+    kv_cache_dtype: KVCacheDtypeName = Field(
+        "auto",
+        description="How keys and values are stored: `auto` (as `dtype`), or in fewer bytes as `fp8` "
+        "(E4M3) or `int8`; client services need the same.",
     )
     device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
     attention: Literal["auto", "flash", "paged", "sdpa"] = Field(

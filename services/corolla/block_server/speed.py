@@ -79,7 +79,12 @@ def measure_decode_step(runner: Runner) -> float:
 
 
 def measure_speed(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: str, quantization: str = "none", num_threads: int = 1
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: str,
+    quantization: str = "none",
+    num_threads: int = 1,
+    kv_cache_dtype: str = "auto",
 ) -> Speed:
     """Times the model's first block with one token and with a short prompt; the best of a few runs each.
 
@@ -88,10 +93,17 @@ def measure_speed(
 
     Args:
         num_threads: of this process, from now on; 0 takes those with which the block is fastest.
+        kv_cache_dtype: see `Runner`.
     """
     block = Span(0, 1)
     model = make_span(checkpoint, block, dtype=dtype, device=device, quantization=quantization)
-    runner = Runner(model, num_pages=1, page_tokens=2 * _PREFILL_TOKENS, tuning_budget_s=_TUNING_BUDGET_S)
+    runner = Runner(
+        model,
+        num_pages=1,
+        page_tokens=2 * _PREFILL_TOKENS,
+        tuning_budget_s=_TUNING_BUDGET_S,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     cache = runner.new_cache()
     cache.reserve(_PREFILL_TOKENS + 1)
 

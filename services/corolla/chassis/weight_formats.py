@@ -7,6 +7,7 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["none", "int8", "int4", "packed"]
 PACKED: Final = "packed"
 """As a GGUF file has the weights."""
+KVCacheDtypeName = Literal["auto", "fp8", "int8"]
 DTYPE_ABBREVIATIONS: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

@@ -149,7 +149,9 @@ class ClientService:
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub
         )
-        fingerprint = await asyncio.to_thread(checkpoint.fingerprint, settings.dtype, settings.quantization)
+        fingerprint = await asyncio.to_thread(
+            checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
+        )
         control = self._control = ControlPlane(settings.router, checkpoint.name, self._network.channels)
         placement = PlacementWatch(control)
         self._tasks.start_essential(placement.run, "placement_watch")

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from corolla.chassis.settings import Dtype, ServiceSettings
-from corolla.chassis.weight_formats import QuantizationName
+from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName
 from corolla.client.api.tokens import ALGORITHMS
 
 
@@ -61,6 +61,7 @@ class ClientSettings(ServiceSettings):
     quantization: QuantizationName = Field(
         "none", description="How the block servers keep their weights: `none`, `int8`, `int4` or `packed`."
     )
+    kv_cache_dtype: KVCacheDtypeName = Field("auto", description="How the block servers store keys and values.")
     api_keys_file: Path | None = Field(
         None,
         description="File of callers' keys, as `corolla keys` writes it, or with lines `tenant:key`, keys of at least "

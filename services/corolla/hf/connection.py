@@ -27,7 +27,7 @@ from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopUnavailable, StartupError
 from corolla.chassis.loop_thread import LoopStopped, LoopThread
 from corolla.chassis.tasks import TaskGroup
-from corolla.chassis.weight_formats import QuantizationName, full_dtype_name
+from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName, full_dtype_name
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.hf.row_group import RowGroup
 from corolla.models.checkpoint import Checkpoint
@@ -95,8 +95,9 @@ class Connection:
         dtype: str | torch.dtype,
         quantization: str,
         tls_dir: str | Path | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> "Connection":
-        """To the block servers that run a checkpoint in a dtype and a quantisation.
+        """To the block servers that run a checkpoint in a dtype and a quantisation, and store keys and values so.
 
         Args:
             tls_dir: see `trust.loopback.tls_dir`.
@@ -109,7 +110,9 @@ class Connection:
             raise ValueError(f"`dtype` must be what the block servers run: one of {', '.join(DTYPES)}.")
         if quantization not in get_args(QuantizationName):
             raise ValueError(f"`quantization` must be one of {', '.join(get_args(QuantizationName))}.")
-        fingerprint = checkpoint.fingerprint(dtype_name, quantization)
+        if kv_cache_dtype not in get_args(KVCacheDtypeName):
+            raise ValueError(f"`kv_cache_dtype` must be one of {', '.join(get_args(KVCacheDtypeName))}.")
+        fingerprint = checkpoint.fingerprint(dtype_name, quantization, kv_cache_dtype)
         folder = loopback.tls_dir(router, Role.LIBRARY, tls_dir)
         return cls.shared(router, checkpoint.name, fingerprint, checkpoint.num_blocks, folder)
 

@@ -64,6 +64,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         router: str = DEFAULT_ROUTER,
         dtype: str | torch.dtype = torch.float32,
         quantization: str = "none",
+        kv_cache_dtype: str = "auto",
         revision: str | None = None,
         device: torch.device | str = "cpu",
         tenant: str = "public",
@@ -79,6 +80,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             router: its `host:port`.
             dtype: in which the block servers run, as a torch dtype or its name.
             quantization: of the block servers' weights: `none`, `int8`, `int4` or `packed`.
+            kv_cache_dtype: how the block servers store keys and values: `auto`, `fp8` or `int8`.
             revision: branch, tag or commit on the hub.
             device: of embedding, norm and head.
             tenant: who owns the sessions.
@@ -98,7 +100,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             SettingsError: the cache secret is too short.
             CheckpointError: it is missing, damaged, or of another family than this class is for.
             HubUnavailable: it is on the hub, and that cannot be reached.
-            ValueError: the dtype or the quantisation is none that block servers run.
+            ValueError: a dtype or the quantisation is none that block servers run.
         """
         salt = cache_salt(tenant, cache_secret)
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
@@ -107,7 +109,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
                 f"{name_or_path} is of the family {checkpoint.family.model_type!r}, and {cls.__name__} is for "
                 f"{cls.model_type!r}; AutoDistributedModelForCausalLM takes any."
             )
-        connection = Connection.to(checkpoint, router, dtype, quantization, tls_dir)
+        connection = Connection.to(checkpoint, router, dtype, quantization, tls_dir, kv_cache_dtype)
         run_dtype = DTYPES[full_dtype_name(str(dtype).removeprefix("torch."))]
         remote = RemoteSpan(
             connection=connection,

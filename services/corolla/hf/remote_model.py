@@ -82,6 +82,7 @@ class RemoteModelForCausalLM(GenerationMixin):
         router: str = DEFAULT_ROUTER,
         dtype: str | torch.dtype = torch.float32,
         quantization: str = "none",
+        kv_cache_dtype: str = "auto",
         revision: str | None = None,
         tenant: str = "public",
         reuse_prefixes: bool = False,
@@ -92,7 +93,7 @@ class RemoteModelForCausalLM(GenerationMixin):
         """Reads the configuration, and connects to a router. See `DistributedModelForCausalLM.from_pretrained`."""
         salt = cache_salt(tenant, cache_secret)
         checkpoint = Checkpoint.from_pretrained(name_or_path, revision=revision)
-        connection = Connection.to(checkpoint, router, dtype, quantization, tls_dir)
+        connection = Connection.to(checkpoint, router, dtype, quantization, tls_dir, kv_cache_dtype)
         model = cls(checkpoint, connection, tenant, reuse_prefixes=reuse_prefixes, salt=salt)
         model.set_adapter(adapter)
         return model

@@ -228,15 +228,15 @@ class Checkpoint:
                 tensors = packed_weights(self.quantization, tensors, dtype)
             yield tensors
 
-    def fingerprint(self, dtype: str, quantization: str = "none") -> str:
+    def fingerprint(self, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> str:
         """Identifies what a server computes: two servers with the same fingerprint may share a chain.
 
-        The digest covers the weights, the configuration, the tokenizer's files, `dtype`, `quantization` and the
-        protocol version. Of weights on the hub it covers the checksums of all files, which are known without having
-        them. Of those in a folder, every tensor's name, dtype, shape and three short samples of its bytes: enough,
-        because the fingerprint guards against mixing revisions, fine-tunes and conversions by mistake, and those change
-        (nearly) every tensor throughout; hashing whole weights would read a hundred gigabytes at each start. It is no
-        protection against somebody who alters single numbers on purpose.
+        The digest covers the weights, the configuration, the tokenizer's files, all arguments and the protocol version.
+        Of weights on the hub it covers the checksums of all files, which are known without having them. Of those in a
+        folder, every tensor's name, dtype, shape and three short samples of its bytes: enough, because the fingerprint
+        guards against mixing revisions, fine-tunes and conversions by mistake, and those change (nearly) every tensor
+        throughout; hashing whole weights would read a hundred gigabytes at each start. It is no protection against
+        somebody who alters single numbers on purpose.
 
         Returns:
             16 hexadecimal characters.
@@ -245,6 +245,8 @@ class Checkpoint:
         digest.update(f"{dtype} {quantization} {PROTOCOL_VERSION}".encode())
         if self.quantization is not None:
             digest.update(f" from {self.quantization}".encode())
+        if kv_cache_dtype != "auto":
+            digest.update(f" with keys and values in {kv_cache_dtype}".encode())
         return digest.hexdigest()[:16]
 
     @functools.cached_property

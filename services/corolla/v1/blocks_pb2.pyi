@@ -1397,7 +1397,7 @@ Global___Handover: _TypeAlias = Handover  # noqa: Y015
 class HandoverTokens(_message.Message):
     """Keys and values of the tokens [position, position + num_tokens). As with a step, a receiver that holds more forgets what
     lies beyond position, and one that holds fewer answers POSITION_GAP. The payload has for each block the keys, then the
-    values, [tokens, key heads, head size] each, in the dtype of the weights; of a block only tokens from its first one on.
+    values, [tokens, key heads, head size] each, as the cache stores them; of a block only tokens from its first one on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

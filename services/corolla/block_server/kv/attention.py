@@ -114,13 +114,16 @@ class AttentionBatch:
         softcap: float | None = None,
     ) -> Tensor:
         """Stores new keys and values and attends. Returns `[N, heads, value head size]`; see `LayerInput`."""
+        if (codec := self.store.codec) is not None:
+            # Tokens of a chunk see each other as later ones will see them.
+            key, value = codec.decode(codec.encode(key)), codec.decode(codec.encode(value))
         return self._backend.attend(self, LayerInput(layer, query, key, value, scaling, window, softcap))
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the new tokens of all rows.
 
         Returns:
-            The layer's keys and values of all sessions, `[num_slots, key heads, head_dim]`.
+            The layer's keys and values of all sessions as they are stored, `[num_slots, key heads, head_dim]`.
         """
         group = self.store.group_of(layer)
         slots = self._slots.get(group)
@@ -128,8 +131,8 @@ class AttentionBatch:
             numbers = [slot for row in self.rows for slot in row.cache.slots(row.position, row.num_tokens, group)]
             slots = self._slots[group] = torch.tensor(numbers, device=key.device)
         keys, values = self.store.layer_like(layer, key, value)
-        keys.index_copy_(0, slots, key)
-        values.index_copy_(0, slots, value)
+        keys.index_copy_(0, slots, self.store.encoded(key))
+        values.index_copy_(0, slots, self.store.encoded(value))
         return keys, values
 
     def extents(self, number: int, layer: int, start: int, end: int) -> tuple[tuple[int, int], ...]:

@@ -27,7 +27,9 @@ TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfl
 """How far results may be from right ones, for numbers about as large as standard normal ones."""
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype, page_tokens: int) -> AttentionBackend:
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype, page_tokens: int, *, is_encoded: bool = False
+) -> AttentionBackend:
     """The fastest attention that is right on this device.
 
     Args:
@@ -35,11 +37,19 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, page_tok
         device: of keys, values and queries.
         dtype: theirs.
         page_tokens: tokens of a page.
+        is_encoded: whether keys and values are stored in eight bits, which only some can read.
 
     Raises:
         StartupError: the one asked for does not work here.
     """
     names = _BY_DEVICE.get(device.type, ("sdpa",)) if name == "auto" else (name,)
+    if is_encoded:
+        names = tuple(each for each in names if each != "paged")
+        if not names:
+            raise StartupError(
+                "COROLLA_ATTENTION=paged reads keys and values as they are; set it to auto, or COROLLA_KV_CACHE_DTYPE "
+                "to auto."
+            )
     for each in names:
         backend = BACKENDS[each]()
         failure = _failure(backend, device, dtype, page_tokens)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from corolla.block_server.kv.attention import AttentionBatch, LayerInput
+from corolla.block_server.kv.codecs import KVCodec
 from corolla.block_server.kv.kernels import Kernel, Part, merge
 
 
@@ -47,7 +48,7 @@ class RunAttention:
         num_rows, num_heads, head_size = own.query.shape
         grouped = own.query.reshape(num_rows, keys.shape[1], -1, head_size)
         queries = (grouped,) if num_rows == 1 else grouped.unsqueeze(1).unbind(0)
-        keys_of, values_of = _runs_of(keys), _runs_of(values)
+        keys_of, values_of = _runs_of(keys, batch.store.codec), _runs_of(values, batch.store.codec)
         outputs = []
         for number, query in zip(numbers, queries, strict=True):
             end = batch.rows[number].position + 1
@@ -67,7 +68,7 @@ class RunAttention:
         groups = num_heads // num_key_heads
         by_head = own.query.transpose(0, 1)
         grouped = by_head.reshape(1, num_key_heads, groups * num_tokens, head_size)
-        keys_of, values_of = _runs_of(keys), _runs_of(values)
+        keys_of, values_of = _runs_of(keys, batch.store.codec), _runs_of(values, batch.store.codec)
         parts = []
         first_key = 0 if window is None else max(0, position - window + 1)
         for run in batch.extents(number, own.layer, first_key, position) if position else ():
@@ -101,10 +102,10 @@ class RunAttention:
         )
 
 
-def _runs_of(tensor: Tensor) -> Callable[[int, int], Tensor]:
+def _runs_of(tensor: Tensor, codec: KVCodec | None) -> Callable[[int, int], Tensor]:
     """What gives the runs of slots of `[num_slots, heads, head_dim]`, as they lie, by first slot and number of tokens.
 
-    A run is `[1, heads, num_tokens, head_dim]`, made by one operation instead of three.
+    A run is `[1, heads, num_tokens, head_dim]`, made by one operation instead of three; where it is encoded, decoded.
     """
     _, num_heads, head_size = tensor.shape
     of_slot, of_head, _ = tensor.stride()
@@ -113,4 +114,4 @@ def _runs_of(tensor: Tensor) -> Callable[[int, int], Tensor]:
     def run(first_slot: int, num_tokens: int) -> Tensor:
         return tensor.as_strided((1, num_heads, num_tokens, head_size), strides, first_slot * of_slot)
 
-    return run
+    return run if codec is None else lambda first_slot, num_tokens: codec.decode(run(first_slot, num_tokens))

@@ -34,7 +34,7 @@ class SdpaAttention:
             end = row.position + row.num_tokens
             first_key = 0 if window is None else max(0, row.position - window + 1)
             extents = batch.extents(number, given.layer, first_key, end)
-            keys, values = (gathered(tensor, extents).unsqueeze(0) for tensor in tensors)
+            keys, values = (batch.store.decoded(gathered(tensor, extents)).unsqueeze(0) for tensor in tensors)
             mask = _mask(row, first_key, window, query.device)
             if softcap is None:
                 module = cast(Any, _Module(query.shape[1] // given.key.shape[1]))

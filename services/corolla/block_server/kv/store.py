@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from corolla.block_server.kv.codecs import KVCodec
 from corolla.block_server.kv.pages import PagePool
 from corolla.block_server.kv.session_pages import SessionPages
 from corolla.block_server.kv.tables import Extent, GroupRule
@@ -60,6 +61,7 @@ class KVStore:
         windows: for each layer of the span, how many tokens a token sees, itself included; None for all.
         max_step_tokens: new tokens of one step of one session, at most.
         has_scratch_page: whether there is one more page, for what no session will read. It is none of the pool's.
+        codec: how keys and values are stored; None: as they are. What `layer` gives is encoded, then.
 
     Attributes:
         scratch_page: id of that page; None where there is none.
@@ -73,7 +75,9 @@ class KVStore:
         *,
         max_step_tokens: int = 512,
         has_scratch_page: bool = False,
+        codec: KVCodec | None = None,
     ) -> None:
+        self.codec = codec
         self.pool = PagePool(num_pages, page_tokens)
         self.groups = LayerGroups.of(windows)
         self.rules = tuple(GroupRule(window, max_step_tokens) for window in self.groups.windows)
@@ -96,7 +100,7 @@ class KVStore:
         return self.groups.layer_indices[layer][0]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, `[num_slots, key heads, head_dim]` each; head sizes may differ.
+        """Keys and values of a layer, `[num_slots, key heads, head_dim]` each, as stored; head sizes may differ.
 
         Raises:
             ValueError: the layer was never used.
@@ -118,6 +122,14 @@ class KVStore:
             self._tensors[index] = (self._made(keys), self._made(values))
         return self.layer(layer)
 
+    def encoded(self, numbers: Tensor) -> Tensor:
+        """Keys or values as they are stored."""
+        return numbers if self.codec is None else self.codec.encode(numbers)
+
+    def decoded(self, stored: Tensor) -> Tensor:
+        """What is stored, as keys or values."""
+        return stored if self.codec is None else self.codec.decode(stored)
+
     def new_cache(self) -> "SessionCache":
         return SessionCache(self)
 
@@ -133,7 +145,10 @@ class KVStore:
     def _made(self, like: Tensor) -> Tensor:
         heads, head_size = like.shape[-2:]
         num_slots = self._num_pages * self.pool.page_tokens
-        return torch.empty(num_slots, heads, head_size, dtype=like.dtype, device=like.device)
+        dtype = like.dtype
+        if self.codec is not None:
+            head_size, dtype = self.codec.stored_size(head_size), torch.int8
+        return torch.empty(num_slots, heads, head_size, dtype=dtype, device=like.device)
 
 
 class SessionCache(SessionPages):
@@ -176,7 +191,7 @@ class SessionCache(SessionPages):
     def gather(self, layer: int, end: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values of positions `[start, end)`, `[key heads, end - start, head_dim]` each; see `gathered`."""
         extents = self.extents(end, start, self.store.group_of(layer))
-        keys, values = (gathered(tensor, extents) for tensor in self.store.layer(layer))
+        keys, values = (self.store.decoded(gathered(tensor, extents)) for tensor in self.store.layer(layer))
         return keys, values
 
     def _empty(self) -> "SessionCache":

@@ -18,7 +18,7 @@ class TokenCopy:
 
     Attributes:
         first_tokens: for each layer the first token that is still held; those before were given back.
-        payload: for each layer keys, then values, `[tokens, key heads, head_dim]`, in the cache's dtype.
+        payload: for each layer keys, then values, `[tokens, key heads, head_dim]`, as the cache stores them.
     """
 
     position: int
@@ -80,7 +80,7 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
     if len(copy.payload) != expected:
         raise MalformedMessage("payload", "its size is not that of the tokens in these blocks")
     payload = torch.frombuffer(copy.payload, dtype=torch.uint8) if expected else torch.empty(0, dtype=torch.uint8)
-    if expected and not payload.view(cache.store.layer(layers[0])[0].dtype).isfinite().all():
+    if expected and not _are_finite(cache.store, layers, copy, payload):
         # Before anything is written: one such number would spoil every later token of the session.
         raise MalformedMessage("payload", "keys and values must be finite numbers")
     cache.truncate(copy.position)
@@ -90,6 +90,20 @@ def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
     for target, source in _pieces(cache, layers, copy, payload):
         target.copy_(source.view(target.dtype).view(target.shape))
     cache.commit(copy.end)
+
+
+def _are_finite(store: KVStore, layers: range, copy: TokenCopy, payload: Tensor) -> bool:
+    if store.codec is None:
+        return bool(payload.view(store.layer(layers[0])[0].dtype).isfinite().all())
+    offset = 0
+    for layer, first in zip(layers, copy.first_tokens, strict=True):
+        num_tokens = max(0, copy.end - max(copy.position, first))
+        for tensor in store.layer(layer):
+            part = payload[offset : offset + num_tokens * tensor[0].nbytes].view(tensor.dtype)
+            if not store.codec.decode(part.view(num_tokens, *tensor.shape[1:])).isfinite().all():
+                return False
+            offset += part.nbytes
+    return True
 
 
 def give_back(cache: SessionCache, layers: range, first_tokens: Sequence[int]) -> None:
