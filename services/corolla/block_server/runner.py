@@ -225,7 +225,7 @@ class Runner:
         for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
             positions = torch.arange(row.position, row.position + row.num_tokens, device=hidden.device)
             packed = PackedRow(row.cache, row.position, 0, row.num_tokens)
-            cache = _RowCache(AttentionBatch(self.store, [packed], self.backend))
+            cache = _RowCache(AttentionBatch(self.store, [packed], self.backend), attention_windows(self.model.config))
             self.model.adapters = self._adapters([row])
             outputs.append(
                 self.model.forward(part.unsqueeze(0), positions.unsqueeze(0), blocks=blocks, past_key_values=cache)[0]
@@ -256,19 +256,17 @@ class Runner:
 
 
 def page_windows(model: SpanModel) -> tuple[int | None, ...]:
-    """For each layer, how many tokens its pages must keep for the next one; None for all.
-
-    Attention that is not ours sees the whole past and masks it.
-    """
-    return attention_windows(model.config) if model.packs_rows else (None,) * len(model.span)
+    """For each layer, how many tokens its pages must keep for the next one; None for all."""
+    return attention_windows(model.config)
 
 
 class _RowCache(Cache):
-    """One row's cache as the library's own attention code sees it."""
+    """One row's cache as the library's own attention code sees it: where a layer has a window, what is within that."""
 
-    def __init__(self, batch: AttentionBatch) -> None:
+    def __init__(self, batch: AttentionBatch, windows: Sequence[int | None]) -> None:
         super().__init__(layers=[])
         self._batch = batch
+        self._windows = windows
         (self._row,) = batch.rows
         self._position = self._row.position
 
@@ -276,7 +274,8 @@ class _RowCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self._batch.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
-        keys, values = self._row.cache.gather(layer_idx, self._position + self._row.num_tokens)
+        end = self._position + self._row.num_tokens
+        keys, values = self._row.cache.gather(layer_idx, end, self._first_key(layer_idx))
         return keys.unsqueeze(0), values.unsqueeze(0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -286,7 +285,24 @@ class _RowCache(Cache):
         return self._position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._position + query_length, 0
+        first_key = self._first_key(layer_idx)
+        return self._position + query_length - first_key, first_key
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [window is not None for window in self._windows]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False] * len(self._windows)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [False] * len(self._windows)
+
+    def _first_key(self, layer_idx: int) -> int:
+        window = self._windows[layer_idx]
+        return 0 if window is None else max(0, self._position - window + 1)
 
     @property
     def is_compileable(self) -> bool:
