@@ -32,7 +32,8 @@ SET_BY_THE_CHART: Final = {
     "blockServer.defaults": frozenset(
         {
             "adapters_dir", "adapters_mib", "advertised_host", "blocks", "control_port", "device", "dtype",
-            "kv_cache_dtype", "metrics_port", "model", "offline", "pod_uid", "port", "quantization", "revision", "router",
+            "kv_cache_dtype", "metrics_port", "model", "offline", "pod_uid", "port", "quantization", "revision",
+            "router",
         }
     ),
     "router": frozenset(
