@@ -21,13 +21,14 @@ def main(arguments: Sequence[str]) -> int:
         checkpoint = Checkpoint.from_pretrained(model)
         # The servers hold all blocks between them.
         checkpoint.fetch()
+        head_blocks = checkpoint.head_blocks()
     except StartupError as failure:
         _tell("failed", message=failure.message)
         return 1
     _tell(
         "prepared",
         num_blocks=checkpoint.num_blocks,
-        head_blocks=checkpoint.head_blocks(),
+        head_blocks=head_blocks,
         model_type=checkpoint.config.model_type,
         name=checkpoint.name,
     )

@@ -181,14 +181,16 @@ class FirstHop:
     def _leaving(self, route: _Route) -> Sequence[bytes]:
         """The sessions whose rows leave now as one microbatch."""
         names = list(route.waiting)
-        if names and self._has_company():
+        if names and self._has_company(route):
             names = self._shared(route, names)
         return names[: route.num_leaving(names)]
 
-    def _has_company(self) -> bool:
-        """Whether several tenants are here. Those that were not seen for a while are forgotten."""
+    def _has_company(self, route: _Route) -> bool:
+        """Whether several tenants are here. Those that were not seen for a while, nor are under way, are forgotten."""
         if len(self._seen_s) > 1:
             oldest_s = self._clock() - _PRESENCE_S
+            for tenant in route.tenants_under_way(self._tenant):
+                self._seen_s[tenant] = max(self._seen_s.get(tenant, oldest_s), oldest_s)
             self._seen_s = {tenant: seen_s for tenant, seen_s in self._seen_s.items() if seen_s >= oldest_s}
         return len(self._seen_s) > 1
 

@@ -6,6 +6,7 @@ from typing import Any, Final, Self, cast
 import torch
 from torch import Tensor, nn
 
+from corolla.chassis.errors import CheckpointError
 from corolla.models.packed.kernels import kernel_of
 from corolla.models.packed.layouts import LANES, Layout
 from corolla.models.packed.repacking import empty_panels
@@ -150,6 +151,10 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
         root: on the meta device or elsewhere.
         layouts: by the name of the weight in `root`, which must be that of a layer that `can_be_packed`.
         dtype: of hidden states.
+
+    Raises:
+        CheckpointError: a layer has not as many columns as blocks of its layout have.
+        StartupError: nothing multiplies by packed weights here.
     """
     for layout in set(layouts.values()):
         kernel_of(layout, dtype)
@@ -165,6 +170,12 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
             plain = cast(nn.Linear, child)
             bias = cast(nn.Parameter | None, plain.bias)
             packed = PackedLinear(plain.in_features, plain.out_features, layout, bias)
+        # The kernel reads whole blocks, and knows nothing of the file.
+        if packed.shape[1] % layout.block_weights:
+            raise CheckpointError(
+                f"The GGUF file has {path!r} as {layout.name}, of which a block has {layout.block_weights} columns, and "
+                f"its model has {packed.shape[1]} there; fetch it again."
+            )
         setattr(root.get_submodule(parent_path), child_name, packed)
 
 

@@ -84,11 +84,11 @@ class BitsAndBytes:
         octets = parts["weight"].view(torch.uint8).flatten()[first // 2 : -(-last // 2)]
         # The upper four bits come first.
         numbers = torch.stack((octets >> 4, octets & 15), dim=-1).flatten()[: last - first]
-        # A row may begin within a block.
+        # A row may begin within a block, and a block may be said to be far larger than the weight.
         first_block = first // state.block_size
         scales = _scales(parts, state, first_block, -(-last // state.block_size))
-        of_numbers = scales.repeat_interleave(state.block_size)[first - first_block * state.block_size :]
-        return parts["quant_map"][numbers.int()].mul_(of_numbers[: last - first]).view(-1, num_inputs)
+        of_numbers = scales[torch.arange(first, last) // state.block_size - first_block]
+        return parts["quant_map"][numbers.int()].mul_(of_numbers).view(-1, num_inputs)
 
 
 def _scales(parts: Mapping[str, Tensor], state: _State, start: int, end: int) -> Tensor:

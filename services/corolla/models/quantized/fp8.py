@@ -60,5 +60,6 @@ class Fp8:
 def spread(scales: Tensor, block: tuple[int, int], rows: range, num_columns: int) -> Tensor:
     """Of `[blocks of rows, blocks of columns]` the scale of each number of some rows, `[len(rows), num_columns]`."""
     high, wide = block
+    # By index, since blocks may be said to be far larger than the weight.
     of_rows = scales[torch.arange(rows.start, rows.stop) // high]
-    return of_rows.repeat_interleave(wide, dim=1)[:, :num_columns]
+    return of_rows[:, torch.arange(num_columns) // wide]

@@ -141,6 +141,30 @@ def test_where_rows_cost_time_a_tenant_next_to_another_one_has_few_of_them() -> 
     assert max(len(names) for _, names in ring.sent[-2:]) == 8
 
 
+def test_tenants_share_rounds_that_take_longer_than_a_tenant_is_remembered() -> None:
+    ring, noisy = Ring(), b"abcdefghijklmnop"
+    for name in noisy + b"1":
+        ring.open(bytes([name]), tenant="quiet" if name in b"1" else "t")
+    position = 5
+
+    def a_round() -> None:
+        nonlocal position
+        position += 1
+        latest = ring.sent[-2:]
+        for number, names in latest:
+            ring.now_s += 0.05 + 0.1 * len(names)
+            ring.come_round(number, *(bytes([each]) for each in names), position=position)
+
+    for name in noisy + b"1":
+        ring.come_round(0, bytes([name]), position=position)
+        a_round()
+    for _ in range(24):
+        a_round()
+    sent = [names for _, names in ring.sent[-24:]]
+    assert max(len(set(names) & set(noisy)) for names in sent) <= 2
+    assert sum(b"1" in names for names in sent) >= 8
+
+
 def test_where_rows_cost_no_time_none_waits_for_another_tenants_sake() -> None:
     ring, names = Ring(), b"abcdefgh"
     for name in names + b"1":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.errors import CheckpointError, SettingsError
@@ -14,7 +14,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes, load_edges
 from corolla.models.packed.choice import types_of
 from corolla.models.packed.layouts import LAYOUTS
-from corolla.models.packed.modules import PackedLinear
+from corolla.models.packed.modules import PackedLinear, replace_packed
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -146,6 +146,13 @@ def test_a_file_whose_weights_have_another_shape_is_refused_before_they_are_read
     load = load_edges if field == "vocab_size" else partial(load_span, span=WHOLE)
     with pytest.raises(CheckpointError, match="of the shape"):
         load(checkpoint, dtype=torch.float32, quantization="packed")
+
+
+def test_layers_narrower_than_a_block_are_refused_before_anything_is_multiplied() -> None:
+    root = nn.ModuleDict({"one": nn.Linear(64, 32), "other": nn.Embedding(8, 288)})
+    for name in root:
+        with pytest.raises(CheckpointError, match="a block has 256 columns"):
+            replace_packed(root, {f"{name}.weight": LAYOUTS["Q4_K"]}, torch.float32)
 
 
 def test_packed_and_expanded_servers_share_no_chain(tmp_path: Path) -> None:
