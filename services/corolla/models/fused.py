@@ -7,7 +7,7 @@ family's own modules stay the reference: they share the weights until those are 
 same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -143,8 +143,9 @@ class _FusedLayer:
         self._residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
 
     @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self._query_key_value, self._output, self._gate_up, self._down
+    def projections(self) -> Iterator[Projection]:
+        for each in (self._query_key_value, self._output, self._gate_up, self._down):
+            yield from each.parts if isinstance(each, _SideBySide) else (each,)
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attend: Attend, adapters: AdapterBatch | None
@@ -191,13 +192,17 @@ class _FusedLayer:
 
 
 class _SideBySide:
-    """Projections of the same input that cannot be one."""
+    """Projections of the same input that cannot be one.
+
+    Attributes:
+        parts: the projections, in the order of their outputs.
+    """
 
     def __init__(self, parts: Sequence[Projection]) -> None:
-        self._parts = parts
+        self.parts = parts
 
     def forward(self, rows: Tensor) -> Tensor:
-        return torch.cat([part.forward(rows) for part in self._parts], dim=-1)
+        return torch.cat([part.forward(rows) for part in self.parts], dim=-1)
 
 
 def _tuned(part: nn.Linear | PackedLinear) -> TunedLinear | PackedLinear:

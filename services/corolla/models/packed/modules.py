@@ -173,7 +173,7 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
         # The kernel reads whole blocks, and knows nothing of the file.
         if packed.shape[1] % layout.block_weights:
             raise CheckpointError(
-                f"The GGUF file has {path!r} as {layout.name}, of which a block has {layout.block_weights} columns, and "
+                f"The GGUF file has {path!r} as {layout.name}, whose blocks have {layout.block_weights} columns, and "
                 f"its model has {packed.shape[1]} there; fetch it again."
             )
         setattr(root.get_submodule(parent_path), child_name, packed)

@@ -151,7 +151,7 @@ def test_a_file_whose_weights_have_another_shape_is_refused_before_they_are_read
 def test_layers_narrower_than_a_block_are_refused_before_anything_is_multiplied() -> None:
     root = nn.ModuleDict({"one": nn.Linear(64, 32), "other": nn.Embedding(8, 288)})
     for name in root:
-        with pytest.raises(CheckpointError, match="a block has 256 columns"):
+        with pytest.raises(CheckpointError, match="whose blocks have 256 columns"):
             replace_packed(root, {f"{name}.weight": LAYOUTS["Q4_K"]}, torch.float32)
 
 
