@@ -15,6 +15,7 @@ class CallFormat:
         separator: between calls where no opening stands before the next one; empty: each call has its own opening.
         arguments_key: the name of the arguments; empty where a call is no object.
         infix: stands between a call's name and its arguments where a call is no object.
+        id_mark: stands before an id that a model may put between the name and the infix; it counts for nothing.
         is_list: whether the calls are a list of JSON.
         may_be_bare: whether the answer may begin with a call, without the opening.
         num_id_chars: letters and digits that a call's id has to be; 0: any id will do.
@@ -25,6 +26,7 @@ class CallFormat:
     separator: str
     arguments_key: str
     infix: str = ""
+    id_mark: str = ""
     is_list: bool = False
     may_be_bare: bool = False
     num_id_chars: int = 0
@@ -44,7 +46,7 @@ LLAMA: Final = CallFormat("<|python_tag|>", "", ";", "parameters", may_be_bare=T
 """As Llama 3 writes."""
 MISTRAL: Final = CallFormat("[TOOL_CALLS]", "]", ",", "arguments", is_list=True, num_id_chars=9)
 """As Mistral's models wrote until version 7 of their tokenizer."""
-MISTRAL_V11: Final = CallFormat("[TOOL_CALLS]", "", "", "", infix="[ARGS]", num_id_chars=9)
+MISTRAL_V11: Final = CallFormat("[TOOL_CALLS]", "", "", "", infix="[ARGS]", id_mark="[CALL_ID]", num_id_chars=9)
 """As they write from version 11 on: `[TOOL_CALLS]name[ARGS]{...}`."""
 
 _CALL_SIGNS: Final = (

@@ -22,8 +22,6 @@ _HEAD: Final = re.compile(
     r'"name"\s{0,9}:\s{0,9}"([^"\\]{1,64})"\s{0,9},\s{0,9}"(?:arguments|parameters)"\s{0,9}:\s{0,9}\{'
 )
 """Up to the arguments' brace, in the order in which models write; bounded, so that it is known soon."""
-_CALL_ID: Final = r"(?:\[CALL_ID\][A-Za-z0-9]{1,64})?"
-"""That a model may give a call itself; it counts for nothing."""
 _FIRST_KEY: Final = re.compile(r'\{\s*"([^"\\]*)"')
 _KEYS: Final = frozenset({"arguments", "id", "name", "parameters", "type"})
 
@@ -88,9 +86,7 @@ class SpeechParser:
         self._said = Said()
         self._scanner = ObjectScanner()
         self._num_scanned = 0
-        infix = "" if calls is None else calls.infix
-        # From a call's name to its arguments' brace, where a call is no object.
-        self._behind_name = re.compile(rf"{_CALL_ID}{re.escape(infix)}\s{{0,9}}\{{") if infix else None
+        self._behind_name = None if calls is None or not calls.infix else _behind_name(calls)
         self._steps: dict[State, Callable[[], bool]] = {
             State.INSIDE: self._inside,
             State.BEGINNING: self._beginning,
@@ -315,6 +311,12 @@ class SpeechParser:
         index = self._num_read_calls - 1
         if text and self.num_calls > index:
             self._said.add(Piece(calls=(CallDelta(index, arguments=text),)))
+
+
+def _behind_name(calls: CallFormat) -> re.Pattern[str]:
+    """From a call's name to its arguments' brace, where a call is no object."""
+    mark, infix = re.escape(calls.id_mark), re.escape(calls.infix)
+    return re.compile(rf"(?:{mark}[A-Za-z0-9]{{1,64}})?{infix}\s{{0,9}}\{{")
 
 
 def _whole_call(text: str) -> tuple[str, str] | None:

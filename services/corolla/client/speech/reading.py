@@ -92,7 +92,7 @@ class Speech:
         if self._by_response_template:
             return frozenset(special_ids.values()) - frozenset(end_token_ids)
         calls = self.format.calls
-        marks = [calls.opening, calls.infix, calls.closing] if self.rules.tools else []
+        marks = [calls.opening, calls.id_mark, calls.infix, calls.closing] if self.rules.tools else []
         if self.format.reasoning is not None:
             marks += [self.format.reasoning.opening, self.format.reasoning.closing]
         return frozenset(special_ids[mark] for mark in marks if mark in special_ids)

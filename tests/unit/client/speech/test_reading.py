@@ -102,8 +102,8 @@ def test_marks_that_are_special_tokens_are_seen_and_all_others_skipped() -> None
 
 def test_a_call_behind_its_name_is_seen_where_its_marks_are_special_tokens() -> None:
     template = "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' }}"
-    tokenizer = tokenizer_of(template, "[TOOL_CALLS]", "[ARGS]", "[INST]")
-    answer = answer_to(tokenizer, "Hi", 'é[INST]你 [TOOL_CALLS]now[ARGS]{"zone": 1}')
+    tokenizer = tokenizer_of(template, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[INST]")
+    answer = answer_to(tokenizer, "Hi", 'é[INST]你 [TOOL_CALLS]now[CALL_ID]abcdefgh1[ARGS]{"zone": 1}')
     (call,) = answer.message.tool_calls
     assert (answer.message.content, call.name, call.arguments, len(call.id)) == ("é你", "now", '{"zone": 1}', 9)
 
