@@ -57,11 +57,13 @@ class Fp8Codec:
 class Int8Codec:
     """Integers, and for each token and head a power of two that they are multiplied by: its exponent is the last byte.
 
-    Powers of two lose half a bit, and products with them are exact in every dtype.
+    Powers of two lose half a bit, and products with them are exact.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        # The smallest units are none of float16's.
+        self._exact = torch.float32 if dtype == torch.float16 else dtype
 
     def stored_size(self, head_size: int) -> int:
         return head_size + 1
@@ -75,8 +77,10 @@ class Int8Codec:
 
     def decode(self, stored: Tensor) -> Tensor:
         exponents = stored[..., -1:].int()
-        numbers = torch.ldexp(stored[..., :-1].float(), exponents.clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT))
-        return numbers.masked_fill_(exponents == _NOT_FINITE, torch.nan).to(self.dtype)
+        ones = torch.ones_like(exponents, dtype=torch.float32)
+        units = torch.ldexp(ones, exponents.clamp(_LEAST_EXPONENT, _GREATEST_EXPONENT))
+        units = units.masked_fill_(exponents == _NOT_FINITE, torch.nan).to(self._exact)
+        return stored[..., :-1].to(self._exact).mul_(units).to(self.dtype)
 
 
 CODECS: Final[Mapping[str, Callable[[torch.dtype], KVCodec]]] = {"fp8": Fp8Codec, "int8": Int8Codec}
