@@ -1,8 +1,8 @@
 """Keys and values in eight bits: how they are written to pages and read from them.
 
 Whatever a server attends to it reads as it is stored, also the tokens of the very chunk that it computes; and what was
-read is stored as the same bytes again. So answers do not depend on how a prompt was cut, on whom a session was handed
-over to, or on what was replayed.
+read is stored as the same bytes again. So answers depend neither on how a prompt was cut nor on a handover. Where keys
+are computed again in other company, their last bits may differ, and then one of them may be rounded the other way.
 """
 
 from collections.abc import Callable, Mapping
