@@ -136,8 +136,9 @@ def packed_weights(
         except Unfit as error:
             raise _unfit(name, str(error)) from None
         num_packed += is_packed
-    facts = {"method": quantization.method, "dtype": str(dtype).removeprefix("torch."), "weights": num_packed}
-    log.info("weights are expanded as they are read", extra=facts)
+    if num_packed:
+        facts = {"method": quantization.method, "dtype": str(dtype).removeprefix("torch."), "weights": num_packed}
+        log.info("weights are expanded as they are read", extra=facts)
     return found
 
 
