@@ -155,10 +155,9 @@ async def test_a_service_that_stops_does_not_wait_for_who_watches(swarm: Swarm) 
         swarm.clients.remove(service)
         async with asyncio.timeout(10):
             stopping = asyncio.create_task(service.stop())
-            rest = [line async for line in lines if line]
+            rest = [line async for line in lines]
             await stopping
-    assert rest[-2] == "event: error"
-    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "service_stopping"
+    assert "event: error" not in rest
 
 
 async def test_no_other_hosts_page_reads_the_placement_where_nobody_has_a_key(swarm: Swarm) -> None:

@@ -17,6 +17,7 @@ from corolla.client.http.recovery_log import MAX_ENTRIES, TOGETHER_S, RecoveryLo
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
+from tests.simulation.loop import VirtualLoop
 
 ADDRESS = "10.1.2.3:50052"
 SERVER_ID = "5e" * 16
@@ -137,7 +138,26 @@ async def test_streams_end_with_the_service_and_with_the_key() -> None:
     with pytest.raises(Unauthenticated):
         await anext(revoked)
     stream.close()
-    with pytest.raises(ServiceStopping):
-        await anext(ended)
+    assert [event async for event in ended] == []
     with pytest.raises(ServiceStopping):
         await anext(stream.watch(KeyHolder("acme")))
+
+
+def test_where_nothing_changes_a_comment_says_that_the_service_is_there() -> None:
+    still = PlacementFacts(model="tiny", num_blocks=1, uncovered=[], servers=[], recoveries=[])
+
+    async def watch() -> tuple[list[bytes], float]:
+        stream = PlacementStream(lambda: still, max_watchers=1, max_of_tenant=1)
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        async with aclosing(stream.watch(KeyHolder("acme"))) as events:
+            return [await anext(events) for _ in range(3)], clock() - began_s
+
+    loop = VirtualLoop()
+    try:
+        (first, *others), seconds = loop.run_until_complete(watch())
+    finally:
+        loop.close()
+    assert first.startswith(b"data: ")
+    assert others == [b": \n\n"] * 2
+    assert 30 <= seconds < 32

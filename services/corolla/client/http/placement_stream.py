@@ -39,7 +39,7 @@ class PlacementStream:
         return self._watchers.total()
 
     def close(self) -> None:
-        """Ends all streams, and begins none any more."""
+        """Ends all streams, which is no failure of them, and begins none any more."""
         self._closed.set()
 
     async def watch(self, caller: KeyHolder) -> AsyncGenerator[bytes, None]:
@@ -47,11 +47,13 @@ class PlacementStream:
 
         Raises:
             QueueFull: too many watch.
-            ServiceStopping: the service stops.
+            ServiceStopping: the service stops already.
             Unauthenticated: the caller's key is good no more.
         """
         if self.num_watchers >= self._max_watchers or self._watchers[caller.tenant] >= self._max_of_tenant:
             raise QueueFull("as many watch the placement as may; try again", retry_after_s=_RETRY_S)
+        if self._closed.is_set():
+            raise ServiceStopping("the service stops; watch another one")
         self._watchers[caller.tenant] += 1
         clock = asyncio.get_running_loop().time
         seen, sent_s = b"", 0.0
@@ -69,7 +71,6 @@ class PlacementStream:
         finally:
             self._watchers[caller.tenant] -= 1
             self._watchers += Counter()  # keeps no tenant that does not watch
-        raise ServiceStopping("the service stops; watch another one")
 
     def _now(self, now_s: float) -> bytes:
         """The same for all who ask within the interval."""
