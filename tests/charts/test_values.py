@@ -282,6 +282,9 @@ def test_the_notes_name_the_next_commands(tmp_path: Path) -> None:
         assert "kubectl --namespace ns get pods" in each
         assert "helm test rel --namespace ns" in each
         assert "port-forward service/rel-corolla-client 50051:50051" in each
+    assert "A page at http://127.0.0.1:8080/" in plain
+    for without_page in ({"service": {"httpPort": 0}}, {"settings": {"httpPage": False}}):
+        assert "8080" not in shown({"client": without_page})
     assert "--api-key" not in plain
     assert "--server 127.0.0.1:50051 --api-key KEY" in with_keys
     assert "network policies alone" in plain
