@@ -72,6 +72,14 @@ def undisturbed(stack: Stack, text: str, max_tokens: int) -> str:
         return str(json.load(reply)["choices"][0]["message"]["content"])
 
 
+def barriers(page: Any) -> list[Any]:
+    """What axe finds that keeps somebody out."""
+    axe = Path(package("axe_playwright_python.base").__file__).with_name("axe.min.js")
+    page.evaluate(axe.read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run()")["violations"]
+    return [(each["id"], [node["html"] for node in each["nodes"]]) for each in found]
+
+
 def test_a_chat_has_sessions_that_stay_in_the_tab(page: Any, stack: Stack) -> None:
     question = "What is the capital of France?"
     ask(page, question)
@@ -202,11 +210,7 @@ def test_it_can_be_read_by_everybody(page: Any, scheme: str, size: dict[str, int
     )
     assert (red + green + blue > 3 * 128) == (scheme == "light")
     assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
-    axe = package("axe_playwright_python.base")
-    script = Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
-    page.evaluate(script)
-    found = page.evaluate("axe.run()")["violations"]
-    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
+    assert barriers(page) == []
     assert page.get_by_role("img").first.get_attribute("aria-label").startswith("30 blocks. blocks 0\u201313: ")
 
 
@@ -279,6 +283,9 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(chromium: Any, tmp_path: Path) 
             page.get_by_role("button", name="Use this key").click()
             if given != key:
                 page.get_by_text("The service does not take this key.").wait_for(timeout=PATIENCE_MS)
+                assert page.evaluate("document.activeElement.id") == "key"
+                assert page.locator("#key-form").bounding_box()["height"] < 120
+                assert barriers(page) == []
         page.get_by_text("live", exact=True).wait_for(timeout=PATIENCE_MS)
         ask(page, "Say hello.", 8)
         assert wait_for_end(page)

@@ -168,7 +168,8 @@ export class ChatView {
   }
 
   #showFailure(failure) {
-    const text = failure.status === 401 ? "The service asks for a key." : `${failure.message}.`.replace(/\.\.$/, ".");
+    const sentence = failure.status === 401 ? "the service asks for a key" : failure.message.replace(/\.$/, "");
+    const text = `${sentence.charAt(0).toUpperCase()}${sentence.slice(1)}.`;
     this.#log.append(element("p", { className: "failure", role: "alert" }, text));
     this.#progress.textContent = "";
     this.#log.scrollTop = this.#log.scrollHeight;

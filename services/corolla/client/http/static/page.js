@@ -12,6 +12,7 @@ const view = new ModelView();
 service.onKeyWanted = (isRefused) => {
   byId("key-form").hidden = false;
   byId("key-refused").textContent = isRefused ? "The service does not take this key." : "";
+  if (isRefused) byId("key").focus();
 };
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
