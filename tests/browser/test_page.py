@@ -103,7 +103,8 @@ def test_a_chat_has_sessions_that_stay_in_the_tab(page: Any, stack: Stack) -> No
     assert page.evaluate("localStorage.length + document.cookie.length") == 0
 
 
-def test_a_session_that_has_expired_is_made_anew(page: Any, stack: Stack) -> None:
+def begin_session_and_end_it(page: Any, stack: Stack) -> None:
+    """The page shows a turn of a session that the service does not have any more."""
     with page.expect_response("**/v1/sessions") as made:
         ask(page, "What is the capital of France?")
     wait_for_end(page)
@@ -111,8 +112,25 @@ def test_a_session_that_has_expired_is_made_anew(page: Any, stack: Stack) -> Non
     ended = urllib.request.Request(f"{stack.page_url}v1/sessions/{session}", method="DELETE")
     with urllib.request.urlopen(ended, timeout=60) as reply:
         assert reply.status == 200
+
+
+def test_a_session_that_has_expired_is_made_anew(page: Any, stack: Stack) -> None:
+    begin_session_and_end_it(page, stack)
     ask(page, "And of Italy?")
     assert "Rome" in wait_for_end(page)
+
+
+def test_nothing_is_forgotten_when_the_first_answer_of_a_session_made_anew_is_stopped(page: Any, stack: Stack) -> None:
+    begin_session_and_end_it(page, stack)
+    with page.expect_response("**/v1/sessions") as made:
+        ask(page, STORY, 400)
+    wait_for_text(page, 20)
+    unused = f"{stack.page_url}v1/sessions/{made.value.json()['id']}"
+    with page.expect_response(lambda reply: reply.url == unused and reply.ok, timeout=PATIENCE_MS):
+        page.keyboard.press("Escape")
+        page.get_by_text("stopped; the session goes on").wait_for(timeout=PATIENCE_MS)
+        ask(page, "And of Italy?")
+        assert "Rome" in wait_for_end(page)
 
 
 def test_a_killed_servers_blocks_change_hands_while_the_answer_goes_on(page: Any, stack: Stack) -> None:

@@ -4,6 +4,7 @@ import { Conversations } from "./conversations.js";
 import { byId, element, show } from "./elements.js";
 
 const NEAR_END_PX = 80;
+const AGAIN_MS = 1000;
 
 export class ChatView {
   #service;
@@ -83,7 +84,7 @@ export class ChatView {
 
   async #continue(conversation, text, shown, signal) {
     const isKept = Boolean(conversation.id);
-    const session = await this.#sessionOf(conversation, signal);
+    const session = conversation.id ?? (await this.#newSession(signal));
     const earlier = isKept ? [] : conversation.turns.map((turn) => ({ role: turn.role, content: turn.text }));
     const body = {
       messages: [...earlier, { role: "user", content: text }],
@@ -93,7 +94,7 @@ export class ChatView {
     };
     const parts = partsOf(shown);
     const begunMs = performance.now();
-    const { usage, reason } = await answer(this.#service, body, signal, (content, reasoning) => {
+    const answering = answer(this.#service, body, signal, (content, reasoning) => {
       const isAtEnd = this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < NEAR_END_PX;
       parts.text.appendData(content);
       parts.reasoning.appendData(reasoning);
@@ -102,23 +103,33 @@ export class ChatView {
     }, () => {
       this.#progress.textContent = "Waiting: the answer goes on as soon as it can.";
     });
+    // A session without a turn knows nothing of what was said before: the next message must not continue it.
+    const { usage, reason } = await answering.catch((failure) => {
+      if (session && !isKept) this.#discard(session);
+      throw failure;
+    });
+    conversation.id = session;
     const note = noteOf(usage, reason, performance.now() - begunMs);
     parts.note.textContent = note;
     this.#log.scrollTop = this.#log.scrollHeight;
     return { role: "assistant", text: parts.text.data, note };
   }
 
-  /** The name of the session on the service; "": the whole conversation is sent. */
-  async #sessionOf(conversation, signal) {
-    if (conversation.id === null) {
-      try {
-        conversation.id = (await this.#service.ask("POST", "v1/sessions", {}, signal)).id;
-      } catch (failure) {
-        if (failure.code !== "scope_denied") throw failure;
-        conversation.id = "";
-      }
+  /** The name of a session that is made on the service; "": this key may make none. */
+  async #newSession(signal) {
+    try {
+      return (await this.#service.ask("POST", "v1/sessions", {}, signal)).id;
+    } catch (failure) {
+      if (failure.code !== "scope_denied") throw failure;
+      return "";
     }
-    return conversation.id;
+  }
+
+  /** Ends a session on the service. One that has expired is gone already; a stopped turn may hold it for a moment. */
+  #discard(session, numTries = 3) {
+    this.#service.ask("DELETE", `v1/sessions/${session}`).catch((failure) => {
+      if (failure.mayPass && numTries > 1) setTimeout(() => this.#discard(session, numTries - 1), AGAIN_MS);
+    });
   }
 
   #showAll() {
@@ -146,10 +157,7 @@ export class ChatView {
   }
 
   #end(conversation) {
-    if (conversation.id) {
-      // One that has expired is gone already.
-      this.#service.ask("DELETE", `v1/sessions/${conversation.id}`).catch(() => {});
-    }
+    if (conversation.id) this.#discard(conversation.id);
     this.#conversations.remove(conversation);
     this.#showAll();
     byId("new-session").focus();

@@ -3,8 +3,9 @@
 const STORE = "corolla.sessions";
 
 /**
- * One session: `{id, title, turns}`. `id` is the service's name for it; null: it has none yet; "": this key may make no
- * sessions, so that the whole conversation is sent each time. Turns are `{role, text, note}`.
+ * One session: `{id, title, turns}`. `id` is the service's name for the session that has all the turns; null: there is
+ * none; "": this key may make no sessions, so that the whole conversation is sent each time. Turns are
+ * `{role, text, note}`.
  */
 export class Conversations {
   constructor() {
