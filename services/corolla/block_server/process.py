@@ -38,6 +38,7 @@ class BlockServerProcess:
 
     async def start(self) -> None:
         if self._server is not None:
+            heap.expect_loading()
             await self._server.start()
             if self._settings.span is None:
                 self._tasks.start_essential(partial(self._follow_orders, self._server), "moves")
@@ -88,6 +89,7 @@ class BlockServerProcess:
         while True:
             try:
                 server = self._server = BlockServer(settings, span)
+                heap.expect_loading()
                 await server.start()
                 heap.settle()
                 return server

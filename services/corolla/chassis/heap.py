@@ -2,6 +2,24 @@
 
 import ctypes
 import gc
+from collections.abc import Callable
+from typing import Any, Final
+
+# Options of glibc's mallopt(3).
+_TRIM_THRESHOLD: Final = -1
+_MAP_THRESHOLD: Final = -3
+_LOADING_BYTES: Final = 128 << 10
+# What glibc itself arrives at, once as much was freed at a time.
+_SERVING_BYTES: Final = 32 << 20
+
+
+def expect_loading() -> None:
+    """Until the process settles, large pieces of memory come from the system one by one, and go back when freed.
+
+    A model passes through several forms while it is loaded. Otherwise what the earlier ones took would stay, in holes
+    that the later ones do not fit.
+    """
+    _call("mallopt", _MAP_THRESHOLD, _LOADING_BYTES)
 
 
 def settle() -> None:
@@ -12,13 +30,19 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
-    # Not every C library has it.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    _call("mallopt", _MAP_THRESHOLD, _SERVING_BYTES)
+    _call("mallopt", _TRIM_THRESHOLD, 2 * _SERVING_BYTES)
+    _call("malloc_trim", 0)
 
 
 def release() -> None:
     """What was passed over may be gone: frees it."""
     gc.unfreeze()
     gc.collect()
+
+
+def _call(name: str, *arguments: int) -> None:
+    # Not every C library has it.
+    function: Callable[..., Any] | None = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*arguments)

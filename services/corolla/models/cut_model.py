@@ -15,6 +15,7 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import Family
 from corolla.models.loading import LOADING
+from corolla.models.pieces import InPieces
 
 # Lists of the configuration with one entry for each layer that a base model's forward indexes by position.
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -62,7 +63,8 @@ def build(
     """
     try:
         with _quietly():
-            model, report = _fill(model_class, config, tensors, dtype, attention)
+            pieces = {name: InPieces(stored, dtype) for name, stored in tensors.items()}
+            model, report = _fill(model_class, config, pieces, dtype, attention)
     except RuntimeError as error:
         raise CheckpointError(
             f"The weights of {checkpoint.name} do not fit its config.json; fetch the checkpoint again."

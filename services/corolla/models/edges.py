@@ -80,6 +80,12 @@ class Edges:
         return int(self.config.hidden_size)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters and buffers, tied ones once."""
+        tensors = {id(each): each for model in self._models for each in (*model.parameters(), *model.buffers())}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    @property
     def has_embedding(self) -> bool:
         return self._embedding_model is not None
 

@@ -24,6 +24,9 @@ _MAX_REPETITIONS: Final = 12
 # Timing more layers than the caches hold gives the cost of weights that come from memory, as they will.
 _MAX_TIMED_LAYERS: Final = 32
 _MAX_TIMED_BYTES: Final = 1 << 28
+# But what is timed is there twice meanwhile: at most this share of a model, if that is more than caches hold.
+_MAX_TIMED_SHARE: Final = 0.2
+_MIN_TIMED_BYTES: Final = 16 << 20
 # A tie goes to the plain weights.
 _MIN_GAIN: Final = 1.05
 # A difference of this size ends the measurement early.
@@ -31,6 +34,7 @@ _CLEAR_GAIN: Final = 1.25
 # The layout is the same for all small numbers of rows, and serves larger ones well.
 _ROWS_OF_LAYOUT: Final = 16
 _MAX_ROUNDINGS: Final = 16
+_ROWS_OF_PIECE: Final = 1024
 
 
 class TunedLinear(nn.Module):
@@ -140,14 +144,17 @@ def tune(
     """
     deadline_s = clock() + budget_s
     held = {id(weight) for weight in shared}
+    layers = list(layers)
+    share = int(_MAX_TIMED_SHARE * sum(layer.weight.nbytes for layer in layers))
+    max_bytes = min(_MAX_TIMED_BYTES, max(_MIN_TIMED_BYTES, share))
     alike: defaultdict[tuple[Any, ...], list[TunedLinear]] = defaultdict(list)
     for layer in layers:
         if layer.weight.device.type == "cpu" and layer.weight.dtype in _TYPES:
             alike[layer.weight.dtype, layer.weight.shape, id(layer.weight) in held].append(layer)
     for (*_, is_held), group in alike.items():
         lay_out = _as_it_is if is_held else relay
-        timed = [layer.weight for layer in group[: _num_timed(group[0].weight)]]
-        tried = _tried(timed, lay_out, deadline_s, clock)
+        num_timed = max(1, min(_MAX_TIMED_LAYERS, max_bytes // max(1, group[0].weight.nbytes)))
+        tried = _tried([layer.weight for layer in group[:num_timed]], lay_out, deadline_s, clock)
         for layer, relaid in zip(group, tried, strict=False):
             layer.use(relaid)
         if tried:
@@ -157,10 +164,6 @@ def tune(
 
 def _as_it_is(weight: Tensor) -> Tensor:
     return weight
-
-
-def _num_timed(weight: Tensor) -> int:
-    return max(1, min(_MAX_TIMED_LAYERS, _MAX_TIMED_BYTES // max(1, weight.nbytes)))
 
 
 def _tried(
@@ -210,5 +213,7 @@ def _agrees(weight: Tensor, relaid: Tensor) -> bool:
     """Up to rounding in the type of the weights: oneDNN can be set, by the environment, to compute less exactly."""
     rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     difference = (multiply_relaid(rows, relaid).float() - functional.linear(rows, weight).float()).abs()
-    rounding = torch.finfo(weight.dtype).eps * functional.linear(rows.abs(), weight.abs()).float()
+    # Piece by piece: the magnitudes of all weights would take as much as the weights.
+    sizes = [functional.linear(rows.abs(), piece.abs()).float() for piece in torch.split(weight, _ROWS_OF_PIECE)]
+    rounding = torch.finfo(weight.dtype).eps * torch.cat(sizes, dim=1)
     return bool((difference <= _MAX_ROUNDINGS * rounding).all())

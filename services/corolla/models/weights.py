@@ -1,6 +1,7 @@
 """Safetensors shards: which tensor lies where, and reading some of them."""
 
 import contextlib
+import io
 import json
 import os
 import struct
@@ -92,20 +93,26 @@ def open_tensors(weight_index: Mapping[str, Path], names: Mapping[str, str]) -> 
     """Opens some tensors for reading, under new names: `names` maps a new name to the stored one.
 
     A value is read when it is indexed, into memory of its own: the file is not mapped, so that what a process holds is
-    what it read. Only shards with a wanted tensor are opened.
+    what it read. Of one that is indexed by `[start:end]`, only these rows are. Only shards with a wanted tensor are
+    opened.
 
     Raises:
         CheckpointError: a shard cannot be opened.
     """
+    from corolla.models.pieces import StoredMatrix
+
     with contextlib.ExitStack() as stack:
         shards: dict[Path, Any] = {}
+        files: dict[Path, tuple[io.FileIO, dict[str, StoredTensor]]] = {}
         tensors: dict[str, Any] = {}
         for new_name, stored_name in names.items():
             path = weight_index[stored_name]
             try:
                 if path not in shards:
                     shards[path] = stack.enter_context(safe_open(path, framework="pt", backend="pread"))
-                tensors[new_name] = shards[path].get_slice(stored_name)
+                    files[path] = stack.enter_context(path.open("rb", buffering=0)), read_header(path)
+                file, header = files[path]
+                tensors[new_name] = StoredMatrix(shards[path].get_slice(stored_name), file, header[stored_name])
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
                     f"{path} cannot be read; check its permissions or fetch the checkpoint again."

@@ -40,7 +40,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
     """
 
     def __init__(self, header: GgufHeader, config: PretrainedConfig) -> None:
-        self._header = header
+        self.header = header
         processor_class: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
         self._processor = processor_class(config=config.to_dict())
         self._names, self._packable = _names(header.architecture, config, self._processor)
@@ -62,7 +62,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
 
     def stored(self, name: str) -> Sequence[GgufTensor]:
         """Where the weights of this name lie: one tensor, or several that become one."""
-        return [self._header.tensors[each] for each in self._stored[name]]
+        return [self.header.tensors[each] for each in self._stored[name]]
 
     def layout(self, name: str) -> Layout | None:
         """How the weights of this name lie in memory if they stay packed.
@@ -85,7 +85,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
             CheckpointError: the file cannot be read, or has another shape.
         """
         (stored,) = self._stored[name]
-        tensor = self._header.tensors[stored]
+        tensor = self.header.tensors[stored]
         if tensor.shape != shape:
             raise CheckpointError(
                 f"{tensor.path} has {stored!r} of the shape {list(tensor.shape)} where its model has {list(shape)}; "
@@ -122,7 +122,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         """
         parsed: dict[str, Any] = {"tensors": {}}
         for name in names:
-            weights = expanded(self._header.tensors[name])
+            weights = expanded(self.header.tensors[name])
             result = self._processor.process(
                 weights=weights.numpy(), name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
             )
@@ -131,6 +131,20 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
         (whole,) = parsed["tensors"].values()
         return cast(Tensor, whole)
 
+    def has_rows(self, names: Sequence[str]) -> bool:
+        """Whether the rows of a matrix are those of the file, in the same order."""
+        if len(names) != 1 or len(self.header.tensors[names[0]].shape) != 2:
+            return False
+        numbers = np.arange(self.header.tensors[names[0]].shape[0], dtype=np.float32)[:, None]
+        result = self._processor.process(
+            weights=numbers, name=names[0], tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
+        )
+        return result.name == names[0] and np.array_equal(result.weights, numbers)
+
+    def read_rows(self, name: str, start: int, end: int) -> Tensor:
+        """Some rows of such a matrix, in float32. Raises as `read`."""
+        return expanded(self.header.tensors[name], start, end)
+
 
 class LazyTensor:
     """As a slice of safetensors: what is indexed is read, into memory of its own."""
@@ -138,27 +152,37 @@ class LazyTensor:
     def __init__(self, tensors: GgufTensors, names: Sequence[str]) -> None:
         self._tensors = tensors
         self._names = names
+        self._has_rows = tensors.has_rows(names)
+
+    def get_shape(self) -> tuple[int, ...]:
+        """Of a matrix of which some rows can be read; else nothing."""
+        return self._tensors.header.tensors[self._names[0]].shape if self._has_rows else ()
 
     def __getitem__(self, index: Any) -> Tensor:
+        if self._has_rows and isinstance(index, slice):
+            start, end, _ = index.indices(self.get_shape()[0])
+            return self._tensors.read_rows(self._names[0], start, end)
         return self._tensors.read(self._names)[index]
 
 
-def expanded(tensor: GgufTensor) -> Tensor:
-    """The numbers that a tensor of a file stands for, float32.
+def expanded(tensor: GgufTensor, start: int = 0, end: int | None = None) -> Tensor:
+    """The numbers that a tensor of a file stands for, float32; or those with an index from `start` to `end`.
 
     Raises:
         CheckpointError: the file cannot be read.
     """
-    raw = _raw(tensor, 0, tensor.num_bytes)
+    shape = (min(tensor.shape[0], tensor.shape[0] if end is None else end) - start, *tensor.shape[1:])
+    entry_bytes = tensor.num_bytes // tensor.shape[0]
+    raw = _raw(tensor, start * entry_bytes, shape[0] * entry_bytes)
     if (dtype := _PLAIN.get(tensor.type_name)) is not None:
-        return raw.view(dtype).reshape(tensor.shape).float()
+        return raw.view(dtype).reshape(shape).float()
     if tensor.type_number in dequant.GGML_BLOCK:
         expand: Any = dequant.dequantize  # untyped in transformers
-        return torch.as_tensor(expand(raw, tensor.type_number)).reshape(tensor.shape)
+        return torch.as_tensor(expand(raw, tensor.type_number)).reshape(shape)
     from gguf import GGMLQuantizationType, dequantize
 
     block_bytes = TYPES[tensor.type_number][2]
-    rows = raw.numpy().reshape(*tensor.shape[:-1], -1, block_bytes).reshape(*tensor.shape[:-1], -1)
+    rows = raw.numpy().reshape(*shape[:-1], -1, block_bytes).reshape(*shape[:-1], -1)
     return torch.from_numpy(dequantize(rows, GGMLQuantizationType(tensor.type_number)))
 
 
