@@ -12,6 +12,8 @@ _LOADING_BYTES: Final = 128 << 10
 # What glibc itself arrives at, once as much was freed at a time.
 _SERVING_BYTES: Final = 32 << 20
 
+_is_loading = False
+
 
 def expect_loading() -> None:
     """Until the process settles, large pieces of memory come from the system one by one, and go back when freed.
@@ -19,6 +21,8 @@ def expect_loading() -> None:
     A model passes through several forms while it is loaded. Otherwise what the earlier ones took would stay, in holes
     that the later ones do not fit.
     """
+    global _is_loading
+    _is_loading = True
     _call("mallopt", _MAP_THRESHOLD, _LOADING_BYTES)
 
 
@@ -28,10 +32,13 @@ def settle() -> None:
     Otherwise a step now and then would wait until the collector has been through all that was imported and loaded; and
     tokenizers, for one, leave more memory behind than they take.
     """
+    global _is_loading
     gc.collect()
     gc.freeze()
-    _call("mallopt", _MAP_THRESHOLD, _SERVING_BYTES)
-    _call("mallopt", _TRIM_THRESHOLD, 2 * _SERVING_BYTES)
+    if _is_loading:
+        _is_loading = False
+        _call("mallopt", _MAP_THRESHOLD, _SERVING_BYTES)
+        _call("mallopt", _TRIM_THRESHOLD, 2 * _SERVING_BYTES)
     _call("malloc_trim", 0)
 
 

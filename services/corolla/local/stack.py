@@ -37,7 +37,7 @@ _POLL_S = 0.05
 # What children import, and have already when they are forked: while one is at work, the fork server imports what the
 # next ones need.
 _MODULES_OF_PREPARATION = ("corolla.models.checkpoint",)
-_MODULES_OF_EDGE = ("corolla.router.service", "corolla.client.service")
+_MODULES_OF_ROUTER_AND_CLIENT = ("corolla.router.service", "corolla.client.service")
 _MODULES_OF_BLOCK_SERVERS = ("corolla.block_server.service",)
 _STOP_ORDER = (("client",), ("server",), ("router",), ("redis",))
 
@@ -253,7 +253,7 @@ class Stack:
         log.path.unlink(missing_ok=True)
         self._report(StackEvent("step", "model", f"opening the model {self.options.model}"))
         self._fork_server.start("model", "corolla.local.preparation", [self.options.model], self._environment, log.path)
-        self._fork_server.warm(_MODULES_OF_EDGE)
+        self._fork_server.warm(_MODULES_OF_ROUTER_AND_CLIENT)
         while True:
             is_last = self._fork_server.is_gone("model")
             for line in log.new_lines():
