@@ -12,14 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from corolla.models.packed.layouts import LANES, UNIT, Layout
+from corolla.models.packed.weights_source import FLOATS, FMA, INTS, Function, columns
 
-FLOATS: Final = f"<{LANES} x float>"
-_INTS: Final = f"<{LANES} x i32>"
-_BYTES: Final = f"<{LANES} x i8>"
-_HALVES: Final = f"<{LANES} x half>"
 _PAIRS: Final = f"<{2 * LANES} x bfloat>"
 _PAIR_BYTES: Final = 4 * LANES
-_FMA: Final = "llvm.fma.v16f32"
 _DOT: Final = "llvm.x86.avx512bf16.dpbf16ps.512"
 _ROUND: Final = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
 # How many panels are one group, the most first: of unpacked ones few, so that they stay in the cache.
@@ -27,7 +23,7 @@ _PANELS: Final = (4, 2, 1)
 UNPACKED_PANELS: Final = 2
 
 _HEAD: Final = f"""\
-declare {FLOATS} @{_FMA}({FLOATS}, {FLOATS}, {FLOATS})
+declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
 declare void @GOMP_parallel(ptr, ptr, i32, i32)
 declare i32 @omp_get_thread_num()
 declare i32 @omp_get_num_threads()
@@ -82,136 +78,8 @@ def scratch_bytes(num_columns: int) -> int:
     return UNPACKED_PANELS * num_columns // 2 * _PAIR_BYTES
 
 
-class _Function:
-    """Lines of a function that is being written."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._count = 0
-
-    def let(self, value: str) -> str:
-        """A new name for a value."""
-        self._count += 1
-        name = f"%v{self._count}"
-        self.lines.append(f"  {name} = {value}")
-        return name
-
-    def at(self, base: str, offset: int | str, element: str = "i8") -> str:
-        """`base` and so many elements, in bytes unless another type is named."""
-        return base if offset == 0 else self.let(f"getelementptr {element}, ptr {base}, i64 {offset}")
-
-    def load(self, kind: str, base: str, offset: int = 0, align: int = LANES) -> str:
-        return self.let(f"load {kind}, ptr {self.at(base, offset)}, align {align}")
-
-    def sum_of_product(self, left: str, right: str, addend: str) -> str:
-        return self.let(f"call {FLOATS} @{_FMA}({FLOATS} {left}, {FLOATS} {right}, {FLOATS} {addend})")
-
-
 _Place = tuple[int, int]
 """A row and a panel of a tile."""
-
-
-class _Unit:
-    """32 columns of one panel, as float32.
-
-    Args:
-        function: to which lines are added.
-        layout: of the weights.
-        block: where the block begins.
-        unit: number of the unit within the block, as a name of LLVM's.
-    """
-
-    def __init__(self, function: _Function, layout: Layout, block: str, unit: str) -> None:
-        self._function = function
-        self._layout = layout
-        self._block = block
-        self._unit = unit
-        self._low = self._offset(layout.low_at, layout.low_bytes)
-        self._high = self._offset(layout.high_at, layout.high_bytes) if layout.high_bits else ""
-
-    def columns(self) -> Iterator[str]:
-        """One vector after the other, each made when it is asked for."""
-        layout, function = self._layout, self._function
-        scales, minimum = self._scales(), self._minimum()
-        low = high = ""
-        for column in range(UNIT):
-            if layout.bits == 8:
-                code = function.let(f"sext {_BYTES} {function.load(_BYTES, self._low, LANES * column)} to {_INTS}")
-            else:
-                if column % 8 == 0:
-                    low = function.load(_INTS, self._low, 4 * LANES * (column // 8))
-                if layout.high_bits and column % (UNIT // layout.high_bits) == 0:
-                    high = function.load(_INTS, self._high, 4 * LANES * (column // (UNIT // layout.high_bits)))
-                code = self._code(low, high, column)
-            number = function.let(f"sitofp {_INTS} {code} to {FLOATS}")
-            scale = scales[column // layout.scale_weights]
-            if minimum:
-                yield function.sum_of_product(number, scale, minimum)
-            else:
-                yield function.let(f"fmul {FLOATS} {number}, {scale}")
-
-    def _offset(self, start: int, unit_bytes: int) -> str:
-        return self._function.at(self._function.at(self._block, start), self._times(unit_bytes))
-
-    def _times(self, factor: int) -> str | int:
-        return self._function.let(f"mul i64 {self._unit}, {factor}") if self._layout.has_sub_scales else 0
-
-    def _half(self, offset: int) -> str:
-        halves = self._function.load(_HALVES, self._block, offset)
-        return self._function.let(f"fpext {_HALVES} {halves} to {FLOATS}")
-
-    def _signed_bytes(self, base: str, offset: int) -> str:
-        whole = self._function.let(f"sext {_BYTES} {self._function.load(_BYTES, base, offset)} to {_INTS}")
-        return self._function.let(f"sitofp {_INTS} {whole} to {FLOATS}")
-
-    def _scales(self) -> list[str]:
-        layout, function = self._layout, self._function
-        scale = self._half(0)
-        if not layout.has_sub_scales:
-            return [scale]
-        base = self._offset(layout.sub_scales_at, LANES * layout.scales_per_unit)
-        subs = [self._signed_bytes(base, LANES * index) for index in range(layout.scales_per_unit)]
-        return [function.let(f"fmul {FLOATS} {scale}, {sub}") for sub in subs]
-
-    def _minimum(self) -> str:
-        layout, function = self._layout, self._function
-        if not layout.has_minimum:
-            return ""
-        minimum = self._half(2 * LANES)
-        if not layout.has_sub_scales:
-            return minimum
-        sub = self._signed_bytes(self._offset(layout.sub_minima_at, LANES), 0)
-        return function.let(f"fneg {FLOATS} {function.let(f'fmul {FLOATS} {minimum}, {sub}')}")
-
-    def _code(self, low: str, high: str, column: int) -> str:
-        """The number of a column, of four bits and those above."""
-        layout, function = self._layout, self._function
-        shift = 4 * (column % 8)
-        if layout.bits == 4 and layout.is_centred:
-            shifted = function.let(f"shl {_INTS} {low}, splat (i32 {28 - shift})")
-            return function.let(f"ashr {_INTS} {shifted}, splat (i32 28)")
-        shifted = function.let(f"lshr {_INTS} {low}, splat (i32 {shift})")
-        code = function.let(f"and {_INTS} {shifted}, splat (i32 15)")
-        if layout.high_bits:
-            place = column % (UNIT // layout.high_bits) * layout.high_bits - 4
-            direction = f"lshr {_INTS} {high}, splat (i32 {place})" if place >= 0 else (
-                f"shl {_INTS} {high}, splat (i32 {-place})"
-            )  # fmt: skip
-            mask = ((1 << layout.high_bits) - 1) << 4
-            above = function.let(f"and {_INTS} {function.let(direction)}, splat (i32 {mask})")
-            code = function.let(f"or {_INTS} {code}, {above}")
-        if layout.is_centred:
-            code = function.let(f"sub {_INTS} {code}, splat (i32 {1 << (layout.bits - 1)})")
-        return code
-
-
-def _unit_of(function: _Function, layout: Layout, panel: str) -> _Unit:
-    """The unit whose number within the row is `%unit`."""
-    if not layout.has_sub_scales:
-        return _Unit(function, layout, function.at(panel, function.let(f"mul i64 %unit, {layout.block_bytes}")), "")
-    block = function.let(f"udiv i64 %unit, {layout.units}")
-    at = function.at(panel, function.let(f"mul i64 {block}, {layout.block_bytes}"))
-    return _Unit(function, layout, at, function.let(f"urem i64 %unit, {layout.units}"))
 
 
 class _FloatTile:
@@ -225,14 +93,14 @@ class _FloatTile:
         self.num_rows = num_rows
         self.num_panels = num_panels
 
-    def add(self, function: _Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
+    def add(self, function: Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
         """Adds the products of the unit `%unit` to the sums, which get new names."""
-        units = [_unit_of(function, self.layout, panel).columns() for panel in panels]
+        units = [columns(function, self.layout, panel) for panel in panels]
         for column, weights in enumerate(zip(*units, strict=True)):
             for row, base in enumerate(inputs):
                 one = function.let(f"load float, ptr {function.at(base, column, 'float')}, align 4")
                 lane = function.let(f"insertelement {FLOATS} poison, float {one}, i32 0")
-                lanes = function.let(f"shufflevector {FLOATS} {lane}, {FLOATS} poison, {_INTS} zeroinitializer")
+                lanes = function.let(f"shufflevector {FLOATS} {lane}, {FLOATS} poison, {INTS} zeroinitializer")
                 for panel, weight in enumerate(weights):
                     sums[row, panel] = function.sum_of_product(weight, lanes, sums[row, panel])
 
@@ -242,19 +110,19 @@ class _PairTile(_FloatTile):
 
     rows = Rows.BFLOAT16
 
-    def add(self, function: _Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
+    def add(self, function: Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
         for pair, weights in enumerate(zip(*(self._pairs(function, panel) for panel in panels), strict=True)):
             for row, base in enumerate(inputs):
                 both = function.let(f"load i32, ptr {function.at(base, 4 * pair)}, align 2")
-                lane = function.let(f"insertelement {_INTS} poison, i32 {both}, i32 0")
-                lanes = function.let(f"shufflevector {_INTS} {lane}, {_INTS} poison, {_INTS} zeroinitializer")
-                pairs = function.let(f"bitcast {_INTS} {lanes} to {_PAIRS}")
+                lane = function.let(f"insertelement {INTS} poison, i32 {both}, i32 0")
+                lanes = function.let(f"shufflevector {INTS} {lane}, {INTS} poison, {INTS} zeroinitializer")
+                pairs = function.let(f"bitcast {INTS} {lanes} to {_PAIRS}")
                 for panel, weight in enumerate(weights):
                     arguments = f"{FLOATS} {sums[row, panel]}, {_PAIRS} {weight}, {_PAIRS} {pairs}"
                     sums[row, panel] = function.let(f"call {FLOATS} @{_DOT}({arguments})")
 
-    def _pairs(self, function: _Function, panel: str) -> Iterator[str]:
-        return _rounded_pairs(function, _unit_of(function, self.layout, panel))
+    def _pairs(self, function: Function, panel: str) -> Iterator[str]:
+        return _rounded_pairs(function, self.layout, panel)
 
 
 class _UnpackedTile(_PairTile):
@@ -262,24 +130,24 @@ class _UnpackedTile(_PairTile):
 
     name = "unpacked"
 
-    def _pairs(self, function: _Function, panel: str) -> Iterator[str]:
+    def _pairs(self, function: Function, panel: str) -> Iterator[str]:
         base = function.at(panel, function.let(f"mul i64 %unit, {UNIT // 2 * _PAIR_BYTES}"))
         for pair in range(UNIT // 2):
             yield function.load(_PAIRS, base, pair * _PAIR_BYTES)
 
 
-def _rounded_pairs(function: _Function, unit: _Unit) -> Iterator[str]:
+def _rounded_pairs(function: Function, layout: Layout, panel: str) -> Iterator[str]:
     """Two columns of each row of a panel side by side, in bfloat16."""
     order = ", ".join(f"i32 {lane + half}" for lane in range(LANES) for half in (0, LANES))
-    columns = unit.columns()
-    for first, second in zip(columns, columns, strict=True):
+    singly = columns(function, layout, panel)
+    for first, second in zip(singly, singly, strict=True):
         apart = function.let(f"call {_PAIRS} @{_ROUND}({FLOATS} {second}, {FLOATS} {first})")
         yield function.let(f"shufflevector {_PAIRS} {apart}, {_PAIRS} poison, <{2 * LANES} x i32> <{order}>")
 
 
 def _tile(tile: _FloatTile) -> str:
     """Some rows times some panels, whose sums stay in registers from the first column to the last."""
-    function, element = _Function(), tile.rows.value
+    function, element = Function(), tile.rows.value
     lines = function.lines
     lines.append(
         f"define internal void @{tile.name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
@@ -310,7 +178,7 @@ def _tile(tile: _FloatTile) -> str:
 
 def _unpack(layout: Layout) -> str:
     """A panel to bfloat16, two columns side by side."""
-    function = _Function()
+    function = Function()
     lines = function.lines
     lines.append(
         f"""\
@@ -322,7 +190,7 @@ loop:
   %unit = phi i64 [0, %entry], [%next, %loop]"""
     )
     target = function.at("%to", function.let(f"mul i64 %unit, {UNIT // 2 * _PAIR_BYTES}"))
-    for pair, weights in enumerate(_rounded_pairs(function, _unit_of(function, layout, "%w"))):
+    for pair, weights in enumerate(_rounded_pairs(function, layout, "%w")):
         lines.append(f"  store {_PAIRS} {weights}, ptr {function.at(target, pair * _PAIR_BYTES)}, align {LANES}")
     lines.append(
         """\
@@ -527,7 +395,7 @@ together:
 
 
 def _expand(layout: Layout) -> str:
-    function = _Function()
+    function = Function()
     lines = function.lines
     lines.append(
         f"""\
@@ -553,7 +421,7 @@ loop:
   %unit = phi i64 [0, %row], [%next, %loop]"""
     )
     target = function.at("%y_row", function.let(f"mul i64 %unit, {UNIT}"), "float")
-    for column, weights in enumerate(_unit_of(function, layout, "%panel").columns()):
+    for column, weights in enumerate(columns(function, layout, "%panel")):
         one = function.let(f"extractelement {FLOATS} {weights}, i64 %lane")
         lines.append(f"  store float {one}, ptr {function.at(target, column, 'float')}, align 4")
     lines.append(

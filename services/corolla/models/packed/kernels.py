@@ -41,7 +41,7 @@ class Kernel:
     """
 
     def __init__(self, layout: Layout, rows: Rows = Rows.FLOAT32, tiles: Tiles | None = None) -> None:
-        self._rows = rows
+        self._layout, self._rows = layout, rows
         tiles = tiles or _tiles_of_this_processor()
         self._most_few_rows = max(height for height, _ in tiles)
         with _LOCK:
@@ -61,10 +61,15 @@ class Kernel:
 
         Returns:
             float32 `[R, 16 * panels]`.
+
+        Raises:
+            ValueError: rows and panels do not fit each other.
         """
         rows = rows.to(_DTYPES[self._rows]).contiguous()
         num_rows, num_columns = rows.shape
-        num_panels = panels.shape[0]
+        num_panels, num_blocks, _ = panels.shape
+        if num_blocks * self._layout.block_weights != num_columns:
+            raise ValueError(f"rows of {num_columns} numbers do not fit {num_blocks} blocks of {self._layout.name}")
         product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
         are_many = num_rows * num_columns * num_panels * LANES >= _LEAST_PRODUCTS_OF_THREADS
         num_threads = torch.get_num_threads() if are_many else 1

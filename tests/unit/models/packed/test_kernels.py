@@ -96,6 +96,12 @@ def test_the_small_tiles_of_other_processors_give_the_same_bits(name: str) -> No
         assert torch.equal(Kernel(LAYOUTS[name], tiles=tiles).multiply(inputs, panels), expected)
 
 
+def test_rows_of_another_length_are_refused() -> None:
+    panels = packed(random_rows("Q4_0", 32), "Q4_0")
+    with pytest.raises(ValueError, match="do not fit"):
+        kernel_of(LAYOUTS["Q4_0"]).multiply(torch.ones(1, NUM_COLUMNS + 32), panels)
+
+
 def layer(rows: Tensor, name: str, bias: Tensor | None = None) -> PackedLinear:
     parameter = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
     made = PackedLinear(NUM_COLUMNS, len(rows), LAYOUTS[name], parameter)
