@@ -38,11 +38,13 @@ class LoadedAdapter:
     """One that sessions can use.
 
     Attributes:
+        tenants: for whom it was registered when it was loaded; none: for all.
         is_removed: it is registered no more, and no session goes on with it.
     """
 
     version: AdapterVersion
     products: SpanAdapter
+    tenants: tuple[str, ...] = ()
     is_removed: bool = field(default=False)
 
     def check(self) -> None:
@@ -165,9 +167,9 @@ class Adapters:
             raise AdapterNotFound("no such adapter is registered", version.name)
 
     def _check_tenant(self, version: AdapterVersion, tenant: str) -> None:
-        """While no router has said more, what was loaded is for those for whom it was registered then."""
-        registered = self._registered.get(version)
-        if registered is not None and registered.tenants and tenant not in registered.tenants:
+        """As it is registered or, where a router knows it no more, as it was when it was loaded."""
+        known = self._registered.get(version) or self._loaded.get(version)
+        if known is not None and known.tenants and tenant not in known.tenants:
             raise AdapterDenied("the adapter is for other tenants")
 
     async def _load_for(self, version: AdapterVersion, loading: "asyncio.Future[CorollaError | None]") -> None:
@@ -187,10 +189,10 @@ class Adapters:
 
     async def _load(self, version: AdapterVersion) -> None:
         registered = self._registered[version]
+        began_s = asyncio.get_running_loop().time()
+        folder = await self._found(registered)
         async with self._turn:
-            began_s = asyncio.get_running_loop().time()
             try:
-                folder = await asyncio.to_thread(self._folder_of, registered)
                 num_bytes = await asyncio.to_thread(adapter_bytes, folder, self._model)
                 self._make_room(num_bytes)
 
@@ -204,22 +206,30 @@ class Adapters:
             except AdapterError as failure:
                 log.error("adapter not loaded", extra={"adapter": version.name, "cause": failure.message})
                 raise AdapterNotLoaded(f"a block server cannot load the adapter: {failure.message}") from None
-            except (CheckpointError, HubUnavailable) as failure:
-                # Its sentence is for operators: it names folders of this machine.
-                log.error("adapter not fetched", extra={"adapter": version.name, "cause": failure.message})
-                raise AdapterNotLoaded("a block server cannot fetch the adapter from the hub") from None
             except OSError as failure:
                 log.error("adapter not loaded", extra={"adapter": version.name, "where": where(failure)})
                 raise AdapterNotLoaded("a block server cannot read the adapter's files") from None
-        self._loaded[version] = LoadedAdapter(version, products)
+        self._loaded[version] = LoadedAdapter(version, products, tuple(registered.tenants))
         self._observe()
         seconds = asyncio.get_running_loop().time() - began_s
         self._metrics.adapter_load_seconds.observe(seconds)
         facts = {"adapter": version.name, "bytes": products.nbytes, "seconds": round(seconds, 3)}
         log.info("adapter loaded", extra=facts)
 
-    def _folder_of(self, registered: router_pb2.RegisteredAdapter) -> Path:
-        return adapter_folder(registered.source, registered.revision, self._folder, self._hub)
+    async def _found(self, registered: router_pb2.RegisteredAdapter) -> Path:
+        """The adapter's files. What comes from the hub may take a while, and holds up no other adapter."""
+        name = registered.version.name
+        try:
+            return await asyncio.to_thread(
+                adapter_folder, registered.source, registered.revision, self._folder, self._hub
+            )
+        except AdapterError as failure:
+            log.error("adapter not found", extra={"adapter": name, "cause": failure.message})
+            raise AdapterNotLoaded(f"a block server cannot load the adapter: {failure.message}") from None
+        except (CheckpointError, HubUnavailable) as failure:
+            # Its sentence is for operators: it names folders of this machine.
+            log.error("adapter not fetched", extra={"adapter": name, "cause": failure.message})
+            raise AdapterNotLoaded("a block server cannot fetch the adapter from the hub") from None
 
     def _make_room(self, num_bytes: int) -> None:
         """Unloads what no running session uses, least recently used first, as far as that is needed, and enough."""

@@ -14,10 +14,12 @@ from corolla.planning.candidates import chain_of
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import plan_around_suspects
 from corolla.router import quotas, validation
+from corolla.router.adapters import shown_to
 from corolla.router.registry import Registry
 from corolla.router.sessions import SessionRecords
 from corolla.router.settings import RouterSettings
 from corolla.router.watch import PlacementWatches
+from corolla.trust.credentials import workload_of_call
 from corolla.v1 import router_pb2 as pb
 
 # From the plan until the last hop has opened the session.
@@ -128,7 +130,8 @@ class RouterServicer:
     async def GetPlacement(self, request: pb.GetPlacementRequest, call: Call[Caller]) -> pb.Placement:
         validation.check_text("model", request.model, may_be_empty=True)
         model = request.model or await self._only_model()
-        return (await self._registry.snapshot(model)).placement() if model else pb.Placement()
+        placement = (await self._registry.snapshot(model)).placement() if model else pb.Placement()
+        return shown_to(workload_of_call(call.context.auth_context()), placement)
 
     async def _only_model(self) -> str:
         """Empty while there is none."""
@@ -141,8 +144,9 @@ class RouterServicer:
         self, request: pb.WatchPlacementRequest, call: Call[Caller]
     ) -> AsyncIterator[pb.Placement]:
         validation.check_text("model", request.model)
+        caller = workload_of_call(call.context.auth_context())
         async for placement in self._watches.watch(request.model):
-            yield placement
+            yield shown_to(caller, placement)
 
     # --- session records ---
 

@@ -6,12 +6,13 @@ a batch has an adapter, nothing here is called.
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Place = tuple[str, ...]
 """Paths of its linear layers within the block, in the order of their outputs."""
@@ -19,10 +20,10 @@ Place = tuple[str, ...]
 PlaceKey = tuple[int, Place]
 """A layer's index within the span, and a place of it."""
 
-_MAX_STACKED_TOKENS: Final = 64
+_MAX_GROUPED_TOKENS: Final = 64
 """Of longer batches each adapter's rows are multiplied for themselves: they are few, and long."""
 _MAX_SPARE: Final = 2
-"""Adapters of a stack that a batch has no row of cost as much as the others."""
+"""So many times the adapters, or the tokens, that a batch has may be multiplied with it: the rest is for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +43,32 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """Of one layer of a place, for all adapters of a stack."""
+    """The second factors of one layer: `[adapters, rank, out]`."""
 
-    ranks: tuple[int, ...]
     up: Tensor
     first_column: int
 
 
 class PlaceProducts:
-    """The products at one place, of one adapter or of several.
+    """The products at one place, of one adapter or of several. Ranks are those of the largest one, filled with zeros.
 
     Args:
-        of_adapters: for each adapter its products at the place; none where it has none.
+        of_adapters: for each adapter its products at the place; none where it has none there.
     """
 
     def __init__(self, of_adapters: Sequence[Sequence[LowRank]]) -> None:
-        columns = sorted({product.first_column for products in of_adapters for product in products})
         self._factors: list[_Factor] = []
         downs: list[Tensor] = []
-        for column in columns:
-            # Each layer's products side by side, so that one multiplication serves all adapters.
+        for column in sorted({product.first_column for products in of_adapters for product in products}):
             chosen = [
                 next((each for each in products if each.first_column == column), None) for products in of_adapters
             ]
-            downs += [each.down for each in chosen if each is not None]
-            ups = [each.up for each in chosen if each is not None]
-            ranks = tuple(0 if each is None else len(each.down) for each in chosen)
-            self._factors.append(_Factor(ranks, ups[0] if len(ups) == 1 else torch.cat(ups), column))
-        self._down = downs[0] if len(downs) == 1 else torch.cat(downs)
-        self.ranks = tuple(factor.ranks for factor in self._factors)
+            rank = max(len(each.down) for each in chosen if each is not None)
+            downs.append(_side_by_side([None if each is None else each.down for each in chosen], rank))
+            self._factors.append(
+                _Factor(_side_by_side([None if each is None else each.up for each in chosen], rank), column)
+            )
+        self._down = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
 
     @property
     def nbytes(self) -> int:
@@ -79,28 +77,48 @@ class PlaceProducts:
     @property
     def products(self) -> tuple[LowRank, ...]:
         """Where they are those of one adapter: views, which take no memory."""
-        downs = torch.split(self._down, [factor.ranks[0] for factor in self._factors])
+        downs = torch.split(self._down[0], [factor.up.shape[1] for factor in self._factors])
         return tuple(
-            LowRank(down, factor.up, factor.first_column) for down, factor in zip(downs, self._factors, strict=True)
+            LowRank(down, factor.up[0], factor.first_column) for down, factor in zip(downs, self._factors, strict=True)
         )
 
-    def add(self, rows: Tensor, output: Tensor, others: Tensor | None) -> None:
+    def add(self, rows: Tensor, output: Tensor, groups: "_Groups | None" = None) -> None:
         """Adds the products to `output`, in place.
 
         Args:
             rows: `[N, in]`, what the place's layers have read.
             output: `[N, out]`, what they gave.
-            others: bool `[N, sum of ranks]`, true for the adapters that a row does not have; None: it has all.
+            groups: which rows have which adapter; None: there is one adapter, and all have it.
         """
-        inner = torch.mm(rows, self._down.t())
-        if others is not None:
-            inner.masked_fill_(others, 0.0)
+        num_adapters, _, num_in = self._down.shape
+        if groups is not None and groups.index is not None:
+            rows = rows.index_select(0, groups.index)
+        inner = torch.bmm(rows.reshape(num_adapters, -1, num_in), self._down.transpose(1, 2))
+        if groups is not None and groups.filled is not None:
+            inner.masked_fill_(groups.filled, 0.0)
         start = 0
         for factor in self._factors:
-            rank, width = factor.up.shape
+            rank, width = factor.up.shape[1:]
             part = output.narrow(1, factor.first_column, width)
-            part.addmm_(inner.narrow(1, start, rank), factor.up)
+            change = torch.bmm(inner.narrow(2, start, rank), factor.up).view(-1, width)
+            if groups is not None and groups.index is not None:
+                part.index_add_(0, groups.index, change)
+            else:
+                part.add_(change)
             start += rank
+
+
+def _side_by_side(parts: Sequence[Tensor | None], rank: int) -> Tensor:
+    """`[adapters, rank, ...]`; zeros where there is none."""
+    some = next(part for part in parts if part is not None)
+    if len(parts) == 1:
+        return some.unsqueeze(0)
+    return torch.stack(
+        [
+            some.new_zeros(rank, some.shape[1]) if part is None else functional.pad(part, (0, 0, 0, rank - len(part)))
+            for part in parts
+        ]
+    )
 
 
 class SpanAdapter:
@@ -116,15 +134,15 @@ class SpanAdapter:
 
 
 class _Stack:
-    """Several adapters side by side."""
+    """Several adapters side by side, in their order."""
 
     def __init__(self, adapters: Sequence[SpanAdapter]) -> None:
-        self.numbers = {adapter: number for number, adapter in enumerate(adapters)}
-        keys = {key for adapter in adapters for key in adapter.places}
+        self.adapters = tuple(adapters)
         if len(adapters) == 1:
             self.places: Mapping[PlaceKey, PlaceProducts] = adapters[0].places
             self.nbytes = 0
             return
+        keys = {key for adapter in adapters for key in adapter.places}
         self.places = {
             key: PlaceProducts([adapter.places[key].products if key in adapter.places else () for adapter in adapters])
             for key in keys
@@ -144,31 +162,53 @@ class AdapterStacks:
         # Least recently used first.
         self._stacks: OrderedDict[frozenset[SpanAdapter], _Stack] = OrderedDict()
 
-    def of(self, adapters: Iterable[SpanAdapter]) -> _Stack:
-        """A stack that has them, and few more."""
+    def of(self, adapters: Sequence[SpanAdapter]) -> _Stack:
+        """A stack that has them, and few more; a new one has their order."""
         wanted = frozenset(adapters)
-        found = (
-            next(
-                (held for held in reversed(self._stacks) if wanted <= held and len(held) <= _MAX_SPARE * len(wanted)),
-                None,
-            )
-            if len(wanted) > 1
-            else None
-        )
-        if found is not None:
-            self._stacks.move_to_end(found)
-            return self._stacks[found]
-        stack = _Stack(sorted(wanted, key=id))
-        if len(wanted) > 1:
-            self._stacks[wanted] = stack
+        if len(wanted) == 1:
+            return _Stack(adapters)
+        fitting = (held for held in reversed(self._stacks) if wanted <= held and len(held) <= _MAX_SPARE * len(wanted))
+        found = next(fitting, None)
+        if found is None:
+            found = wanted
+            self._stacks[wanted] = _Stack(adapters)
             while len(self._stacks) > 1 and sum(each.nbytes for each in self._stacks.values()) > self._max_bytes:
                 self._stacks.popitem(last=False)
-        return stack
+        self._stacks.move_to_end(found)
+        return self._stacks[found]
 
     def forget(self, adapter: SpanAdapter) -> None:
         """The adapter is unloaded: what holds its weights is given back."""
         for held in [held for held in self._stacks if adapter in held]:
             del self._stacks[held]
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Which tokens of a batch each adapter of a stack multiplies: as many for each.
+
+    Attributes:
+        index: int64 `[adapters * tokens]`; None: all tokens in their order.
+        filled: bool `[adapters, tokens, 1]`, where the index names a token for nothing; None: nowhere.
+    """
+
+    index: Tensor | None
+    filled: Tensor | None
+
+    @classmethod
+    def of(cls, tokens: Sequence[Sequence[int]], num_tokens: int, device: torch.device) -> "_Groups":
+        """Args:
+        tokens: for each adapter those that have it.
+        num_tokens: of the batch.
+        """
+        size = max(map(len, tokens))
+        index = [token for own in tokens for token in (*own, *[0] * (size - len(own)))]
+        if index == list(range(num_tokens)):
+            return cls(None, None)
+        filled = None
+        if any(len(own) < size for own in tokens):
+            filled = torch.tensor([[[at >= len(own)] for at in range(size)] for own in tokens], device=device)
+        return cls(torch.tensor(index, device=device), filled)
 
 
 class AdapterBatch:
@@ -187,16 +227,20 @@ class AdapterBatch:
         self, rows: Sequence[tuple[SpanAdapter | None, int]], stacks: AdapterStacks, device: torch.device
     ) -> None:
         # Adjacent rows of one adapter are one segment.
-        self._segments: list[tuple[SpanAdapter | None, int, int]] = []
+        self._segments: list[tuple[SpanAdapter, int, int]] = []
+        tokens: dict[SpanAdapter, list[int]] = {}
         end = 0
         for adapter, group in itertools.groupby(rows, key=lambda row: row[0]):
             start, end = end, end + sum(num_tokens for _, num_tokens in group)
-            self._segments.append((adapter, start, end))
+            if adapter is not None:
+                self._segments.append((adapter, start, end))
+                tokens.setdefault(adapter, []).extend(range(start, end))
         self.num_tokens = end
-        adapters = {adapter for adapter, _, _ in self._segments if adapter is not None}
-        self._stack = stacks.of(adapters) if end <= _MAX_STACKED_TOKENS else None
-        self._device = device
-        self._masks: dict[tuple[tuple[int, ...], ...], Tensor | None] = {}
+        self._stack: _Stack | None = None
+        num_multiplied = len(tokens) * max(map(len, tokens.values()))
+        if end <= _MAX_GROUPED_TOKENS and num_multiplied <= _MAX_SPARE * end:
+            self._stack = stacks.of([*tokens])
+            self._groups = _Groups.of([tokens.get(each, ()) for each in self._stack.adapters], end, device)
 
     def add(self, layer: int, place: Place, rows: Tensor, output: Tensor) -> None:
         """Adds what the rows' adapters change at a place.
@@ -209,24 +253,8 @@ class AdapterBatch:
         if self._stack is not None:
             products = self._stack.places.get((layer, place))
             if products is not None:
-                products.add(rows, output, self._others(self._stack, products))
+                products.add(rows, output, self._groups)
             return
         for adapter, start, end in self._segments:
-            if adapter is not None and (layer, place) in adapter.places:
-                adapter.places[layer, place].add(rows[start:end], output[start:end], None)
-
-    def _others(self, stack: _Stack, products: PlaceProducts) -> Tensor | None:
-        if products.ranks not in self._masks:
-            self._masks[products.ranks] = self._mask(stack, products)
-        return self._masks[products.ranks]
-
-    def _mask(self, stack: _Stack, products: PlaceProducts) -> Tensor | None:
-        if len(self._segments) == 1 and len(stack.numbers) == 1:
-            return None
-        owners = torch.tensor(
-            [number for ranks in products.ranks for number, rank in enumerate(ranks) for _ in range(rank)]
-        )
-        numbers = torch.empty(self.num_tokens, dtype=torch.int64)
-        for adapter, start, end in self._segments:
-            numbers[start:end] = -1 if adapter is None else stack.numbers[adapter]
-        return (numbers.unsqueeze(1) != owners.unsqueeze(0)).to(self._device)
+            if (layer, place) in adapter.places:
+                adapter.places[layer, place].add(rows[start:end], output[start:end])

@@ -1,0 +1,20 @@
+"""What a library learns of the adapters of others: nothing."""
+
+from corolla.router.adapters import shown_to
+from corolla.trust.workload import Workload
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+
+
+def adapter(name: str, *tenants: str) -> pb.RegisteredAdapter:
+    return pb.RegisteredAdapter(version=common_pb2.AdapterVersion(name=name), source="/secret", tenants=tenants)
+
+
+def test_a_library_is_shown_its_tenants_adapters_without_their_folders() -> None:
+    placement = pb.Placement(adapters=[adapter("all"), adapter("ours", "acme", "beta"), adapter("theirs", "beta")])
+    library = Workload.parse("spiffe://corolla/library/acme")
+    shown = shown_to(library, placement)
+    assert [(each.version.name, [*each.tenants]) for each in shown.adapters] == [("all", []), ("ours", ["acme"])]
+    assert "secret" not in str(shown)
+    for caller in (None, Workload.parse("spiffe://corolla/client/1")):
+        assert shown_to(caller, placement) == placement
