@@ -145,14 +145,15 @@ class Adapters:
             loading = self._loading.get(version)
             if loading is None:
                 loading = self._loading[version] = asyncio.get_running_loop().create_future()
-                self._tasks.start(self._load_for(version, loading), "loading of an adapter")
+                registered = self._registered[version]
+                self._tasks.start(self._load_for(version, registered, loading), "loading of an adapter")
             if (failure := await asyncio.shield(loading)) is not None:
                 raise failure
         self._check_tenant(version, tenant)
 
     def on_placement(self, placement: router_pb2.Placement) -> None:
         """What is registered now, and what was taken out: sessions with that end with their next step."""
-        self._registered = {_version(each): each for each in placement.adapters}
+        self._registered = {AdapterVersion.of(each.version): each for each in placement.adapters}
         for removed in placement.removed_adapters:
             version = AdapterVersion.of(removed)
             if version not in self._registered and version in self._loaded:
@@ -172,11 +173,16 @@ class Adapters:
         if known is not None and known.tenants and tenant not in known.tenants:
             raise AdapterDenied("the adapter is for other tenants")
 
-    async def _load_for(self, version: AdapterVersion, loading: "asyncio.Future[CorollaError | None]") -> None:
+    async def _load_for(
+        self,
+        version: AdapterVersion,
+        registered: router_pb2.RegisteredAdapter,
+        loading: "asyncio.Future[CorollaError | None]",
+    ) -> None:
         """Loads, and says to all who wait what became of it."""
         outcome: CorollaError | None = AdapterNotLoaded("a block server ends")
         try:
-            await self._load(version)
+            await self._load(version, registered)
             outcome = None
         except CorollaError as error:
             outcome = error
@@ -187,8 +193,7 @@ class Adapters:
             del self._loading[version]
             loading.set_result(outcome)
 
-    async def _load(self, version: AdapterVersion) -> None:
-        registered = self._registered[version]
+    async def _load(self, version: AdapterVersion, registered: router_pb2.RegisteredAdapter) -> None:
         began_s = asyncio.get_running_loop().time()
         folder = await self._found(registered)
         async with self._turn:
@@ -237,7 +242,7 @@ class Adapters:
         idle = [version for version, loaded in self._loaded.items() if loaded not in used]
         num_missing = self.nbytes + num_bytes - self._max_bytes
         if num_missing > sum(self._loaded[version].products.nbytes for version in idle):
-            raise NoAdapterRoom("a block server has no memory for the adapter: COROLLA_ADAPTERS_MIB bounds it")
+            raise NoAdapterRoom("a block server has no memory for one more adapter")
         for version in idle:
             if num_missing <= 0:
                 return
@@ -254,7 +259,3 @@ class Adapters:
     def _observe(self) -> None:
         self._metrics.adapters.set(len(self._loaded))
         self._metrics.adapter_bytes.set(self.nbytes)
-
-
-def _version(registered: router_pb2.RegisteredAdapter) -> AdapterVersion:
-    return AdapterVersion.of(registered.version)

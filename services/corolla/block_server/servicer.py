@@ -209,9 +209,9 @@ class BlockServicer:
                 num_pages = self._sessions.num_pages_in_use(control.session_id)
                 self._engine.between_iterations(opening, max_released_pages=num_pages)
 
-            has_sampler = control.HasField("sampler")
-            sampler = self._checks.sampler_at_once(control) if has_sampler else None
-            if self._has_adapter(request) and (sampler is not None or not has_sampler):
+            has_sampler, is_loaded = control.HasField("sampler"), self._has_adapter(request)
+            sampler = self._checks.sampler_at_once(control) if has_sampler and is_loaded else None
+            if is_loaded and (sampler is not None or not has_sampler):
                 open_soon(sampler)
             else:
                 make = self._checks.sampler if has_sampler else None
