@@ -1,10 +1,11 @@
 """A running stack as benchmarks see it: answers with their timings, processor time, memory."""
 
 import asyncio
+import io
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -101,7 +102,9 @@ class Chain:
 
     def add_adapter(self, name: str, folder: Path) -> None:
         """Registers an adapter."""
-        if main(["adapters", "add", name, str(folder), "--router", self._stack.router_address]):
+        with redirect_stdout(io.StringIO()):
+            status = main(["adapters", "add", name, str(folder), "--router", self._stack.router_address])
+        if status:
             raise RuntimeError(f"{name} was not registered")
 
     def answers(
