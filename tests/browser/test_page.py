@@ -3,7 +3,7 @@
 import json
 import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,32 @@ def page(chromium: Any, stack: Stack) -> Iterator[Any]:
     context.close()
     # Browsers log replies that are refusals, or missing, by themselves.
     assert [each for each in problems if not each.startswith("Failed to load resource")] == []
+
+
+Replies = Sequence[Callable[[Any], None]]
+
+
+def cut(route: Any) -> None:
+    """The connection breaks in the middle of the stream."""
+    reply = route.fetch(timeout=PATIENCE_MS)
+    events = reply.body().split(b"\n\n")
+    route.fulfill(response=reply, body=b"\n\n".join(events[: len(events) // 2]) + b"\n\n")
+
+
+def refusal(status: int, code: str, **headers: str) -> Callable[[Any], None]:
+    """A reply that is none."""
+    error = {"message": "not now", "type": "server_error", "param": None, "code": code}
+
+    def refuse(route: Any) -> None:
+        route.fulfill(status=status, json={"error": error}, headers=headers)
+
+    return refuse
+
+
+def reply_to_chats(page: Any, replies: Replies) -> None:
+    """The next requests for answers get these replies; later ones get what the service says."""
+    rest = iter(replies)
+    page.route("**/v1/chat/completions", lambda route: next(rest, lambda it: it.continue_())(route))
 
 
 def undisturbed(stack: Stack, text: str, max_tokens: int) -> str:
@@ -163,6 +189,12 @@ def test_an_answer_outlives_its_client_service(page: Any, stack: Stack) -> None:
     assert is_answering(page)
     assert wait_for_end(page) == expected
     page.get_by_text("live", exact=True).wait_for(timeout=PATIENCE_MS)
+
+
+def test_an_answer_whose_session_is_lost_with_its_stream_begins_anew(page: Any, stack: Stack) -> None:
+    reply_to_chats(page, [cut, refusal(404, "session_not_found")])
+    ask(page, STORY)
+    assert wait_for_end(page) == undisturbed(stack, STORY, 40)
 
 
 def test_everything_can_be_done_by_keyboard(page: Any) -> None:

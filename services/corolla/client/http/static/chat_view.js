@@ -202,7 +202,11 @@ function turnOf({ role, text, note = "" }) {
 /** The texts of a turn that is being written. A text of its own for each token would be thousands of nodes. */
 function partsOf(shown) {
   const [thoughts, text, note] = shown.children;
-  const textOf = (paragraph) => paragraph.appendChild(document.createTextNode(""));
+  const textOf = (paragraph) => {
+    // What an earlier attempt wrote goes: this one begins anew.
+    paragraph.replaceChildren(document.createTextNode(""));
+    return paragraph.firstChild;
+  };
   return { thoughts, text: textOf(text), reasoning: textOf(thoughts.lastElementChild), note };
 }
 
