@@ -191,6 +191,17 @@ def test_an_answer_outlives_its_client_service(page: Any, stack: Stack) -> None:
     page.get_by_text("live", exact=True).wait_for(timeout=PATIENCE_MS)
 
 
+def test_the_rest_of_an_answer_is_waited_for(page: Any, stack: Stack) -> None:
+    waits = refusal(429, "queue_full", **{"retry-after": "1"}), refusal(503, "no_chain", **{"retry-after": "2"})
+    reply_to_chats(page, [cut, *waits])
+    ask(page, STORY)
+    assert wait_for_end(page) == undisturbed(stack, STORY, 40)
+    # An answer that has not begun is refused at once.
+    reply_to_chats(page, waits)
+    ask(page, "Who are you?")
+    page.get_by_role("alert").get_by_text("not now.").wait_for(timeout=PATIENCE_MS)
+
+
 def test_an_answer_whose_session_is_lost_with_its_stream_begins_anew(page: Any, stack: Stack) -> None:
     reply_to_chats(page, [cut, refusal(404, "session_not_found")])
     ask(page, STORY)

@@ -38,9 +38,14 @@ export async function answer(service, body, signal, onText, onBreak) {
     } catch (failure) {
       if (reason !== null) return { usage, reason };
       brokenMs ??= performance.now();
-      if (signal.aborted || !failure.mayPass || performance.now() - brokenMs > LONGEST_S * 1000) throw failure;
+      // Who asks for the rest of an answer waits for a service that is full, or has no chain at the moment.
+      const mayPass = failure.mayPass || (attempt > 0 && Boolean(failure.retryAfterS));
+      const wantedMs = failure.mayPass ? 0 : 1000 * failure.retryAfterS;
+      const pauseMs = Math.max(PAUSES_MS[Math.min(attempt, PAUSES_MS.length - 1)], wantedMs);
+      if (signal.aborted || !mayPass || performance.now() + pauseMs - brokenMs > LONGEST_S * 1000) throw failure;
+      attempt += 1;
       onBreak();
-      await pause(PAUSES_MS[Math.min(attempt++, PAUSES_MS.length - 1)], signal);
+      await pause(pauseMs, signal);
     }
   }
 }

@@ -5,10 +5,12 @@ const KEY = "corolla.key";
 
 /** What the service says in place of a reply. */
 export class Refusal extends Error {
-  constructor(status, error) {
+  /** @param retryAfterS seconds after which the same request may succeed; null: the reply does not say so */
+  constructor(status, error, retryAfterS = null) {
     super(error?.message ?? `the service answered with status ${status}`);
     this.status = status;
     this.code = error?.code ?? "";
+    this.retryAfterS = retryAfterS;
   }
 
   /**
@@ -80,7 +82,8 @@ export class Service {
       throw new Broken("the service does not answer");
     }
     if (response.ok) return response;
-    const refusal = new Refusal(response.status, await response.json().then((reply) => reply.error, () => undefined));
+    const error = await response.json().then((reply) => reply.error, () => undefined);
+    const refusal = new Refusal(response.status, error, Number(response.headers.get("retry-after")) || null);
     if (refusal.status === 401) this.onKeyWanted(Boolean(this.#key));
     throw refusal;
   }
