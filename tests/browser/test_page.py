@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from corolla.client.api.keys import NewKey
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
 from tests.browser.chromium import browser, package
@@ -330,7 +331,8 @@ def test_the_browser_keeps_the_page_from_mistakes(chromium: Any, stack: Stack) -
 
 def test_a_key_is_asked_for_and_stays_in_the_tab(chromium: Any, tmp_path: Path) -> None:
     key = "a-simple-key-of-bob"
-    (tmp_path / "keys").write_text(f"bob:{key}\n")
+    elsewhere = NewKey("acme", models=["another"])
+    (tmp_path / "keys").write_text(f"{elsewhere.record.line}\nbob:{key}\n")
     environment = {"COROLLA_API_KEYS_FILE": str(tmp_path / "keys")}
     options = StackOptions(blocks="0:30", log_folder=tmp_path / "logs", environment=environment)
     with Stack(options) as stack:
@@ -338,12 +340,16 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(chromium: Any, tmp_path: Path) 
         page = context.new_page()
         page.goto(stack.page_url)
         field = page.get_by_label("This service asks for an API key")
-        for given in ("nobody's", key):
+        for given, problem in (
+            ("nobody's", "The service does not take this key."),
+            (elsewhere.key, "This key is for another model."),
+            (key, ""),
+        ):
             field.wait_for(timeout=PATIENCE_MS)
             field.fill(given)
             page.get_by_role("button", name="Use this key").click()
-            if given != key:
-                page.get_by_text("The service does not take this key.").wait_for(timeout=PATIENCE_MS)
+            if problem:
+                page.get_by_text(problem).wait_for(timeout=PATIENCE_MS)
                 assert page.evaluate("document.activeElement.id") == "key"
                 assert page.locator("#key-form").bounding_box()["height"] < 120
                 assert barriers(page) == []

@@ -9,11 +9,13 @@ const PAUSES_MS = [500, 1000, 2000, 5000];
 const service = new Service();
 const view = new ModelView();
 
-service.onKeyWanted = (isRefused) => {
+function askForKey(problem) {
   byId("key-form").hidden = false;
-  byId("key-refused").textContent = isRefused ? "The service does not take this key." : "";
-  if (isRefused) byId("key").focus();
-};
+  byId("key-refused").textContent = problem;
+  if (problem) byId("key").focus();
+}
+
+service.onKeyWanted = (isRefused) => askForKey(isRefused ? "The service does not take this key." : "");
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   service.key = byId("key").value.trim();
@@ -36,12 +38,12 @@ async function watch() {
         view.show(placement);
       }
     } catch (failure) {
-      if (failure.status === 401) {
+      if (failure.status === 401 || failure.status === 403) {
+        if (failure.status === 403) askForKey("This key is for another model.");
         tell("locked", "a key is wanted");
         await service.keyGiven();
         continue;
       }
-      if (failure.status === 403) return tell("locked", "this key may not see it");
       if (!away.signal.aborted) tell("away", "connecting again");
     } finally {
       document.removeEventListener("visibilitychange", leave);
