@@ -50,6 +50,11 @@ def test_callers_learn_how_servers_are_and_not_where_nor_which() -> None:
     assert [each for each in hidden if each in text] == []
 
 
+def test_many_servers_have_names_of_their_own() -> None:
+    names = {name_of(f"{number:032x}") for number in range(20_000)}
+    assert len(names) == 20_000
+
+
 def test_only_ready_servers_that_live_cover_blocks() -> None:
     servers = [placed("a", 0, 2), placed("b", 2, 4, suspected=True), placed("c", 4, 5, state=1)]
     facts = placement_facts("tiny", 6, servers, {}, ())

@@ -21,7 +21,7 @@ _STATES: Final[Mapping["pb.ServerState.ValueType", State]] = {
     pb.SERVER_STATE_READY: "ready",
     pb.SERVER_STATE_DRAINING: "draining",
 }
-_NAME_CHARS: Final = 6
+_NAME_CHARS: Final = 10
 
 
 class ServerFacts(BaseModel):
@@ -93,7 +93,7 @@ def placement_facts(
 
 
 def name_of(server_id: str) -> str:
-    """What callers call a server. Its id has 128 random bits, which nobody finds by trying."""
+    """What callers call a server: no two of thousands. Its id has 128 random bits, which nobody finds by trying."""
     return hashlib.sha256(server_id.encode()).hexdigest()[:_NAME_CHARS]
 
 
