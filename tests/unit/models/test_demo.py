@@ -116,7 +116,9 @@ def texts() -> list[str]:
 
 @pytest.mark.model
 def test_the_configuration_says_where_the_weights_are(demo: Checkpoint) -> None:
-    assert Checkpoint.from_pretrained(demo.config.name_or_path).fingerprint("float32") == demo.fingerprint("float32")
+    assert Checkpoint.from_pretrained(str(demo.config.name_or_path)).fingerprint("float32") == demo.fingerprint(
+        "float32"
+    )
 
 
 def test_what_is_written_for_the_file_is_small_and_holds_no_weights(demo: Checkpoint) -> None:
