@@ -4,6 +4,7 @@ import asyncio
 import re
 import shlex
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.adapters import make_adapter, unsplit_with
 from tests.architecture.sources import ROOT
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
 from tests.reference import Sampling, Unsplit
 
 SPANS = ["0:2", "2:5"]
@@ -162,19 +164,23 @@ async def test_a_session_keeps_its_adapter(swarm: Swarm, llama: Stand) -> None:
 
 
 class SlowRunner:
-    """One that takes a while for each step."""
+    """One that takes a while for each step, and waits where it is told to."""
 
     def __init__(self, runner: BatchRunner) -> None:
         self._runner = runner
         self.warm_up = runner.warm_up
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
 
     def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
         time.sleep(0.02)
+        self.may_go_on.wait(30)
         return self._runner.forward_each(rows, hidden, blocks)
 
 
-def slow(server: BlockServer) -> None:
-    server.engine.runner = SlowRunner(server.engine.runner)
+def slow(server: BlockServer) -> SlowRunner:
+    runner = server.engine.runner = SlowRunner(server.engine.runner)
+    return runner
 
 
 async def test_a_removed_adapter_ends_answers_with_a_clear_status(swarm: Swarm, llama: Stand) -> None:
@@ -239,12 +245,18 @@ async def test_a_server_that_leaves_hands_sessions_over_to_one_that_loads_their_
 ) -> None:
     expected = [llama.expected(name) for name in ("", *NAMES)]
     async with swarm.connect() as client:
-        slow(swarm.servers[0])
+        first, leaving = slow(swarm.servers[0]), swarm.servers[1]
         answers = [asyncio.ensure_future(answer(client, name)) for name in ("", *NAMES)]
-        await asyncio.sleep(0.3)
-        leaving = swarm.servers.pop(1)
+
+        async def have_begun() -> bool:
+            return len(leaving.sessions) == len(expected) and all(each.num_tokens for each in leaving.sessions)
+
+        await until(have_begun)
+        first.may_go_on.clear()
         await swarm.add_server(SPANS[1])
         assert not (await swarm.statuses())[-1].adapters
+        swarm.servers.remove(leaving)
+        first.may_go_on.set()
         await leaving.stop()
         assert await asyncio.gather(*answers) == expected
         moved = leaving.registry.get_sample_value("corolla_sessions_handed_over_total", {"outcome": "moved"})

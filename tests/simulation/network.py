@@ -555,6 +555,9 @@ class _Context:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
 
 class _Channel:
     """A channel of `grpc.aio`, as far as the services use one."""
