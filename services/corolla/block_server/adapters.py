@@ -4,10 +4,12 @@ What is registered is what a router said last; adapters that are loaded serve on
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.chassis.errors import (
@@ -19,6 +21,7 @@ from corolla.chassis.errors import (
     CorollaError,
     HubUnavailable,
     NoAdapterRoom,
+    QueueFull,
 )
 from corolla.chassis.handlers import where
 from corolla.chassis.tasks import TaskGroup
@@ -28,9 +31,14 @@ from corolla.models.adapters.products import AdapterStacks, SpanAdapter
 from corolla.models.hub import Hub
 from corolla.models.span_model import SpanModel
 from corolla.v1 import router_pb2
-from corolla.wire.adapter_version import AdapterVersion
+from corolla.wire.adapter_version import AdapterVersion, still_registered
 
 log = logging.getLogger(__name__)
+
+_REMEMBERED_S: Final = 5.0
+"""So long a failure stands: more than until whoever did not wait for it asks again."""
+_MOST_FETCHES: Final = 2
+"""From the hub at a time; each holds a thread."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,13 +46,11 @@ class LoadedAdapter:
     """One that sessions can use.
 
     Attributes:
-        tenants: for whom it was registered when it was loaded; none: for all.
         is_removed: it is registered no more, and no session goes on with it.
     """
 
     version: AdapterVersion
     products: SpanAdapter
-    tenants: tuple[str, ...] = ()
     is_removed: bool = field(default=False)
 
     def check(self) -> None:
@@ -66,6 +72,8 @@ class Adapters:
         registered: asks a router for what is registered. May raise CorollaError.
         in_use: those of sessions that may take steps.
         tasks: of this server.
+        patience_s: of a session that waits for its adapter. Clients, and servers that leave, wait longer for an answer,
+            and would take a server that loads for one that is lost.
     """
 
     def __init__(
@@ -81,7 +89,9 @@ class Adapters:
         in_use: Callable[[], Collection[LoadedAdapter]],
         tasks: TaskGroup,
         metrics: BlockServerMetrics,
+        patience_s: float = 2.0,
     ) -> None:
+        self._patience_s = patience_s
         self._model = model
         self._num_blocks = num_blocks
         self._stacks = stacks
@@ -96,6 +106,9 @@ class Adapters:
         # Least recently used first.
         self._loaded: dict[AdapterVersion, LoadedAdapter] = {}
         self._loading: dict[AdapterVersion, asyncio.Future[CorollaError | None]] = {}
+        # What could not be loaded, as it was registered then, why, and until when that stands.
+        self._failed: dict[AdapterVersion, tuple[router_pb2.RegisteredAdapter, AdapterNotLoaded, float]] = {}
+        self._fetches = asyncio.Semaphore(_MOST_FETCHES)
         self._turn = asyncio.Lock()
 
     @property
@@ -130,13 +143,14 @@ class Adapters:
         return version in self._loaded
 
     async def load(self, version: AdapterVersion, tenant: str) -> None:
-        """Returns when it is loaded. Whoever gives up waiting does not end what others wait for.
+        """Returns when it is loaded. Whoever gives up waiting does not end the loading.
 
         Raises:
             AdapterNotFound: it is not registered, or with other bytes.
             AdapterDenied: it is for other tenants.
             AdapterNotLoaded: this server cannot have it.
             NoAdapterRoom: running sessions use what fills the memory.
+            QueueFull: it takes a while, and goes on.
         """
         if version not in self._loaded:
             if version not in self._registered:
@@ -144,20 +158,24 @@ class Adapters:
             self._check_tenant(version, tenant)
             loading = self._loading.get(version)
             if loading is None:
+                self._check_failed(version)
                 loading = self._loading[version] = asyncio.get_running_loop().create_future()
-                registered = self._registered[version]
-                self._tasks.start(self._load_for(version, registered, loading), "loading of an adapter")
-            if (failure := await asyncio.shield(loading)) is not None:
+                self._tasks.start(self._load_for(version, loading), "loading of an adapter")
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    failure = await asyncio.shield(loading)
+            except TimeoutError:
+                raise QueueFull("a block server still loads the adapter") from None
+            if failure is not None:
                 raise failure
         self._check_tenant(version, tenant)
 
     def on_placement(self, placement: router_pb2.Placement) -> None:
-        """What is registered now, and what was taken out: sessions with that end with their next step."""
-        self._registered = {AdapterVersion.of(each.version): each for each in placement.adapters}
-        for removed in placement.removed_adapters:
-            version = AdapterVersion.of(removed)
-            if version not in self._registered and version in self._loaded:
-                self._unload(version, is_removed=True)
+        """What is registered now. Sessions with others end with their next step: those were taken out, or replaced."""
+        known = still_registered(self._registered.values(), placement.adapters, placement.removed_adapters)
+        self._registered = {_version(each): each for each in known}
+        for version in self._loaded.keys() - self._registered.keys():
+            self._unload(version, is_removed=True)
 
     async def _look(self, version: AdapterVersion) -> None:
         try:
@@ -168,22 +186,30 @@ class Adapters:
             raise AdapterNotFound("no such adapter is registered", version.name)
 
     def _check_tenant(self, version: AdapterVersion, tenant: str) -> None:
-        """As it is registered or, where a router knows it no more, as it was when it was loaded."""
-        known = self._registered.get(version) or self._loaded.get(version)
-        if known is not None and known.tenants and tenant not in known.tenants:
+        registered = self._registered.get(version)
+        if registered is None:
+            raise AdapterNotFound("the adapter was taken out", version.name)
+        if registered.tenants and tenant not in registered.tenants:
             raise AdapterDenied("the adapter is for other tenants")
 
-    async def _load_for(
-        self,
-        version: AdapterVersion,
-        registered: router_pb2.RegisteredAdapter,
-        loading: "asyncio.Future[CorollaError | None]",
-    ) -> None:
+    def _check_failed(self, version: AdapterVersion) -> None:
+        """Raises why the same could not be loaded a moment ago."""
+        now_s = asyncio.get_running_loop().time()
+        self._failed = {each: failed for each, failed in self._failed.items() if now_s < failed[2]}
+        failed = self._failed.get(version)
+        if failed is not None and failed[0] == self._registered.get(version):
+            raise failed[1]
+
+    async def _load_for(self, version: AdapterVersion, loading: "asyncio.Future[CorollaError | None]") -> None:
         """Loads, and says to all who wait what became of it."""
         outcome: CorollaError | None = AdapterNotLoaded("a block server ends")
+        registered = self._registered[version]
         try:
             await self._load(version, registered)
             outcome = None
+        except AdapterNotLoaded as error:
+            self._failed[version] = registered, error, asyncio.get_running_loop().time() + _REMEMBERED_S
+            outcome = error
         except CorollaError as error:
             outcome = error
         except Exception as failure:
@@ -195,9 +221,9 @@ class Adapters:
 
     async def _load(self, version: AdapterVersion, registered: router_pb2.RegisteredAdapter) -> None:
         began_s = asyncio.get_running_loop().time()
-        folder = await self._found(registered)
-        async with self._turn:
-            try:
+        try:
+            folder = await self._fetch(registered)
+            async with self._turn:
                 num_bytes = await asyncio.to_thread(adapter_bytes, folder, self._model)
                 self._make_room(num_bytes)
 
@@ -208,33 +234,31 @@ class Adapters:
                 products = await asyncio.to_thread(
                     load_adapter, folder, self._model, self._num_blocks, digest=version.digest, check_bytes=check_bytes
                 )
-            except AdapterError as failure:
-                log.error("adapter not loaded", extra={"adapter": version.name, "cause": failure.message})
-                raise AdapterNotLoaded(f"a block server cannot load the adapter: {failure.message}") from None
-            except OSError as failure:
-                log.error("adapter not loaded", extra={"adapter": version.name, "where": where(failure)})
-                raise AdapterNotLoaded("a block server cannot read the adapter's files") from None
-        self._loaded[version] = LoadedAdapter(version, products, tuple(registered.tenants))
+        except AdapterError as failure:
+            log.error("adapter not loaded", extra={"adapter": version.name, "cause": failure.message})
+            raise AdapterNotLoaded(f"a block server cannot load the adapter: {failure.message}") from None
+        except (CheckpointError, HubUnavailable) as failure:
+            # Its sentence is for operators: it names folders of this machine.
+            log.error("adapter not fetched", extra={"adapter": version.name, "cause": failure.message})
+            raise AdapterNotLoaded("a block server cannot fetch the adapter from the hub") from None
+        except OSError as failure:
+            log.error("adapter not loaded", extra={"adapter": version.name, "where": where(failure)})
+            raise AdapterNotLoaded("a block server cannot read the adapter's files") from None
+        if version not in self._registered:
+            raise AdapterNotFound("the adapter was taken out", version.name)
+        self._loaded[version] = LoadedAdapter(version, products)
         self._observe()
         seconds = asyncio.get_running_loop().time() - began_s
         self._metrics.adapter_load_seconds.observe(seconds)
         facts = {"adapter": version.name, "bytes": products.nbytes, "seconds": round(seconds, 3)}
         log.info("adapter loaded", extra=facts)
 
-    async def _found(self, registered: router_pb2.RegisteredAdapter) -> Path:
-        """The adapter's files. What comes from the hub may take a while, and holds up no other adapter."""
-        name = registered.version.name
-        try:
+    async def _fetch(self, registered: router_pb2.RegisteredAdapter) -> Path:
+        """Its folder, complete. What comes from the hub holds up only what does, too."""
+        async with self._fetches if registered.revision else contextlib.nullcontext():
             return await asyncio.to_thread(
                 adapter_folder, registered.source, registered.revision, self._folder, self._hub
             )
-        except AdapterError as failure:
-            log.error("adapter not found", extra={"adapter": name, "cause": failure.message})
-            raise AdapterNotLoaded(f"a block server cannot load the adapter: {failure.message}") from None
-        except (CheckpointError, HubUnavailable) as failure:
-            # Its sentence is for operators: it names folders of this machine.
-            log.error("adapter not fetched", extra={"adapter": name, "cause": failure.message})
-            raise AdapterNotLoaded("a block server cannot fetch the adapter from the hub") from None
 
     def _make_room(self, num_bytes: int) -> None:
         """Unloads what no running session uses, least recently used first, as far as that is needed, and enough."""
@@ -242,7 +266,7 @@ class Adapters:
         idle = [version for version, loaded in self._loaded.items() if loaded not in used]
         num_missing = self.nbytes + num_bytes - self._max_bytes
         if num_missing > sum(self._loaded[version].products.nbytes for version in idle):
-            raise NoAdapterRoom("a block server has no memory for one more adapter")
+            raise NoAdapterRoom("a block server has no memory for the adapter: COROLLA_ADAPTERS_MIB bounds it")
         for version in idle:
             if num_missing <= 0:
                 return
@@ -259,3 +283,7 @@ class Adapters:
     def _observe(self) -> None:
         self._metrics.adapters.set(len(self._loaded))
         self._metrics.adapter_bytes.set(self.nbytes)
+
+
+def _version(registered: router_pb2.RegisteredAdapter) -> AdapterVersion:
+    return AdapterVersion.of(registered.version)

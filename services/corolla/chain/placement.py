@@ -13,7 +13,7 @@ from corolla.chassis.errors import AdapterDenied, AdapterNotFound, CorollaError
 from corolla.chassis.status import from_rpc_error
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
-from corolla.wire.adapter_version import AdapterVersion
+from corolla.wire.adapter_version import AdapterVersion, still_registered
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class PlacementWatch:
         self._control = control
         self._placement: pb.Placement | None = None
         self._complete: pb.Placement | None = None
+        self._adapters: Sequence[pb.RegisteredAdapter] = ()
         self._incomplete_since_s = 0.0
         self._next_look_s = 0.0
         self._published = asyncio.Event()
@@ -55,10 +56,6 @@ class PlacementWatch:
         listed = {each.server.address for each in self._placement.servers}
         unlisted = [each for each in self._complete.servers if each.server.address not in listed]
         return [*self._placement.servers, *unlisted]
-
-    @property
-    def _adapters(self) -> Sequence[pb.RegisteredAdapter]:
-        return () if self._placement is None else self._placement.adapters
 
     def adapters_for(self, tenant: str) -> list[str]:
         """The names of those that a tenant may use."""
@@ -130,6 +127,7 @@ class PlacementWatch:
     def _take(self, placement: pb.Placement) -> None:
         was_complete = self._placement is self._complete
         self._placement = placement
+        self._adapters = still_registered(self._adapters, placement.adapters, placement.removed_adapters)
         if placement.HasField("cheapest_chain"):
             self._complete = placement
         elif was_complete:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -239,6 +239,15 @@ class Registry:
         )  # fmt: skip
         if reply != 1:
             raise InvalidRequest("adapter", f"would be one too many: a model has at most {MOST_ADAPTERS}")
+
+    async def restore_adapters(self, model: str, adapters: Iterable[pb.RegisteredAdapter]) -> None:
+        """Registers again what the store has lost with its memory, unless it knows another under the name, or that
+        somebody took it out."""
+        for adapter in adapters:
+            version = adapter.version
+            await self._store.call(
+                "restore_adapter", model, version.name, version.digest, adapter.SerializeToString(deterministic=True)
+            )
 
     async def remove_adapter(self, model: str, name: str) -> None:
         """Takes an adapter out. Raises AdapterNotFound: there is none."""

@@ -2,14 +2,16 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Final
 
 from corolla.chassis.errors import CorollaError, QueueFull, ServiceStopping
 from corolla.chassis.tasks import TaskGroup
 from corolla.router.registry import Registry
+from corolla.router.roster import Roster
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.adapter_version import still_registered
 
 # In which the servers of a store that has lost its memory have registered again, or are gone.
 _LOST_MEMORY_S: Final = 5.0
@@ -26,6 +28,7 @@ class _Feed:
     def __init__(self) -> None:
         self.num_watchers = 0
         self.placement: pb.Placement | None = None
+        self.adapters: Sequence[pb.RegisteredAdapter] = ()
         self.task: asyncio.Task[None] | None = None
         self.is_closed = False
         self._published = asyncio.Event()
@@ -111,7 +114,7 @@ class PlacementWatches:
         older_since = math.inf
         while True:
             try:
-                roster = await self._registry.snapshot(model)
+                roster = await self._restored(feed, await self._registry.snapshot(model))
                 self._last.pop(model, None)
                 before = feed.placement
                 # A lower version is a store that has lost its memory, not a cluster that has lost its servers: they
@@ -132,6 +135,15 @@ class PlacementWatches:
                 if feed.placement is None and model in self._last:
                     feed.publish(self._last[model])
                 await asyncio.sleep(self._relist_interval_s)
+
+    async def _restored(self, feed: _Feed, roster: Roster) -> Roster:
+        """The roster with the adapters that the store has lost with its memory: they are registered again."""
+        feed.adapters = still_registered(feed.adapters, roster.adapters, roster.removed_adapters)
+        lost = feed.adapters[len(roster.adapters) :]
+        if not lost or not roster.is_known:
+            return roster
+        await self._registry.restore_adapters(roster.model, lost)
+        return await self._registry.snapshot(roster.model)
 
 
 def _is_unknown(feed: _Feed) -> bool:

@@ -1,10 +1,11 @@
 """Which adapter a session is computed with."""
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
-from corolla.v1 import common_pb2
+from corolla.v1 import common_pb2, router_pb2
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -35,3 +36,15 @@ class AdapterVersion:
     def to_message(self) -> common_pb2.AdapterVersion:
         """For the wire."""
         return common_pb2.AdapterVersion(name=self.name, digest=self.digest)
+
+
+def still_registered(
+    before: Iterable[router_pb2.RegisteredAdapter],
+    now: Sequence[router_pb2.RegisteredAdapter],
+    removed: Iterable[common_pb2.AdapterVersion],
+) -> list[router_pb2.RegisteredAdapter]:
+    """What is registered `now`, then what was `before` and nobody took out: a store lost that with its memory."""
+    names = {each.version.name for each in now}
+    gone = {AdapterVersion.of(each) for each in removed}
+    lost = [each for each in before if each.version.name not in names and AdapterVersion.of(each.version) not in gone]
+    return [*now, *lost]

@@ -20,6 +20,7 @@ from corolla.chassis.settings import load
 from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
+from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.integration import waiting
 from tests.integration.router.conftest import FAST, BlockServer, Router, StartRouter, refusal, spans
@@ -181,6 +182,31 @@ async def test_after_redis_has_lost_everything_servers_register_again(
             if after.uncovered:
                 after = await until(pushed, lambda placement: not placement.uncovered)
             assert spans(after.cheapest_chain) == ["0:30"]
+        finally:
+            again.stop()
+
+
+async def test_what_redis_has_lost_of_adapters_is_registered_again(
+    start_router: StartRouter, own_redis: EmbeddedRedis, tmp_path: Path, model: str
+) -> None:
+    router = await start_router(redis_url=own_redis.url)
+    server = BlockServer(router, model, capacity_blocks=30)
+    await server.join()
+
+    def adapter(name: str) -> pb.RegisteredAdapter:
+        version = common_pb2.AdapterVersion(name=name, digest="0" * 64)
+        return pb.RegisteredAdapter(version=version, source="/adapters", tenants=["acme"])
+
+    for name in ("legal", "tone"):
+        await router.stub.AddAdapter(pb.AddAdapterRequest(model=model, adapter=adapter(name)))
+    await router.stub.RemoveAdapter(pb.RemoveAdapterRequest(model=model, name="tone"))
+    async with watching(router, model) as pushed, server.beating():
+        before = await until(pushed, lambda placement: len(placement.adapters) == 1)
+        own_redis.stop()
+        again = EmbeddedRedis.start(tmp_path, own_redis.port)
+        try:
+            after = await until(pushed, lambda placement: placement.version > before.version and placement.adapters)
+            assert list(after.adapters) == [adapter("legal")]
         finally:
             again.stop()
 

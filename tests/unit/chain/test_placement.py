@@ -139,3 +139,15 @@ async def test_a_server_that_drains_or_is_listed_no_longer_has_left(router: Rout
     assert not routes.is_leaving_or_gone("b1")
     routes.exclude_leaving("b1")
     assert routes.is_leaving_or_gone("b1")
+
+
+@watched
+async def test_adapters_that_a_store_has_lost_are_known_until_they_are_taken_out(
+    router: Router, watch: PlacementWatch
+) -> None:
+    version = common_pb2.AdapterVersion(name="legal", digest="0" * 64)
+    await router.push(pb.Placement(adapters=[pb.RegisteredAdapter(version=version)]))
+    await router.push(pb.Placement())
+    assert (await watch.adapter("legal", "acme")).digest == version.digest
+    await router.push(pb.Placement(removed_adapters=[version]))
+    assert watch.adapters_for("acme") == []
