@@ -4,7 +4,6 @@ A place is one or several linear layers that read the same input: their products
 a batch has an adapter, nothing here is called.
 """
 
-import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ PlaceKey = tuple[int, Place]
 """A layer's index within the span, and a place of it."""
 
 _MAX_GROUPED_TOKENS: Final = 64
-"""Of longer batches each adapter's rows are multiplied for themselves: they are few, and long."""
+"""Of longer batches each adapter's tokens are multiplied for themselves, wherever they lie."""
 _MAX_SPARE: Final = 2
 """So many times the adapters, or the tokens, that a batch has may be multiplied with it: the rest is for nothing."""
 
@@ -232,21 +231,21 @@ class AdapterBatch:
     def __init__(
         self, rows: Sequence[tuple[SpanAdapter | None, int]], stacks: AdapterStacks, device: torch.device
     ) -> None:
-        # Adjacent rows of one adapter are one segment.
-        self._segments: list[tuple[SpanAdapter, int, int]] = []
         tokens: dict[SpanAdapter, list[int]] = {}
         end = 0
-        for adapter, group in itertools.groupby(rows, key=lambda row: row[0]):
-            start, end = end, end + sum(num_tokens for _, num_tokens in group)
+        for adapter, num_tokens in rows:
+            start, end = end, end + num_tokens
             if adapter is not None:
-                self._segments.append((adapter, start, end))
                 tokens.setdefault(adapter, []).extend(range(start, end))
         self.num_tokens = end
+        self._parts: list[tuple[SpanAdapter, slice | Tensor]] = []
         self._stack: _Stack | None = None
         num_multiplied = len(tokens) * max(map(len, tokens.values()))
         if end <= _MAX_GROUPED_TOKENS and num_multiplied <= _MAX_SPARE * end:
             self._stack = stacks.of([*tokens])
             self._groups = _Groups.of([tokens.get(each, ()) for each in self._stack.adapters], end, device)
+        else:
+            self._parts = [(each, _part_of(own, device)) for each, own in tokens.items()]
 
     def add(self, layer: int, place: Place, rows: Tensor, output: Tensor) -> None:
         """Adds what the rows' adapters change at a place.
@@ -261,6 +260,18 @@ class AdapterBatch:
             if products is not None:
                 products.add(rows, output, self._groups)
             return
-        for adapter, start, end in self._segments:
-            if (layer, place) in adapter.places:
-                adapter.places[layer, place].add(rows[start:end], output[start:end])
+        for adapter, part in self._parts:
+            products = adapter.places.get((layer, place))
+            if products is None:
+                continue
+            # Of a slice these are views, and of an index copies.
+            own = output[part]
+            products.add(rows[part], own)
+            if isinstance(part, Tensor):
+                output.index_copy_(0, part, own)
+
+
+def _part_of(tokens: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Some tokens of a batch, in their order: where they lie together, none is copied."""
+    first, last = tokens[0], tokens[-1]
+    return slice(first, last + 1) if last - first < len(tokens) else torch.tensor(tokens, device=device)

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, LowRank, PlaceKey, SpanAdapter
 
@@ -55,3 +56,19 @@ def test_any_batch_equals_its_rows_alone(seed: int) -> None:
                     expected[:, each.first_column : each.first_column + each.up.shape[1]] += change
             torch.testing.assert_close(output[start:end], expected)
             start = end
+
+
+def test_long_batches_cost_what_their_adapters_do_and_not_their_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, num_in, widths = PLACES[0]
+    one, other = (SpanAdapter({key: [LowRank(torch.randn(2, num_in), torch.randn(2, widths[0]), 0)]}) for _ in range(2))
+    multiplied: list[Tensor] = []
+    multiply = torch.bmm
+
+    def counted(rows: Tensor, factors: Tensor) -> Tensor:
+        multiplied.append(rows)
+        return multiply(rows, factors)
+
+    monkeypatch.setattr(torch, "bmm", counted)
+    batch = AdapterBatch([(one, 2), (None, 1), (other, 2)] * 20, AdapterStacks(), torch.device("cpu"))
+    batch.add(*key, torch.randn(100, num_in), torch.randn(100, sum(widths)))
+    assert sum(rows.shape[-1] == num_in for rows in multiplied) == 2
