@@ -24,6 +24,7 @@ from tests.integration.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 KEY = "a-simple-key-of-bob"
+ANNS_KEY = "a-simple-key-of-ann"
 OTHER_MODEL = NewKey("acme", models=["another"])
 PLACEMENT = "/v1/placement"
 PROMPT = [5, 6, 7]
@@ -145,6 +146,27 @@ async def test_as_many_watch_as_may_and_leave_nothing(swarm: Swarm) -> None:
 
         await until(is_free)
         await anext(placements(http))
+
+
+async def test_a_tenant_that_is_not_alone_any_more_has_its_part(swarm: Swarm, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"bob:{KEY}\n")
+    service = await swarm.add_client(http_max_watchers=4, api_keys_file=keys)
+    async with caller(service) as http, caller(service, ANNS_KEY) as other:
+        watching = [placements(http) for _ in range(2)]
+        for each in watching:
+            await anext(each)
+        keys.write_text(f"bob:{KEY}\nann:{ANNS_KEY}\n")
+
+        async def is_known() -> bool:
+            return (await other.get("/v1/models")).status_code == 200
+
+        await until(is_known)
+        async with http.stream("GET", PLACEMENT) as refused:
+            assert refused.status_code == 429
+        await anext(placements(other))
+        for each in watching:
+            await each.aclose()
 
 
 async def test_a_service_that_stops_does_not_wait_for_who_watches(swarm: Swarm) -> None:

@@ -285,8 +285,11 @@ class ClientService:
         self, server: HttpServer, servicer: GenerationServicer, model: str, describe: Callable[[], PlacementFacts]
     ) -> None:
         max_watchers = self.settings.http_max_watchers
-        # A tenant that is alone at the moment has no right to the whole, where others may come.
-        max_of_tenant = -(-max_watchers // 4) if self._tenants.are_several else max_watchers
+
+        def max_of_tenant() -> int:
+            # A tenant that is alone at the moment has no right to the whole, where others may come.
+            return -(-max_watchers // 4) if self._tenants.are_several else max_watchers
+
         watched = PlacementStream(describe, max_watchers=max_watchers, max_of_tenant=max_of_tenant)
         self._placement_stream = watched
         await server.start(self._http_app(Surface(servicer, model, lambda: self._rpc.is_serving, watched)))

@@ -95,7 +95,7 @@ class Described:
 
 async def test_all_who_watch_share_what_is_made_at_most_once_an_interval() -> None:
     described = Described()
-    stream = PlacementStream(described, max_watchers=4, max_of_tenant=4)
+    stream = PlacementStream(described, max_watchers=4, max_of_tenant=lambda: 4)
 
     async def watch() -> list[int]:
         numbers = []
@@ -114,7 +114,7 @@ async def test_all_who_watch_share_what_is_made_at_most_once_an_interval() -> No
 
 
 async def test_a_tenant_does_not_take_all_places() -> None:
-    stream = PlacementStream(Described(), max_watchers=3, max_of_tenant=2)
+    stream = PlacementStream(Described(), max_watchers=3, max_of_tenant=lambda: 2)
     loud, quiet = KeyHolder("loud"), KeyHolder("quiet")
     watching = [stream.watch(each) for each in (loud, loud, quiet)]
     for number in (0, 1):
@@ -134,7 +134,7 @@ async def test_a_tenant_does_not_take_all_places() -> None:
 
 async def test_streams_end_with_the_service_and_with_the_key() -> None:
     is_good = True
-    stream = PlacementStream(Described(), max_watchers=3, max_of_tenant=3)
+    stream = PlacementStream(Described(), max_watchers=3, max_of_tenant=lambda: 3)
     revoked = stream.watch(KeyHolder("acme", is_good=lambda: is_good))
     ended = stream.watch(KeyHolder("acme"))
     await anext(revoked)

@@ -22,10 +22,12 @@ class PlacementStream:
     Args:
         describe: the placement now.
         max_watchers: at a time.
-        max_of_tenant: of them, of one tenant.
+        max_of_tenant: of them, of one tenant; asked whenever somebody comes.
     """
 
-    def __init__(self, describe: Callable[[], PlacementFacts], *, max_watchers: int, max_of_tenant: int) -> None:
+    def __init__(
+        self, describe: Callable[[], PlacementFacts], *, max_watchers: int, max_of_tenant: Callable[[], int]
+    ) -> None:
         self._describe = describe
         self._max_watchers = max_watchers
         self._max_of_tenant = max_of_tenant
@@ -50,7 +52,7 @@ class PlacementStream:
             ServiceStopping: the service stops already.
             Unauthenticated: the caller's key is good no more.
         """
-        if self.num_watchers >= self._max_watchers or self._watchers[caller.tenant] >= self._max_of_tenant:
+        if self.num_watchers >= self._max_watchers or self._watchers[caller.tenant] >= self._max_of_tenant():
             raise QueueFull("as many watch the placement as may; try again", retry_after_s=_RETRY_S)
         if self._closed.is_set():
             raise ServiceStopping("the service stops; watch another one")
