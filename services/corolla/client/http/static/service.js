@@ -34,7 +34,7 @@ export class Service {
   /** Called when the service asks for a key; with whether it did not take the one that it was shown. */
   onKeyWanted = (isRefused) => {};
 
-  /** The key for all calls from now on. It stays in this tab. */
+  /** The key for all calls from now on. It stays in the storage of this tab. */
   set key(key) {
     this.#key = key;
     sessionStorage.setItem(KEY, key);
