@@ -186,8 +186,7 @@ class ClientService:
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
-        min_shares = 2 if self._tenants.are_several else 1
-        bounds = settings.max_waiting_requests, settings.max_held_request_bytes, min_shares
+        bounds = settings.max_waiting_requests, settings.max_held_request_bytes, self._min_shares
         admission = Admission(settings.max_running_requests, *bounds, self._quotas.guaranteed_sequences)
         # One after the other: threads that look up tokens take time from the one that serves answers.
         tokenizations = Admission(1, *bounds)
@@ -303,6 +302,10 @@ class ClientService:
         pages = None if asks_for_keys else OwnPages(settings.host)
         door = Door(self._tenants.authenticate, self._http_metrics, limits, pages)
         return router(door, surface, has_page=settings.http_page)
+
+    def _min_shares(self) -> int:
+        """A tenant that is alone at the moment has no right to the whole, where others may come."""
+        return 2 if self._tenants.are_several else 1
 
     def _on_recovery(self, report: RecoveryReport) -> None:
         self._metrics.count_recovery(report)

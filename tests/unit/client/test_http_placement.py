@@ -152,7 +152,7 @@ def test_where_nothing_changes_a_comment_says_that_the_service_is_there() -> Non
     still = PlacementFacts(model="tiny", num_blocks=1, uncovered=[], servers=[], recoveries=[])
 
     async def watch() -> tuple[list[bytes], float]:
-        stream = PlacementStream(lambda: still, max_watchers=1, max_of_tenant=1)
+        stream = PlacementStream(lambda: still, max_watchers=1, max_of_tenant=lambda: 1)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         async with aclosing(stream.watch(KeyHolder("acme"))) as events:

@@ -99,7 +99,7 @@ class Admission:
         max_running: int,
         max_waiting: int,
         max_bytes: int,
-        min_shares: int = 1,
+        min_shares: Callable[[], int] = lambda: 1,
         guarantees: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._line: WaitingLine[asyncio.Future[None]] = WaitingLine(

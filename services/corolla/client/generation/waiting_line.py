@@ -31,7 +31,7 @@ class WaitingLine(Generic[Ticket]):
     Args:
         max_running: places.
         max_bytes: what all tickets hold, those that run and those that wait.
-        min_shares: in how many shares the whole is divided at least, however few tenants are there at the moment.
+        min_shares: in how many shares the whole is divided at least, as it is now, however few tenants are there.
         guarantees: places by tenant as they are now, fewer than there are places in all.
     """
 
@@ -40,7 +40,7 @@ class WaitingLine(Generic[Ticket]):
         max_running: int,
         max_waiting: int,
         max_bytes: int,
-        min_shares: int = 1,
+        min_shares: Callable[[], int] = lambda: 1,
         guarantees: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._max_running = max_running
@@ -48,7 +48,6 @@ class WaitingLine(Generic[Ticket]):
         self._max_bytes = max_bytes
         self._min_shares = min_shares
         self._guarantees = guarantees
-        self._small_part = max_running // _PARTS if min_shares > 1 else 0
         self._running: dict[Ticket, str] = {}
         # By tenant, in order of arrival; no tenant without tickets.
         self._waiting: dict[str, list[Ticket]] = {}
@@ -126,15 +125,15 @@ class WaitingLine(Generic[Ticket]):
         """That a tenant can come to."""
         guarantees = self._guarantees()
         others = sum(places for each, places in guarantees.items() if each != tenant)
-        return max(1, guarantees.get(tenant, 0), self._max_running - others - self._small_part)
+        return max(1, guarantees.get(tenant, 0), self._max_running - others - self._small_part())
 
     def _may_run(self, tenant: str, num_more: int) -> bool:
         num_free = self._max_running - self.num_taken_places - num_more
         if self._is_guaranteed(tenant, num_more):
             return num_free >= 0
         num_kept = sum(max(0, n - self._held[each]) for each, n in self._guarantees().items() if each != tenant)
-        if self._held[tenant] + num_more > self._small_part:
-            num_kept += self._small_part
+        if self._held[tenant] + num_more > self._small_part():
+            num_kept += self._small_part()
         return num_free >= num_kept
 
     def leave(self, ticket: Ticket) -> None:
@@ -194,12 +193,16 @@ class WaitingLine(Generic[Ticket]):
         running = [each for each, owner in self._running.items() if owner == tenant]
         waiting = self._waiting.get(tenant, [])
         num_places = self._held[tenant] + len(waiting)
-        num_shares = max(self._min_shares, len({newcomer, *self._waiting, *self._running.values()}))
+        num_shares = max(self._min_shares(), len({newcomer, *self._waiting, *self._running.values()}))
         fair_places = -(-(self._max_running + self._max_waiting) // num_shares)
         fair_bytes = self._max_bytes / num_shares
         if num_places > fair_places or sum(self._sizes[each] for each in (*running, *waiting)) > fair_bytes:
             return ShareExceeded("the service is full, and this caller has more than its share of it")
         return QueueFull("the service has as many requests as it takes, running and waiting")
+
+    def _small_part(self) -> int:
+        """Places for tenants that have no more than that."""
+        return self._max_running // _PARTS if self._min_shares() > 1 else 0
 
     def _share(self, tickets: Sequence[Ticket], num_more: int = 0, num_more_bytes: int = 0) -> float:
         num_bytes = sum(self._sizes[ticket] for ticket in tickets) + num_more_bytes

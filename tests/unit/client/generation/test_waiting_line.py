@@ -162,7 +162,7 @@ def test_a_tenant_that_runs_many_sequences_comes_after_one_that_runs_few() -> No
 
 
 def test_a_guaranteed_place_is_there_however_many_others_come() -> None:
-    line: WaitingLine[str] = WaitingLine(8, 2, 100, 2, lambda: {"quiet": 2})
+    line: WaitingLine[str] = WaitingLine(8, 2, 100, lambda: 2, lambda: {"quiet": 2})
     for number in range(4):
         line.enter("noisy", f"n{number}", 25, 3)
         line.admit()
@@ -181,7 +181,7 @@ def test_a_guaranteed_place_is_there_however_many_others_come() -> None:
 
 def test_who_is_guaranteed_a_place_goes_before_who_runs_less() -> None:
     guarantees: dict[str, int] = {}
-    line: WaitingLine[str] = WaitingLine(4, 10, 100, 1, lambda: guarantees)
+    line: WaitingLine[str] = WaitingLine(4, 10, 100, lambda: 1, lambda: guarantees)
     for ticket in ("q0", "q1", "n0", "n1", "o0", "q2"):
         line.enter(ticket[0], ticket, 1)
         line.admit()
@@ -193,14 +193,19 @@ def test_who_is_guaranteed_a_place_goes_before_who_runs_less() -> None:
 
 
 def test_no_tenant_has_all_places_where_there_are_several() -> None:
-    for min_shares, most in ((1, 64), (2, 60)):
-        line: WaitingLine[str] = WaitingLine(64, 100, 1000, min_shares)
-        for number in range(70):
-            line.enter("noisy", f"n{number}", 1)
-            line.admit()
-        assert line.num_taken_places == most
-        line.enter("quiet", "q0", 1, 4)
-        assert line.admit() == (["q0"] if min_shares == 2 else [])
+    min_shares = 1
+    line: WaitingLine[str] = WaitingLine(64, 100, 1000, lambda: min_shares)
+    for number in range(70):
+        line.enter("noisy", f"n{number}", 1)
+        line.admit()
+    assert line.num_taken_places == 64
+    line.enter("quiet", "q0", 1, 4)
+    assert line.admit() == []
+    # Another tenant gets a key.
+    min_shares = 2
+    for number in range(4):
+        line.leave(f"n{number}")
+    assert (line.admit(), line.num_taken_places) == (["q0"], 64)
 
 
 def test_few_large_requests_make_room_for_small_ones_of_others() -> None:
@@ -222,7 +227,7 @@ def refused(line: WaitingLine[str], tenant: str, num_bytes: int = 1) -> type[Que
 
 def filled(tenants: str, min_shares: int) -> WaitingLine[str]:
     """Four run and four wait, one letter each for whose they are."""
-    line: WaitingLine[str] = WaitingLine(4, 4, 1000, min_shares)
+    line: WaitingLine[str] = WaitingLine(4, 4, 1000, lambda: min_shares)
     for number, tenant in enumerate(tenants):
         line.enter(tenant, f"{tenant}{number}", 1)
         line.admit()
