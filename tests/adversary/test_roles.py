@@ -184,3 +184,39 @@ async def test_no_block_server_speaks_as_a_client_and_no_client_as_a_block_serve
 async def test_the_swarm_answers_all_the_while(swarm: Swarm) -> None:
     async with swarm.connect() as client:
         assert len((await client.generate([1, 2, 3], max_tokens=4)).token_ids) == 4
+
+
+async def test_who_asks_for_a_placement_learns_of_adapters_what_is_for_them(swarm: Swarm) -> None:
+    def adapter(name: str, *tenants: str) -> router_pb2.RegisteredAdapter:
+        version = common_pb2.AdapterVersion(name=name, digest="0" * 64)
+        return router_pb2.RegisteredAdapter(version=version, source="/files", revision="main", tenants=tenants)
+
+    async def seen(role: Role, name: str = "rogue") -> router_pb2.Placement:
+        async with network_of(swarm, role, name).open_channel(swarm.router_address) as channel:
+            stub = RouterServiceStub(channel)
+            placement = await stub.GetPlacement(router_pb2.GetPlacementRequest(model="tiny"))
+            if role in (Role.CLIENT, Role.LIBRARY):
+                async for pushed in stub.WatchPlacement(router_pb2.WatchPlacementRequest(model="tiny")):
+                    assert pushed.adapters == placement.adapters
+                    assert pushed.removed_adapters == placement.removed_adapters
+                    break
+            return placement
+
+    registered = [adapter("all"), adapter("one", "acme"), adapter("two", "acme", "other")]
+    async with network_of(swarm, Role.OPERATOR).open_channel(swarm.router_address) as channel:
+        stub = RouterServiceStub(channel)
+        for each in (*registered, adapter("gone", "acme")):
+            await stub.AddAdapter(router_pb2.AddAdapterRequest(model="tiny", adapter=each))
+        await stub.RemoveAdapter(router_pb2.RemoveAdapterRequest(model="tiny", name="gone"))
+    for role in (Role.OPERATOR, Role.BLOCK):
+        assert list((await seen(role)).adapters) == registered
+    client = await seen(Role.CLIENT)
+    assert [(each.version.name, each.source, each.revision, list(each.tenants)) for each in client.adapters] == [
+        ("all", "", "", []), ("one", "", "", ["acme"]), ("two", "", "", ["acme", "other"]),
+    ]  # fmt: skip
+    assert [each.name for each in client.removed_adapters] == ["gone"]
+    for tenant, names in (("acme", ["all", "one", "two"]), ("other", ["all", "two"]), ("mallory", ["all"])):
+        library = await seen(Role.LIBRARY, tenant)
+        assert [each.version.name for each in library.adapters] == names
+        assert not library.removed_adapters
+        assert not any(each.source or each.revision or each.tenants for each in library.adapters)

@@ -20,6 +20,7 @@ from corolla.block_server.runner import BatchOutput, RowWork
 from corolla.block_server.service import BlockServer
 from corolla.chassis import errors
 from corolla.cli.app import main
+from corolla.client.api.keys import NewKey
 from corolla.models.adapters.file import digest_of
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import common_pb2, router_pb2, router_pb2_grpc
@@ -163,6 +164,27 @@ async def test_a_session_keeps_its_adapter(swarm: Swarm, llama: Stand) -> None:
             await session.generate(PROMPT, adapter="one", max_tokens=2)
 
 
+async def test_a_key_for_a_model_with_one_adapter_uses_its_sessions(swarm: Swarm, tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys"
+    one, two = NewKey("acme", models=["tiny:one"]), NewKey("acme", models=["tiny:two"])
+    keys_file.write_text(f"{one.record.line}\n{two.record.line}\n")
+    address = f"127.0.0.1:{(await swarm.add_client(api_keys_file=keys_file)).port}"
+    async with AsyncClient(address, api_key=one.key) as client, AsyncClient(address, api_key=two.key) as other:
+        session = client.session(adapter="one")
+        await session.generate(PROMPT, max_tokens=2)
+        assert (await session.info()).adapter == "one"
+        for refused in (other.get_session, other.delete_session):
+            with pytest.raises(errors.ScopeDenied):
+                await refused(await session.open())
+        assert (await client.tokenize("the thin man", model="tiny:one")).token_ids
+        with pytest.raises(errors.ScopeDenied):
+            await client.tokenize("the thin man")
+        await session.delete()
+        with pytest.raises(errors.ScopeDenied):
+            await client.get_session("0" * 32)
+    await swarm.until_empty()
+
+
 class SlowRunner:
     """One that takes a while for each step, and waits where it is told to."""
 
@@ -298,6 +320,19 @@ async def test_a_folder_outside_of_the_root_is_refused(llama: Stand, tmp_path: P
             await register(swarm, name, folder, digest=digest_of(outside))
             with pytest.raises(errors.AdapterNotLoaded, match="outside of"):
                 await answer(client, name)
+
+
+async def test_a_folder_that_servers_see_elsewhere_is_registered_as_they_see_it(
+    llama: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = shutil.copytree(llama.folders["one"], tmp_path / "here")
+    root = {"adapters_dir": llama.folders["one"].parent}
+    async with Swarm(tmp_path, llama.checkpoint, ["0:5"], server=root) as swarm, swarm.connect() as client:
+        monkeypatch.setenv("COROLLA_ROUTER", swarm.router_address)
+        assert await asyncio.to_thread(main, ["adapters", "add", "one", str(here), "--source-as", "one"]) == 0
+        assert await answer(client, "one") == llama.expected("one")
+        both = ["adapters", "add", "two", "org/two", "--revision", "main", "--source-as", "two"]
+        assert await asyncio.to_thread(main, both) == 2
 
 
 async def test_servers_without_memory_for_adapters_answer_none(llama: Stand, tmp_path: Path) -> None:

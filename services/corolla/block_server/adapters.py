@@ -8,6 +8,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -46,11 +47,13 @@ class LoadedAdapter:
     """One that sessions can use.
 
     Attributes:
+        awaited_until_s: it was loaded for a session that opens soon, and is not unloaded for others before then.
         is_removed: it is registered no more, and no session goes on with it.
     """
 
     version: AdapterVersion
     products: SpanAdapter
+    awaited_until_s: float
     is_removed: bool = field(default=False)
 
     def check(self) -> None:
@@ -71,6 +74,7 @@ class Adapters:
         hub: how it is asked.
         registered: asks a router for what is registered. May raise CorollaError.
         in_use: those of sessions that may take steps.
+        between_iterations: runs what changes the stacks, while the thread that computes reads none.
         tasks: of this server.
         patience_s: of a session that waits for its adapter. Clients, and servers that leave, wait longer for an answer,
             and would take a server that loads for one that is lost.
@@ -87,6 +91,7 @@ class Adapters:
         hub: Hub,
         registered: Callable[[], Awaitable[object]],
         in_use: Callable[[], Collection[LoadedAdapter]],
+        between_iterations: Callable[[Callable[[], None]], None],
         tasks: TaskGroup,
         metrics: BlockServerMetrics,
         patience_s: float = 2.0,
@@ -100,6 +105,7 @@ class Adapters:
         self._hub = hub
         self._ask = registered
         self._in_use = in_use
+        self._between_iterations = between_iterations
         self._tasks = tasks
         self._metrics = metrics
         self._registered: dict[AdapterVersion, router_pb2.RegisteredAdapter] = {}
@@ -107,7 +113,7 @@ class Adapters:
         self._loaded: dict[AdapterVersion, LoadedAdapter] = {}
         self._loading: dict[AdapterVersion, asyncio.Future[CorollaError | None]] = {}
         # What could not be loaded, as it was registered then, why, and until when that stands.
-        self._failed: dict[AdapterVersion, tuple[router_pb2.RegisteredAdapter, AdapterNotLoaded, float]] = {}
+        self._failed: dict[AdapterVersion, tuple[router_pb2.RegisteredAdapter, CorollaError, float]] = {}
         self._fetches = asyncio.Semaphore(_MOST_FETCHES)
         self._turn = asyncio.Lock()
 
@@ -127,15 +133,16 @@ class Adapters:
         Raises:
             AdapterDenied: it is for other tenants.
             AdapterNotFound: it was taken out.
-            NoAdapterRoom: it is not loaded, or no more: others needed its memory.
+            QueueFull: it is not loaded, or no more: others needed its memory.
         """
         loaded = self._loaded.get(version)
         if loaded is None:
-            raise NoAdapterRoom("a block server has unloaded the adapter for others")
+            raise QueueFull("a block server has unloaded the adapter for others, and loads it again")
         loaded.check()
         self._check_tenant(version, tenant)
         self._model.take_adapters()
         self._loaded[version] = self._loaded.pop(version)
+        loaded.awaited_until_s = 0.0
         return loaded
 
     def has(self, version: AdapterVersion) -> bool:
@@ -150,7 +157,7 @@ class Adapters:
             AdapterDenied: it is for other tenants.
             AdapterNotLoaded: this server cannot have it.
             NoAdapterRoom: running sessions use what fills the memory.
-            QueueFull: it takes a while, and goes on.
+            QueueFull: it takes a while, and goes on; or whoever is needed for it does not answer now.
         """
         if version not in self._loaded:
             if version not in self._registered:
@@ -169,6 +176,8 @@ class Adapters:
             if failure is not None:
                 raise failure
         self._check_tenant(version, tenant)
+        if version in self._loaded:
+            self._loaded[version].awaited_until_s = self._awaited_until_s()
 
     def on_placement(self, placement: router_pb2.Placement) -> None:
         """What is registered now. Sessions with others end with their next step: those were taken out, or replaced."""
@@ -177,11 +186,14 @@ class Adapters:
         for version in self._loaded.keys() - self._registered.keys():
             self._unload(version, is_removed=True)
 
+    def _awaited_until_s(self) -> float:
+        return asyncio.get_running_loop().time() + self._patience_s
+
     async def _look(self, version: AdapterVersion) -> None:
         try:
             await self._ask()  # brings `on_placement` about
         except CorollaError:
-            raise AdapterNotLoaded("a block server cannot ask which adapters there are") from None
+            raise QueueFull("a block server cannot ask now which adapters there are") from None
         if version not in self._registered:
             raise AdapterNotFound("no such adapter is registered", version.name)
 
@@ -207,7 +219,7 @@ class Adapters:
         try:
             await self._load(version, registered)
             outcome = None
-        except AdapterNotLoaded as error:
+        except (AdapterNotLoaded, QueueFull) as error:
             self._failed[version] = registered, error, asyncio.get_running_loop().time() + _REMEMBERED_S
             outcome = error
         except CorollaError as error:
@@ -240,13 +252,15 @@ class Adapters:
         except (CheckpointError, HubUnavailable) as failure:
             # Its sentence is for operators: it names folders of this machine.
             log.error("adapter not fetched", extra={"adapter": version.name, "cause": failure.message})
+            if isinstance(failure, HubUnavailable):
+                raise QueueFull("a block server cannot fetch the adapter from the hub now") from None
             raise AdapterNotLoaded("a block server cannot fetch the adapter from the hub") from None
         except OSError as failure:
             log.error("adapter not loaded", extra={"adapter": version.name, "where": where(failure)})
             raise AdapterNotLoaded("a block server cannot read the adapter's files") from None
         if version not in self._registered:
             raise AdapterNotFound("the adapter was taken out", version.name)
-        self._loaded[version] = LoadedAdapter(version, products)
+        self._loaded[version] = LoadedAdapter(version, products, self._awaited_until_s())
         self._observe()
         seconds = asyncio.get_running_loop().time() - began_s
         self._metrics.adapter_load_seconds.observe(seconds)
@@ -262,8 +276,12 @@ class Adapters:
 
     def _make_room(self, num_bytes: int) -> None:
         """Unloads what no running session uses, least recently used first, as far as that is needed, and enough."""
-        used = set(self._in_use())
-        idle = [version for version, loaded in self._loaded.items() if loaded not in used]
+        used, now_s = set(self._in_use()), asyncio.get_running_loop().time()
+        idle = [
+            version
+            for version, loaded in self._loaded.items()
+            if loaded not in used and loaded.awaited_until_s <= now_s
+        ]
         num_missing = self.nbytes + num_bytes - self._max_bytes
         if num_missing > sum(self._loaded[version].products.nbytes for version in idle):
             raise NoAdapterRoom("a block server has no memory for the adapter: COROLLA_ADAPTERS_MIB bounds it")
@@ -276,7 +294,7 @@ class Adapters:
     def _unload(self, version: AdapterVersion, *, is_removed: bool = False) -> None:
         loaded = self._loaded.pop(version)
         loaded.is_removed = is_removed
-        self._stacks.forget(loaded.products)
+        self._between_iterations(partial(self._stacks.forget, loaded.products))
         self._observe()
         log.info("adapter unloaded", extra={"adapter": version.name, "removed": is_removed})
 

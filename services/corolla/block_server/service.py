@@ -249,7 +249,7 @@ class BlockServer:
             identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, receiver,
             self._tasks, shared, self._rpc_metrics.error, network.capabilities(fingerprint),
         )  # fmt: skip
-        servicer.adapters = self._make_adapters(runner, checkpoint, self._sessions, self._registration)
+        servicer.adapters = self._make_adapters(runner, checkpoint, engine, self._sessions, self._registration)
         sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
         self._drain = Drain(
             description, self._sessions, engine, self._peers, self._registration, sender, self._metrics, network.connect
@@ -344,7 +344,12 @@ class BlockServer:
         return sessions
 
     def _make_adapters(
-        self, runner: Runner, checkpoint: Checkpoint, sessions: SessionTable[SessionCache], registration: Registration
+        self,
+        runner: Runner,
+        checkpoint: Checkpoint,
+        engine: Engine,
+        sessions: SessionTable[SessionCache],
+        registration: Registration,
     ) -> Adapters | None:
         settings = self.settings
         if not settings.adapters_mib:
@@ -353,6 +358,7 @@ class BlockServer:
             runner.model, checkpoint.num_blocks, runner.stacks,
             max_bytes=settings.adapters_mib << 20, folder=settings.adapters_dir, hub=self._hub,
             registered=registration.placement, in_use=lambda: sessions.adapters_in_use,
+            between_iterations=partial(engine.between_iterations, max_released_pages=0),
             tasks=self._tasks, metrics=self._metrics,
         )  # fmt: skip
         registration.on_placement = adapters.on_placement

@@ -37,6 +37,7 @@ class PlacementWatch:
         self._adapters: Sequence[pb.RegisteredAdapter] = ()
         self._incomplete_since_s = 0.0
         self._next_look_s = 0.0
+        self._look: asyncio.Future[Sequence[pb.RegisteredAdapter]] | None = None
         self._published = asyncio.Event()
 
     @property
@@ -70,18 +71,31 @@ class PlacementWatch:
             AdapterNotFound: nothing is.
             AdapterDenied: it is for other tenants.
         """
-        found = _adapter(self._adapters, name)
-        now_s = asyncio.get_running_loop().time()
-        if found is None and now_s >= self._next_look_s:
-            # Whoever asks for many that do not exist costs a router no more.
-            self._next_look_s = now_s + _LOOK_INTERVAL_S
-            with contextlib.suppress(CorollaError):
-                found = _adapter((await self._control.get_placement()).adapters, name)
+        found = _adapter(self._adapters, name) or _adapter(await self._registered_now(), name)
         if found is None:
             raise AdapterNotFound("the model has no such adapter", name[:256])
         if not _is_for(found, tenant):
             raise AdapterDenied("this adapter is for other tenants")
         return AdapterVersion.of(found.version)
+
+    async def _registered_now(self) -> Sequence[pb.RegisteredAdapter]:
+        """As a router says from now on; all who come before it is asked wait for the same answer."""
+
+        async def look() -> Sequence[pb.RegisteredAdapter]:
+            now_s = asyncio.get_running_loop().time()
+            # Whoever asks for many that do not exist costs a router no more.
+            await asyncio.sleep(max(0.0, self._next_look_s - now_s))
+            self._next_look_s = asyncio.get_running_loop().time() + _LOOK_INTERVAL_S
+            with contextlib.suppress(CorollaError):
+                return (await self._control.get_placement()).adapters
+            return ()
+
+        if self._look is not None and not self._look.done():
+            # What it answers may be older than what the caller has registered.
+            await asyncio.shield(self._look)
+        if self._look is None or self._look.done():
+            self._look = asyncio.ensure_future(look())
+        return await asyncio.shield(self._look)
 
     def names(self, hop: common_pb2.Hop) -> bool:
         """Whether the server of a hop is there, at its address, as far as is known."""

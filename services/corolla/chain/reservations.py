@@ -21,6 +21,7 @@ from corolla.chassis.errors import (
     HopLeaving,
     HopUnavailable,
     InvalidRequest,
+    NoAdapterRoom,
     NoChain,
     OutOfPages,
     QueueFull,
@@ -173,22 +174,22 @@ class Attempts:
     """The attempts of one request: servers that were `too_full`, or `lost` since they did not answer or refused.
 
     `num_refused` counts the attempts that failed though every server answered. A server that was busy is none of them.
-    `not_loaded` says why a server could not have the session's adapter.
+    `without_adapter` says why a server could not have the session's adapter.
     """
 
     def __init__(self, patience_s: float) -> None:
         self.too_full: set[str] = set()
         self.lost = LostServers(patience_s)
         self.num_refused = 0
-        self.not_loaded: AdapterNotLoaded | None = None
+        self.without_adapter: CorollaError | None = None
 
     def record(self, failures: Sequence[tuple[common_pb2.Hop, BaseException]], now_s: float) -> None:
         """What hops answered in one attempt."""
         if not any(isinstance(failure, HopUnavailable | QueueFull) for _, failure in failures):
             self.num_refused += 1
         for hop, failure in failures:
-            if isinstance(failure, AdapterNotLoaded):
-                self.not_loaded = failure
+            if isinstance(failure, AdapterNotLoaded | NoAdapterRoom):
+                self.without_adapter = failure
             if isinstance(failure, OutOfPages):
                 self.too_full.add(hop.server_id)
             elif not isinstance(failure, QueueFull):
@@ -245,9 +246,9 @@ class Reservations:
                 chain = open_options.only_chain or await self._choose(
                     len(identities), open_options, attempts, give_up_s
                 )
-            except NoChain:
-                if attempts.not_loaded is not None:
-                    raise attempts.not_loaded from None
+            except (NoChain, OutOfPages):
+                if attempts.without_adapter is not None:
+                    raise attempts.without_adapter from None
                 raise
             if any(hop.server_id in attempts.lost for hop in chain.hops):
                 # An open may have come through whose answer did not: it is taken back on the new connection.

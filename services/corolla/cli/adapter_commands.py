@@ -30,8 +30,11 @@ def add(
     name: Name,
     source: Annotated[
         str,
-        typer.Argument(help="Folder that PEFT wrote, as block servers see it; with --revision, a hub id."),
+        typer.Argument(help="Folder that PEFT wrote; with --revision, a hub id."),
     ],
+    source_as: Annotated[
+        str, typer.Option(help="The folder as block servers see it, where that is not how it is seen here.")
+    ] = "",
     revision: Annotated[str, typer.Option(help="Branch, tag or commit on the hub; its commit is registered.")] = "",
     tenant: Annotated[
         list[str] | None, typer.Option(help="Only for this tenant; may be given several times. All if not given.")
@@ -45,10 +48,15 @@ def add(
     """Registers an adapter, or its name anew. Block servers load it once a session asks for it."""
     from corolla.v1 import common_pb2, router_pb2
 
+    if source_as and revision:
+        raise typer.BadParameter("is for folders, not for what is on the hub", param_hint="--source-as")
     if not digest:
         source, revision, digest = _read(source, revision)
     registered = router_pb2.RegisteredAdapter(
-        version=common_pb2.AdapterVersion(name=name, digest=digest), source=source, revision=revision, tenants=tenant
+        version=common_pb2.AdapterVersion(name=name, digest=digest),
+        source=source_as or source,
+        revision=revision,
+        tenants=tenant,
     )
     with _asking(router) as stub:
         request = router_pb2.AddAdapterRequest(model=_placement(stub, model).model, adapter=registered)

@@ -190,10 +190,17 @@ class Registry:
         roster, _ = await self.snapshot_for(model, "")
         return roster
 
-    async def snapshot_for(self, model: str, session_id: str) -> tuple[Roster, common_pb2.Chain | None]:
-        """The same, and in the same moment the chain that a session is pinned to."""
+    async def snapshot_with_adapters(self, model: str) -> Roster:
+        """The same, with the adapters: there may be many, and no chain depends on them."""
+        roster, _ = await self.snapshot_for(model, "", with_adapters=True)
+        return roster
+
+    async def snapshot_for(
+        self, model: str, session_id: str, *, with_adapters: bool = False
+    ) -> tuple[Roster, common_pb2.Chain | None]:
+        """The servers, and in the same moment the chain that a session is pinned to."""
         version, num_blocks, last_change, records, pinned, adapters, removed = await self._store.call(
-            "snapshot", model, session_id, self._lease_ms
+            "snapshot", model, session_id, self._lease_ms, int(with_adapters)
         )
         servers = [
             server

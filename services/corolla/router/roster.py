@@ -20,7 +20,10 @@ from corolla.wire.span import Span
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """`version` 0 and `num_blocks` 0: the store does not know the model. Servers are sorted by span, then id."""
+    """`version` 0 and `num_blocks` 0: the store does not know the model. Servers are sorted by span, then id.
+
+    Adapters are there where they were asked for.
+    """
 
     model: str
     version: int

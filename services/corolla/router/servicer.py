@@ -130,7 +130,9 @@ class RouterServicer:
     async def GetPlacement(self, request: pb.GetPlacementRequest, call: Call[Caller]) -> pb.Placement:
         validation.check_text("model", request.model, may_be_empty=True)
         model = request.model or await self._only_model()
-        placement = (await self._registry.snapshot(model)).placement() if model else pb.Placement()
+        if not model:
+            return pb.Placement()
+        placement = (await self._registry.snapshot_with_adapters(model)).placement()
         return shown_to(workload_of_call(call.context.auth_context()), placement)
 
     async def _only_model(self) -> str:

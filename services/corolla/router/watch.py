@@ -114,7 +114,7 @@ class PlacementWatches:
         older_since = math.inf
         while True:
             try:
-                roster = await self._restored(feed, await self._registry.snapshot(model))
+                roster = await self._restored(feed, await self._registry.snapshot_with_adapters(model))
                 self._last.pop(model, None)
                 before = feed.placement
                 # A lower version is a store that has lost its memory, not a cluster that has lost its servers: they
@@ -143,7 +143,7 @@ class PlacementWatches:
         if not lost or not roster.is_known:
             return roster
         await self._registry.restore_adapters(roster.model, lost)
-        return await self._registry.snapshot(roster.model)
+        return await self._registry.snapshot_with_adapters(roster.model)
 
 
 def _is_unknown(feed: _Feed) -> bool:

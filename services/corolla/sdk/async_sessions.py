@@ -35,12 +35,14 @@ class AsyncSession:
             return self._id
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
-        options["session"] = await self.open()
-        return await self._client.generate(prompt, **options)
+        return await self._client.generate(prompt, **await self._turn(options))
 
     async def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
-        options["session"] = await self.open()
-        return self._client.stream(prompt, **options)
+        return self._client.stream(prompt, **await self._turn(options))
+
+    async def _turn(self, options: GenerateOptions) -> GenerateOptions:
+        """Each turn names what the session was made with: a key may be for that alone."""
+        return {"model": self._model, "adapter": self._adapter, **options, "session": await self.open()}
 
     async def info(self) -> SessionInfo:
         return await self._client.get_session(await self.open())

@@ -38,12 +38,14 @@ class Session:
             return self._id
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
-        options["session"] = self.session_id
-        return self._client.generate(prompt, **options)
+        return self._client.generate(prompt, **self._turn(options))
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
-        options["session"] = self.session_id
-        return self._client.stream(prompt, **options)
+        return self._client.stream(prompt, **self._turn(options))
+
+    def _turn(self, options: GenerateOptions) -> GenerateOptions:
+        """Each turn names what the session was made with: a key may be for that alone."""
+        return {"model": self._model, "adapter": self._adapter, **options, "session": self.session_id}
 
     def info(self) -> SessionInfo:
         return self._client.get_session(self.session_id)

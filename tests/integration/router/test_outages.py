@@ -18,6 +18,7 @@ from corolla.local.redis_server import EmbeddedRedis
 from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
 from corolla.router.store import Store
+from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
 from tests.integration.router.test_registration import placement, plan
@@ -280,3 +281,17 @@ async def test_a_bug_is_not_reported_as_an_outage(redis_url: str, model: str, mo
     # The breaker has not opened.
     await registry.snapshot(model)
     await store.close()
+
+
+async def test_adapters_can_be_taken_out_while_redis_is_full(
+    start_router: StartRouter, own_redis: EmbeddedRedis, model: str
+) -> None:
+    router = await start_router(redis_url=own_redis.url)
+    await BlockServer(router, model, capacity_blocks=30).join()
+    adapter = pb.RegisteredAdapter(version=common_pb2.AdapterVersion(name="legal", digest="0" * 64), source="/adapters")
+    await router.stub.AddAdapter(pb.AddAdapterRequest(model=model, adapter=adapter))
+    async with full(own_redis):
+        await router.stub.RemoveAdapter(pb.RemoveAdapterRequest(model=model, name="legal"))
+    after = await router.stub.GetPlacement(pb.GetPlacementRequest(model=model))
+    assert not after.adapters
+    assert list(after.removed_adapters) == [adapter.version]

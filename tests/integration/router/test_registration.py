@@ -10,6 +10,7 @@ import pytest
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.chassis.metrics import new_registry
+from corolla.router import registry
 from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
@@ -344,3 +345,21 @@ async def test_a_session_keeps_its_chain_while_it_lives(router: Router, model: s
     answer = await plan(router, model, session_id=session_id)
     assert not answer.by_affinity
     assert answer.chain.hops[0].server_id != pinned.server_id
+
+
+async def test_chains_are_planned_without_a_look_at_adapters(
+    router: Router, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await BlockServer(router, model, capacity_blocks=30).join()
+    adapter = pb.RegisteredAdapter(version=common_pb2.AdapterVersion(name="legal", digest="0" * 64), source="/adapters")
+    await router.stub.AddAdapter(pb.AddAdapterRequest(model=model, adapter=adapter))
+    read: list[pb.RegisteredAdapter] = []
+
+    def check_adapter(each: pb.RegisteredAdapter) -> pb.RegisteredAdapter:
+        read.append(each)
+        return each
+
+    monkeypatch.setattr(registry, "check_adapter", check_adapter)
+    assert spans((await plan(router, model)).chain) == ["0:30"]
+    assert read == []
+    assert list((await placement(router, model)).adapters) == read == [adapter]

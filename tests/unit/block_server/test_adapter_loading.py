@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.chassis import errors
 from corolla.chassis.tasks import TaskGroup
 from corolla.models.adapters.file import digest_of
+from corolla.models.adapters.loading import adapter_bytes
 from corolla.models.adapters.products import AdapterStacks
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.hub import Hub
@@ -65,11 +66,14 @@ class Stand:
     placement: router_pb2.Placement = field(default_factory=router_pb2.Placement)
     failure: errors.CorollaError | None = None
     in_use: set[LoadedAdapter] = field(default_factory=set)
+    stacks: AdapterStacks = field(default_factory=AdapterStacks)
+    commands: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.subject = Adapters(
-            self.span, NUM_BLOCKS, AdapterStacks(), max_bytes=self.max_bytes, folder=None, hub=Hub(),
-            registered=self.ask, in_use=lambda: self.in_use, tasks=TaskGroup(),
+            self.span, NUM_BLOCKS, self.stacks, max_bytes=self.max_bytes, folder=None, hub=Hub(),
+            registered=self.ask, in_use=lambda: self.in_use,
+            between_iterations=self.commands.append, tasks=TaskGroup(),
             metrics=BlockServerMetrics(CollectorRegistry()), patience_s=self.patience_s,
         )  # fmt: skip
 
@@ -82,7 +86,7 @@ class Stand:
         """As one who asks again and again does."""
 
         async def is_loaded() -> bool:
-            with contextlib.suppress(errors.QueueFull):
+            with contextlib.suppress(errors.QueueFull, errors.NoAdapterRoom):
                 await self.subject.load(version, "acme")
             return self.subject.has(version)
 
@@ -184,3 +188,59 @@ async def test_a_lost_memory_of_the_store_takes_no_adapter_out(stand: Stand, fol
     stand.push(removed=new)
     with pytest.raises(errors.AdapterNotFound):
         await stand.subject.load(new, "acme")
+
+
+async def test_stacks_change_only_between_iterations(stand: Stand, folders: list[Path]) -> None:
+    versions = [version_of(folder, f"adapter{number}") for number, folder in enumerate(folders)]
+    known = [registered(version, folder) for version, folder in zip(versions, folders, strict=True)]
+    stand.push(*known)
+    for version in versions:
+        await stand.subject.load(version, "acme")
+    both = [stand.subject.take(version, "acme").products for version in versions]
+    stack = stand.stacks.of(both)
+    stand.push(known[1], removed=versions[0])
+    assert stand.stacks.of(both) is stack
+    (command,) = stand.commands
+    command()
+    assert stand.stacks.of(both) is not stack
+
+
+async def test_what_was_loaded_for_a_session_stays_until_it_opens(span: SpanModel, folders: list[Path]) -> None:
+    versions = [version_of(folder, f"adapter{number}") for number, folder in enumerate(folders)]
+    known = [registered(version, folder) for version, folder in zip(versions, folders, strict=True)]
+    stand = Stand(span, max_bytes=adapter_bytes(folders[0], span))
+    stand.push(*known)
+    await stand.subject.load(versions[0], "acme")
+    with pytest.raises(errors.NoAdapterRoom):
+        await stand.subject.load(versions[1], "acme")
+    stand.subject.take(versions[0], "acme")
+    await stand.subject.load(versions[1], "acme")
+    with pytest.raises(errors.QueueFull):
+        stand.subject.take(versions[0], "acme")
+
+
+async def test_what_was_loaded_for_a_session_that_never_opens_gives_way(span: SpanModel, folders: list[Path]) -> None:
+    versions = [version_of(folder, f"adapter{number}") for number, folder in enumerate(folders)]
+    stand = Stand(span, max_bytes=adapter_bytes(folders[0], span), patience_s=1.0)
+    stand.push(*(registered(version, folder) for version, folder in zip(versions, folders, strict=True)))
+    await stand.load_in_the_end(versions[0])
+    await stand.load_in_the_end(versions[1])
+
+
+async def test_a_router_or_hub_that_does_not_answer_is_no_fault_of_the_adapter(
+    stand: Stand, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = version_of(folders[0])
+    stand.failure = errors.RouterUnavailable("no router answers")
+    with pytest.raises(errors.QueueFull, match="which adapters there are"):
+        await stand.subject.load(version, "acme")
+
+    def fetch(*_: object) -> Path:
+        raise errors.HubUnavailable("the hub does not answer")
+
+    monkeypatch.setattr(adapters, "adapter_folder", fetch)
+    stand.push(registered(version, folders[0]))
+    for _ in range(2):
+        with pytest.raises(errors.QueueFull, match="hub"):
+            await stand.subject.load(version, "acme")
+        monkeypatch.setattr(adapters, "adapter_folder", None)

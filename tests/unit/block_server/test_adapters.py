@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from corolla.block_server.adapters import Adapters, LoadedAdapter
 from corolla.block_server.metrics import BlockServerMetrics
-from corolla.chassis.errors import AdapterDenied, AdapterNotFound, AdapterNotLoaded, NoAdapterRoom, RouterUnavailable
+from corolla.chassis.errors import AdapterDenied, AdapterNotFound, NoAdapterRoom, QueueFull, RouterUnavailable
 from corolla.chassis.tasks import TaskGroup
 from corolla.models.adapters.file import digest_of
 from corolla.models.adapters.products import AdapterStacks
@@ -59,6 +59,7 @@ class Stand:
         self.adapters = Adapters(
             model, 2, AdapterStacks(), max_bytes=sizes * num_fitting, folder=None, hub=Hub(offline=True),
             registered=self._ask, in_use=lambda: self.in_use, tasks=TaskGroup(),
+            between_iterations=lambda command: command(),
             metrics=BlockServerMetrics(CollectorRegistry()),
         )  # fmt: skip
 
@@ -98,7 +99,7 @@ async def test_the_least_recently_used_one_gives_way(model: SpanModel, folders: 
     await stand.load("one")
     await stand.load("three")
     assert stand.loaded == ["one", "three"]
-    with pytest.raises(NoAdapterRoom):
+    with pytest.raises(QueueFull):
         stand.adapters.take(stand.versions["two"], "acme")
 
 
@@ -155,7 +156,7 @@ async def test_what_is_loaded_needs_no_router(model: SpanModel, folders: dict[st
     await stand.load("one")
     await stand.load("two")  # it was registered when a router was asked last
     unknown = AdapterVersion("four", "0" * 64)
-    with pytest.raises(AdapterNotLoaded, match="cannot ask"):
+    with pytest.raises(QueueFull, match="cannot ask"):
         await stand.adapters.load(unknown, "acme")
     stand.is_away = False
     with pytest.raises(AdapterNotFound):

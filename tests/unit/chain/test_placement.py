@@ -8,6 +8,7 @@ from typing import Any, cast
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.routes import Routes
+from corolla.chassis.errors import AdapterNotFound
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.simulation.loop import VirtualLoop
@@ -25,6 +26,8 @@ class Router:
     def __init__(self) -> None:
         self.stub = self
         self.excluded: list[frozenset[str]] = []
+        self.registered: list[pb.RegisteredAdapter] = []
+        self.num_looks = 0
         self._pushed: asyncio.Queue[pb.Placement] = asyncio.Queue()
 
     async def push(self, placement: pb.Placement) -> None:
@@ -36,6 +39,13 @@ class Router:
     async def WatchPlacement(self, request: pb.WatchPlacementRequest) -> AsyncIterator[pb.Placement]:
         while True:
             yield await self._pushed.get()
+
+    async def get_placement(self) -> pb.Placement:
+        """Takes a while to answer, with what was registered when it was asked."""
+        self.num_looks += 1
+        placement = pb.Placement(adapters=self.registered)
+        await asyncio.sleep(0.2)
+        return placement
 
     async def plan_chain(self, *, excluded: frozenset[str], **asked: Any) -> pb.PlanChainResponse:
         self.excluded.append(excluded)
@@ -151,3 +161,18 @@ async def test_adapters_that_a_store_has_lost_are_known_until_they_are_taken_out
     assert (await watch.adapter("legal", "acme")).digest == version.digest
     await router.push(pb.Placement(removed_adapters=[version]))
     assert watch.adapters_for("acme") == []
+
+
+@watched
+async def test_an_adapter_that_was_just_registered_is_found_whoever_asked_before(
+    router: Router, watch: PlacementWatch
+) -> None:
+    unknown = asyncio.ensure_future(watch.adapter("nothing", "acme"))
+    await asyncio.sleep(0.1)
+    version = common_pb2.AdapterVersion(name="legal", digest="0" * 64)
+    router.registered.append(pb.RegisteredAdapter(version=version))
+    found = await asyncio.gather(*(watch.adapter("legal", "acme") for _ in range(20)))
+    assert {each.name for each in found} == {"legal"}
+    assert router.num_looks == 2
+    await asyncio.wait([unknown])
+    assert isinstance(unknown.exception(), AdapterNotFound)

@@ -8,7 +8,7 @@ import pytest
 from corolla.chain import reservations
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.reservations import ChainLimits, OpenOptions, Reservations
-from corolla.chassis.errors import QueueFull
+from corolla.chassis.errors import AdapterNotLoaded, CorollaError, NoAdapterRoom, NoChain, OutOfPages, QueueFull
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 
@@ -20,8 +20,9 @@ IDENTITY = SessionIdentity(bytes(16), 1, "tenant")
 class BusyPlane:
     """A hop that refuses the first sessions that it is to open."""
 
-    def __init__(self, num_refusals: int) -> None:
+    def __init__(self, num_refusals: int, refusal: CorollaError | None = None) -> None:
         self.num_refusals = num_refusals
+        self.refusal = refusal or QueueFull("too many sessions")
 
     async def connect(self, _address: str) -> pb.Welcome:
         return pb.Welcome(span=SPAN)
@@ -29,7 +30,7 @@ class BusyPlane:
     async def open(self, *_args: Any) -> tuple[pb.Opened, int]:
         if self.num_refusals:
             self.num_refusals -= 1
-            raise QueueFull("too many sessions")
+            raise self.refusal
         return pb.Opened(), 8
 
     def close_session(self, *_args: Any) -> None:
@@ -37,11 +38,12 @@ class BusyPlane:
 
 
 def reservations_on(plane: Any, patience_s: float) -> Reservations:
-    async def plan(*, excluded_ids: frozenset[str], **_options: Any) -> common_pb2.Chain:
-        assert not excluded_ids
+    async def plan(*, excluded_ids: frozenset[str], are_some_full: bool, **_options: Any) -> common_pb2.Chain:
+        if excluded_ids:
+            raise OutOfPages("too few pages") if are_some_full else NoChain("no server")
         return CHAIN
 
-    routes: Any = SimpleNamespace(plan=plan, on_open_refused=lambda *_args: None)
+    routes: Any = SimpleNamespace(plan=plan, on_open_refused=lambda *_args: None, is_settling=False)
     limits = ChainLimits(8, 8, step_timeout_s=60.0, lease_ms=60_000, recovery_patience_s=patience_s)
     return Reservations(routes, plane, limits)
 
@@ -54,3 +56,9 @@ async def test_a_hop_that_is_busy_is_asked_again_until_it_opens(monkeypatch: pyt
     assert (binding.chain, plane.num_refusals) == (CHAIN, 0)
     with pytest.raises(QueueFull):
         await reservations_on(BusyPlane(1000), 0.05).reserve([IDENTITY], options)
+
+
+@pytest.mark.parametrize("refusal", [NoAdapterRoom("no memory for it"), AdapterNotLoaded("not its bytes")])
+async def test_who_asks_for_an_adapter_learns_why_no_server_has_it(refusal: CorollaError) -> None:
+    with pytest.raises(type(refusal)):
+        await reservations_on(BusyPlane(1000, refusal), 30.0).reserve([IDENTITY], OpenOptions(8, transient=True))

@@ -14,7 +14,17 @@ def test_a_library_is_shown_its_tenants_adapters_without_their_folders() -> None
     placement = pb.Placement(adapters=[adapter("all"), adapter("ours", "acme", "beta"), adapter("theirs", "beta")])
     library = Workload.parse("spiffe://corolla/library/acme")
     shown = shown_to(library, placement)
-    assert [(each.version.name, [*each.tenants]) for each in shown.adapters] == [("all", []), ("ours", ["acme"])]
+    assert [(each.version.name, [*each.tenants]) for each in shown.adapters] == [("all", []), ("ours", [])]
     assert "secret" not in str(shown)
-    for caller in (None, Workload.parse("spiffe://corolla/client/1")):
+    for caller in (None, Workload.parse("spiffe://corolla/operator/1"), Workload.parse("spiffe://corolla/block/1")):
         assert shown_to(caller, placement) == placement
+
+
+def test_a_client_service_is_shown_all_of_them_without_their_folders() -> None:
+    placement = pb.Placement(adapters=[adapter("all"), adapter("ours", "acme", "beta")])
+    shown = shown_to(Workload.parse("spiffe://corolla/client/1"), placement)
+    assert [(each.version.name, [*each.tenants]) for each in shown.adapters] == [
+        ("all", []),
+        ("ours", ["acme", "beta"]),
+    ]
+    assert "secret" not in str(shown)

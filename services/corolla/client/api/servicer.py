@@ -12,7 +12,7 @@ from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.session import ChainSessions
-from corolla.chassis.errors import InvalidRequest, ModelNotFound
+from corolla.chassis.errors import InvalidRequest, ModelNotFound, ScopeDenied, SessionNotFound
 from corolla.chassis.handlers import Call
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import trace_parent
@@ -248,10 +248,11 @@ class GenerationServicer:
         return replies.session(record)
 
     async def GetSession(self, request: pb.GetSessionRequest, call: Call[KeyHolder]) -> pb.Session:
-        return replies.session(await self._transcripts.get(request.session_id, self._tenant(call, Scope.SESSIONS)))
+        tenant = await self._tenant_of_session(call, request.session_id)
+        return replies.session(await self._transcripts.get(request.session_id, tenant))
 
     async def DeleteSession(self, request: pb.DeleteSessionRequest, call: Call[KeyHolder]) -> pb.DeleteSessionResponse:
-        tenant = self._tenant(call, Scope.SESSIONS)
+        tenant = await self._tenant_of_session(call, request.session_id)
         # Shielded from a caller that leaves: the router says only once where the pages of the session are.
         await asyncio.shield(asyncio.ensure_future(self._delete(request.session_id, tenant)))
         return pb.DeleteSessionResponse()
@@ -264,8 +265,7 @@ class GenerationServicer:
     # --- the model ------------------------------------------------------------------------------------------------
 
     async def Tokenize(self, request: pb.TokenizeRequest, call: Call[KeyHolder]) -> pb.TokenizeResponse:
-        tenant = self._tenant(call, Scope.TOKENIZE)
-        self._names.adapter_of(request.model)
+        tenant = self._tenant(call, Scope.TOKENIZE, self._names.adapter_of(request.model))
         encode: Callable[[], Sequence[int]]
         match request.WhichOneof("input"):
             case "text":
@@ -290,8 +290,7 @@ class GenerationServicer:
         return pb.TokenizeResponse(token_ids=token_ids, tokens=map(texts.__getitem__, token_ids))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, call: Call[KeyHolder]) -> pb.DetokenizeResponse:
-        tenant = self._tenant(call, Scope.TOKENIZE)
-        self._names.adapter_of(request.model)
+        tenant = self._tenant(call, Scope.TOKENIZE, self._names.adapter_of(request.model))
         token_ids = validation.token_ids("token_ids", request.token_ids, self._model.vocab_size)
         await self._quotas.check_request(tenant)
         async with self._tokenizations.enter(tenant, request.ByteSize()) as ticket:
@@ -321,6 +320,17 @@ class GenerationServicer:
     def _tenant(self, call: Call[KeyHolder], scope: Scope, adapter: str = "") -> str:
         call.caller.check(scope, self._model.name, self._names.with_adapter(adapter))
         return call.caller.tenant
+
+    async def _tenant_of_session(self, call: Call[KeyHolder], session_id: str) -> str:
+        """The same for a call that names only a session: its adapter counts where the key is not for the model."""
+        try:
+            return self._tenant(call, Scope.SESSIONS)
+        except ScopeDenied as denied:
+            try:
+                record = await self._transcripts.get(session_id, call.caller.tenant)
+            except (SessionNotFound, InvalidRequest):
+                raise denied from None
+            return self._tenant(call, Scope.SESSIONS, record.adapter.name)
 
     def _usage(self, request: pb.GenerateRequest | pb.ChatRequest, call: Call[KeyHolder]) -> Usage:
         """A new one, which the audit log will show, with the name of the request."""

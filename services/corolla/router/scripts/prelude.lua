@@ -79,8 +79,9 @@ end
 local function address_of(entry) return string.sub(entry, 1, (string.find(entry, '\n', 1, true) or 0) - 1) end
 local function description_of(entry) return string.sub(entry, (string.find(entry, '\n', 1, true) or 0) + 1) end
 
--- Servers that have an adapter learn that sessions with it are to end.
+-- Servers that have an adapter learn that sessions with it are to end. First, and freeing: a full store lets it happen.
 local function take_out(name, entry)
+  redis.call('HDEL', ADAPTERS, name)
   if redis.call('HLEN', REMOVED_ADAPTERS) >= MOST_REMOVED then redis.call('DEL', REMOVED_ADAPTERS) end
   redis.call('HSET', REMOVED_ADAPTERS, name .. ' ' .. string.sub(entry, 1, 64), 1)
   redis.call('PEXPIRE', REMOVED_ADAPTERS, FORGOTTEN_AFTER_MS)

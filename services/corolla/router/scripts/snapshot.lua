@@ -1,7 +1,7 @@
 -- Lists the servers and removes those that were silent for a lease: whoever looks first turns an expiry into a change.
--- ARGV: session id or '', lease in ms.
--- Returns version, number of blocks, id of the last change, each server's id and description, the session's chain, each
--- adapter's name and entry, and each one that was taken out.
+-- ARGV: session id or '', lease in ms, 1 where adapters are asked for.
+-- Returns version, number of blocks, id of the last change, each server's id and description, the session's chain, then
+-- each adapter's name and entry, and each one that was taken out, where they are asked for.
 local SUSPECTED = string.char(0x28, 1)    -- PlacedServer.suspected = true, serialised
 local DOUBTED = string.char(0x30, 1)      -- PlacedServer.doubted = true, serialised
 local DRAINING = string.char(0x18, 3)     -- PlacedServer.state = DRAINING, serialised; the last one said holds
@@ -39,5 +39,7 @@ if #entries > 0 then redis.call('PEXPIRE', LISTENING, FORGOTTEN_AFTER_MS) end
 local last = redis.call('XREVRANGE', CHANGES, '+', '-', 'COUNT', 1)
 local chain = false
 if ARGV[1] ~= '' then chain = redis.call('HGET', session_key(ARGV[1]), 'chain') end
+local adapters, removed = {}, {}
+if ARGV[3] == '1' then adapters, removed = redis.call('HGETALL', ADAPTERS), redis.call('HGETALL', REMOVED_ADAPTERS) end
 return {version(), redis.call('HGET', PLACEMENT, 'blocks') or '0', last[1] and last[1][1] or '0-0', live, chain,
-  redis.call('HGETALL', ADAPTERS), redis.call('HGETALL', REMOVED_ADAPTERS)}
+  adapters, removed}
