@@ -61,7 +61,7 @@ async def test_the_placement_says_what_was_expanded_and_chains_mix_no_formats(tm
     async with Swarm(tmp_path, packed, ["0:2", "2:4"]) as swarm:
         await swarm.add_server("0:2", model=str(same_name))
         facts = placement_facts(await swarm.placement(packed.name), 0)
-        assert sorted(each["dtype"] for each in facts["servers"]) == ["float32", *["float32 from gptq"] * 2]
+        assert sorted(each["dtype"] for each in facts["servers"]) == ["float32", *["float32: gptq expanded"] * 2]
         assert len({each["fingerprint"] for each in facts["servers"]}) == 2
         await swarm.servers.pop(0).stop()
         async with swarm.connect() as client:

@@ -167,7 +167,7 @@ class Adapters:
             if loading is None:
                 self._check_failed(version)
                 loading = self._loading[version] = asyncio.get_running_loop().create_future()
-                self._tasks.start(self._load_for(version, loading), "loading of an adapter")
+                self._tasks.start(self._load_for(self._registered[version], loading), "loading of an adapter")
             try:
                 async with asyncio.timeout(self._patience_s):
                     failure = await asyncio.shield(loading)
@@ -212,10 +212,12 @@ class Adapters:
         if failed is not None and failed[0] == self._registered.get(version):
             raise failed[1]
 
-    async def _load_for(self, version: AdapterVersion, loading: "asyncio.Future[CorollaError | None]") -> None:
+    async def _load_for(
+        self, registered: router_pb2.RegisteredAdapter, loading: "asyncio.Future[CorollaError | None]"
+    ) -> None:
         """Loads, and says to all who wait what became of it."""
+        version = _version(registered)
         outcome: CorollaError | None = AdapterNotLoaded("a block server ends")
-        registered = self._registered[version]
         try:
             await self._load(version, registered)
             outcome = None

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -142,8 +143,10 @@ class PlacementWatches:
         lost = feed.adapters[len(roster.adapters) :]
         if not lost or not roster.is_known:
             return roster
-        await self._registry.restore_adapters(roster.model, lost)
-        return await self._registry.snapshot_with_adapters(roster.model)
+        with suppress(CorollaError):  # the servers are pushed nevertheless
+            await self._registry.restore_adapters(roster.model, lost)
+            return await self._registry.snapshot_with_adapters(roster.model)
+        return roster
 
 
 def _is_unknown(feed: _Feed) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -138,9 +139,12 @@ class Ends:
 def pauses_s(monkeypatch: pytest.MonkeyPatch) -> "asyncio.Queue[float]":
     """The delay of each restart."""
     waited: asyncio.Queue[float] = asyncio.Queue()
-    sleep = asyncio.sleep
+    sleep, own = asyncio.sleep, threading.get_ident()
 
     async def note(seconds: float) -> None:
+        if threading.get_ident() != own:  # services of other tests, which go on
+            await sleep(seconds)
+            return
         waited.put_nowait(seconds)
         await sleep(0)
 
