@@ -39,7 +39,11 @@ if #entries > 0 then redis.call('PEXPIRE', LISTENING, FORGOTTEN_AFTER_MS) end
 local last = redis.call('XREVRANGE', CHANGES, '+', '-', 'COUNT', 1)
 local chain = false
 if ARGV[1] ~= '' then chain = redis.call('HGET', session_key(ARGV[1]), 'chain') end
-local adapters, removed = {}, {}
-if ARGV[3] == '1' then adapters, removed = redis.call('HGETALL', ADAPTERS), redis.call('HGETALL', REMOVED_ADAPTERS) end
+local adapters = {}
+local removed = {}
+if ARGV[3] == '1' then
+  adapters = redis.call('HGETALL', ADAPTERS)
+  removed = redis.call('HGETALL', REMOVED_ADAPTERS)
+end
 return {version(), redis.call('HGET', PLACEMENT, 'blocks') or '0', last[1] and last[1][1] or '0-0', live, chain,
   adapters, removed}
