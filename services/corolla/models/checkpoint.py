@@ -136,7 +136,6 @@ class Checkpoint:
         header = read_header_of_gguf(path)
         folder = settings_folder(header, default_cache_folder())
         config, _ = _read_config(folder)
-        config.name_or_path = str(path)  # the folder has no weights
         weights = GgufWeights(path, header, config)
         return cls(weights.name, folder, config, family_of(config), weights.index, gguf=weights)
 

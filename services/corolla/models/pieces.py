@@ -16,7 +16,7 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.weights import StoredTensor
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PIECE_BYTES: Final = 4 << 20
+PIECE_BYTES: Final = 1 << 20
 
 
 class InPieces:

@@ -115,12 +115,6 @@ def texts() -> list[str]:
 
 
 @pytest.mark.model
-def test_the_configuration_says_where_the_weights_are(demo: Checkpoint) -> None:
-    assert Checkpoint.from_pretrained(str(demo.config.name_or_path)).fingerprint("float32") == demo.fingerprint(
-        "float32"
-    )
-
-
 def test_what_is_written_for_the_file_is_small_and_holds_no_weights(demo: Checkpoint) -> None:
     assert (demo.name, demo.num_blocks, demo.hidden_size) == ("SmolLM2-135M-Instruct.Q4_1", 30, 576)
     assert (demo.vocab_size, demo.context_length, demo.has_tied_edges) == (49152, 8192, True)

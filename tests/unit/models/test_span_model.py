@@ -95,4 +95,4 @@ def test_memory_is_proportional_to_the_span() -> None:
         command = [sys.executable, "-c", MEASURE_PEAK, "demo", span]
         printed = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=True, timeout=120)
         grown, held = (int(number) for number in printed.stdout.split())
-        assert 0.7 * held < grown < 1.2 * held
+        assert 0.7 * held < grown < 1.3 * held
