@@ -59,6 +59,8 @@ _IN_THE_CLEAR: Final = frozenset({"cut"})
 _SETTINGS: Final = {"adapters": ADAPTER_SETTINGS, "forms": {"COROLLA_ADAPTIVE_DRAFTS": "false"}}
 # A soak that is short tells nothing that the others do not.
 _LONG: Final = frozenset({"soak"})
+# It does not hold in each run: docs/reliability.md says what is wrong.
+_NOT_HELD_YET: Final = frozenset({"adapters"})
 
 
 async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage_s: float) -> int:
@@ -72,7 +74,7 @@ async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage
 
 async def run_all(arguments: Sequence[str], num_jobs: int) -> int:
     """Each row in a process and on a stack of its own, `num_jobs` at a time. Says what a row said when it ends."""
-    together = [row for row in ROWS if row not in _ALONE | _LONG]
+    together = [row for row in ROWS if row not in _ALONE | _LONG | _NOT_HELD_YET]
     statuses: list[int] = []
 
     async def run_rows(waiting: list[str]) -> None:
