@@ -104,7 +104,7 @@ async def run_all(arguments: Sequence[str], num_jobs: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="corolla-faults", description=(__doc__ or "").partition("\n\n")[0])
     rows = "; ".join(f"{name}: {what}" for name, (_, _, what) in ROWS.items())
-    parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: every one but `soak`")
+    parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: every one but `soak` and `adapters`")
     parser.add_argument("--jobs", type=int, default=1, help="of `all`: rows at a time, each on a stack of its own")
     parser.add_argument("--runs", type=int, default=0, help="how often; each row has a default")
     parser.add_argument("--minutes", type=float, default=0, help="of `soak`, instead of `--runs`")
