@@ -208,11 +208,12 @@ class _Groups:
         """
         size = max(map(len, tokens))
         index = [token for own in tokens for token in (*own, *[0] * (size - len(own)))]
-        if index == list(range(num_tokens)):
-            return cls(None, None)
         filled = None
         if any(len(own) < size for own in tokens):
             filled = torch.tensor([[[at >= len(own)] for at in range(size)] for own in tokens], device=device)
+        # Where an adapter has no token, the index may name all in their order, and yet not each for its own.
+        elif index == list(range(num_tokens)):
+            return cls(None, None)
         return cls(torch.tensor(index, device=device), filled)
 
 

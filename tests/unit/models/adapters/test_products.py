@@ -72,3 +72,18 @@ def test_long_batches_cost_what_their_adapters_do_and_not_their_runs(monkeypatch
     batch = AdapterBatch([(one, 2), (None, 1), (other, 2)] * 20, AdapterStacks(), torch.device("cpu"))
     batch.add(*key, torch.randn(100, num_in), torch.randn(100, sum(widths)))
     assert sum(rows.shape[-1] == num_in for rows in multiplied) == 2
+
+
+def test_a_row_without_an_adapter_gets_none_of_those_that_ran_before() -> None:
+    key, num_in, widths = PLACES[0]
+    earlier, *both = (
+        SpanAdapter({key: [LowRank(torch.randn(2, num_in), torch.randn(2, widths[0]), 0)]}) for _ in range(3)
+    )
+    stacks = AdapterStacks()
+    stacks.of([earlier, *both])
+    batch = AdapterBatch([(None, 1), (both[0], 1), (both[1], 1)], stacks, torch.device("cpu"))
+    output = torch.randn(3, sum(widths))
+    before = output.clone()
+    batch.add(*key, torch.randn(3, num_in), output)
+    assert torch.equal(output[0], before[0])
+    assert not torch.equal(output[1:], before[1:])
