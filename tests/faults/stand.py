@@ -211,8 +211,7 @@ async def standing(
         options = StackOptions(
             model=model, blocks=spans, log_folder=folder / "logs", restarts=False, is_secure=is_secure,
             # A stack in a terminal ends at once; what is proved here are the times of a cluster.
-            # What servers measure at their start they may choose differently, and then round differently.
-            environment={"COROLLA_GRACE_S": "25", "COROLLA_TUNING_BUDGET_S": "0", **(environment or {})},
+            environment={"COROLLA_GRACE_S": "25", **(environment or {})},
         )  # fmt: skip
         ends: queue.SimpleQueue[StackEvent] = queue.SimpleQueue()
         stack = Stack(options)
