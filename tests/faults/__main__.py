@@ -59,8 +59,6 @@ _IN_THE_CLEAR: Final = frozenset({"cut"})
 _SETTINGS: Final = {"adapters": ADAPTER_SETTINGS, "forms": {"COROLLA_ADAPTIVE_DRAFTS": "false"}}
 # A soak that is short tells nothing that the others do not.
 _LONG: Final = frozenset({"soak"})
-# It does not hold in each run: docs/reliability.md says what is wrong.
-_NOT_HELD_YET: Final = frozenset({"adapters"})
 
 
 async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage_s: float) -> int:
@@ -74,7 +72,7 @@ async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage
 
 async def run_all(arguments: Sequence[str], num_jobs: int) -> int:
     """Each row in a process and on a stack of its own, `num_jobs` at a time. Says what a row said when it ends."""
-    together = [row for row in ROWS if row not in _ALONE | _LONG | _NOT_HELD_YET]
+    together = [row for row in ROWS if row not in _ALONE | _LONG]
     statuses: list[int] = []
 
     async def run_rows(waiting: list[str]) -> None:
@@ -104,7 +102,7 @@ async def run_all(arguments: Sequence[str], num_jobs: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="corolla-faults", description=(__doc__ or "").partition("\n\n")[0])
     rows = "; ".join(f"{name}: {what}" for name, (_, _, what) in ROWS.items())
-    parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: every one but `soak` and `adapters`")
+    parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: every one but `soak`")
     parser.add_argument("--jobs", type=int, default=1, help="of `all`: rows at a time, each on a stack of its own")
     parser.add_argument("--runs", type=int, default=0, help="how often; each row has a default")
     parser.add_argument("--minutes", type=float, default=0, help="of `soak`, instead of `--runs`")
