@@ -85,8 +85,8 @@ async def test_the_blocks_of_a_server_that_left_for_good_are_taken_by_another(
             # The mover is the same process, at the same address, and its metrics are where they were.
             mover = next(each for each in stack.servers if after.get(each.address) == held_once)
             assert stack.pid(mover.name) is not None
-            assert await sample(mover.metrics_port, "corolla_hop_step_seconds_count") > 0
             assert (await client.generate(PROMPT, **OPTIONS)).token_ids == undisturbed.token_ids
+            assert await sample(mover.metrics_port, "corolla_hop_step_seconds_count") > 0
             async with client.session() as session:
                 for _ in range(2):
                     await session.generate(PROMPT, max_tokens=4)
