@@ -14,7 +14,7 @@ from tests.faults.streams import Answer, Question, listen, until_tokens
 
 MAX_STALL_S = 3.0
 # So many tokens may be on their way to a caller that is held up; an answer of which all have left is not hit.
-_TOKENS_UNDER_WAY = 32
+_TOKENS_UNDER_WAY = 128
 # The last moments at which a turn is not the session's yet, and is, but its caller does not know.
 _PLACES = ("before_commit", "after_commit")
 
@@ -55,7 +55,7 @@ async def _run(
     second: AsyncClient,
 ) -> None:
     num_streams = rng.randint(2 if dies_at else 1, 4)
-    questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(120, 152)) for _ in range(num_streams)]
+    questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(240, 300)) for _ in range(num_streams)]
     names = [f"{rng.getrandbits(128):032x}" for _ in questions]
     expected = await _ask(second, questions, [await _place(second, number, name) for number, name in enumerate(names)])
     places = [await _place(first, number, name) for number, name in enumerate(names)]

@@ -165,9 +165,13 @@ async def test_a_turn_is_taken_over_while_the_first_service_still_holds_it(
 
 
 @pytest.mark.parametrize("num_received", [0, 5])
-async def test_a_finished_turn_is_repeated_from_its_record(clients: Sequence[AsyncClient], num_received: int) -> None:
+@pytest.mark.parametrize("num_logprobs", [None, 0, 3])
+async def test_a_finished_turn_is_repeated_from_its_record(
+    clients: Sequence[AsyncClient], num_received: int, num_logprobs: int | None
+) -> None:
     one, other = clients
-    options: ChatOptions = {"max_tokens": 12, "request_id": f"made-{num_received}", "temperature": 1.3}
+    name = f"made-{num_received}-{num_logprobs}"
+    options: ChatOptions = {"max_tokens": 12, "request_id": name, "temperature": 1.3, "logprobs": num_logprobs}
     async with one.chat() as chat:
         session_id = await chat.open()
         first = await chat.send("who are the others?", **options)
@@ -177,6 +181,8 @@ async def test_a_finished_turn_is_repeated_from_its_record(clients: Sequence[Asy
         assert [*received, *again.token_ids] == list(first.token_ids)
         assert first.text.endswith(again.text)
         assert again.finish_reason == first.finish_reason
+        assert len(first.logprobs) == (0 if num_logprobs is None else len(first.token_ids))
+        assert again.logprobs == first.logprobs[num_received:]
         info = await other.get_session(session_id)
         assert info.num_turns == 1
         assert (await chat.send("and then?", max_tokens=4)).finish_reason is not None

@@ -774,6 +774,7 @@ class SessionRecord(_message.Message):
     LAST_TURN_FIELD_NUMBER: _builtins.int
     LAST_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_FINISH_REASON_FIELD_NUMBER: _builtins.int
+    LAST_LOGPROBS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     STORE_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
@@ -810,6 +811,10 @@ class SessionRecord(_message.Message):
     @_builtins.property
     def transcript(self) -> _containers.RepeatedCompositeFieldContainer[Global___TranscriptMessage]: ...
     @_builtins.property
+    def last_logprobs(self) -> Global___AnswerLogprobs:
+        """If its caller asked for them, too."""
+
+    @_builtins.property
     def adapter(self) -> _common_pb2.AdapterVersion:
         """With which all of its turns are computed; unset: none."""
 
@@ -832,16 +837,53 @@ class SessionRecord(_message.Message):
         last_turn: _builtins.str = ...,
         last_answer_tokens: _builtins.int = ...,
         last_finish_reason: _builtins.str = ...,
+        last_logprobs: Global___AnswerLogprobs | None = ...,
         adapter: _common_pb2.AdapterVersion | None = ...,
         store_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "chain", b"chain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "chain", b"chain", "last_logprobs", b"last_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "last_answer_tokens", b"last_answer_tokens", "last_finish_reason", b"last_finish_reason", "last_turn", b"last_turn", "model", b"model", "num_draws_since_state", b"num_draws_since_state", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "busy", b"busy", "chain", b"chain", "epoch", b"epoch", "expires_in_ms", b"expires_in_ms", "last_answer_tokens", b"last_answer_tokens", "last_finish_reason", b"last_finish_reason", "last_logprobs", b"last_logprobs", "last_turn", b"last_turn", "model", b"model", "num_draws_since_state", b"num_draws_since_state", "num_turns", b"num_turns", "position", b"position", "sampler_state", b"sampler_state", "session_id", b"session_id", "store_id", b"store_id", "tenant", b"tenant", "token_log", b"token_log", "transcript", b"transcript"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionRecord: _TypeAlias = SessionRecord  # noqa: Y015
+
+@_typing.final
+class AnswerLogprobs(_message.Message):
+    """The log probabilities of the last tokens of an answer: of all of them, unless there are very many."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    num_top: _builtins.int
+    """How many of the most probable tokens each one has, and these, token by token."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One for each of these tokens."""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        num_top: _builtins.int = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "num_top", b"num_top", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerLogprobs: _TypeAlias = AnswerLogprobs  # noqa: Y015
 
 @_typing.final
 class CreateSessionRecordRequest(_message.Message):

@@ -59,7 +59,7 @@ class Answer:
         parser: AnswerParser | None = None,
         shown_ids: Container[int] = (),
     ) -> None:
-        self.token_ids: list[int] = []
+        self.tokens: list[SampledToken] = []
         self.finish_reason: FinishReason | None = None
         self._said = Said()
         self._decider = decider
@@ -69,6 +69,11 @@ class Answer:
         self._ends_by_text = bool(stop_sequences)
         self._undecoded: list[SampledToken] = []
         self._deltas: list[Delta] = []
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far, in a list of the caller's own."""
+        return [token.token_id for token in self.tokens]
 
     @property
     def text(self) -> str:
@@ -82,8 +87,8 @@ class Answer:
 
     def accept(self, token: SampledToken, elapsed_s: float) -> None:
         """Takes the next token, `elapsed_s` seconds after the request began, and decides whether the answer ends."""
-        self.token_ids.append(token.token_id)
-        self.finish_reason = self._decider.finish_reason(token.token_id, len(self.token_ids), elapsed_s)
+        self.tokens.append(token)
+        self.finish_reason = self._decider.finish_reason(token.token_id, len(self.tokens), elapsed_s)
         self._undecoded.append(token)
         if self._ends_by_text:
             self._decode()

@@ -25,6 +25,7 @@ from corolla.chassis.errors import (
 from corolla.chassis.merge import merge
 from corolla.client.generation.admission import Admission, AdmissionTicket, Caller, RequestMeter, Usage
 from corolla.client.generation.answer import Answer, Delta, joined
+from corolla.client.generation.last_answer import read_last_answer, write_last_answer
 from corolla.client.generation.loop import AnswerReader, Prefill, SharedPrompt, generate
 from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
@@ -465,13 +466,11 @@ class Answering:
 
     async def _last_answer(self, record: router_pb2.SessionRecord, options: AnswerOptions, usage: Usage) -> list[Delta]:
         """The answer of the session's last turn, which asks for no work."""
-        num_prompt_tokens = len(record.token_log) - record.last_answer_tokens
-        usage.prompt_tokens = usage.cached_tokens = num_prompt_tokens
+        prompt_ids, tokens = read_last_answer(record)
+        usage.prompt_tokens = usage.cached_tokens = len(prompt_ids)
         unbounded = StopDecider(max_new_tokens=len(record.token_log), ignore_eos=True)
-        prompt_ids = record.token_log[:num_prompt_tokens]
         answer = self._new_answer(prompt_ids, unbounded, options)
-        answer_ids, reason = record.token_log[num_prompt_tokens:], FinishReason(record.last_finish_reason)
-        return await self._in_thread(replay_answer, answer, answer_ids, reason)
+        return await self._in_thread(replay_answer, answer, tokens, FinishReason(record.last_finish_reason))
 
 
 def _check_drafts(session: ChainSession, options: AnswerOptions) -> None:
@@ -502,7 +501,5 @@ def _write_back(
     record.position = session.position
     record.token_log[:] = [*prompt_ids, *answer.token_ids]
     record.sampler_state, record.num_draws_since_state = sampler.state, sampler.num_draws
+    write_last_answer(record, answer, turn_name)
     record.num_turns += 1
-    if answer.finish_reason is not None:
-        record.last_turn, record.last_finish_reason = turn_name, answer.finish_reason.value
-    record.last_answer_tokens = len(answer.token_ids)

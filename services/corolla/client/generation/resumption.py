@@ -40,7 +40,7 @@ class Resumption:
         """Makes what came the answer's own, which may end with it. Raises InvalidRequest where it would have before."""
         for token_id in self.received_ids:
             if answer.finish_reason is not None:
-                raise _too_many(len(answer.token_ids))
+                raise _too_many(len(answer.tokens))
             answer.accept(SampledToken(token_id), 0.0)
         answer.deltas()
 
@@ -83,15 +83,15 @@ class UnsentDeltas:
         return Delta((), "", delta.finish_reason)
 
 
-def replay_answer(answer: Answer, token_ids: Sequence[int], finish_reason: FinishReason) -> list[Delta]:
+def replay_answer(answer: Answer, tokens: Sequence[SampledToken], finish_reason: FinishReason) -> list[Delta]:
     """The deltas of a complete answer of at least one token.
 
     Args:
         answer: an empty one, which decides about ends as the first one did.
         finish_reason: of the first one; only time can have made another.
     """
-    for token_id in token_ids:
-        answer.accept(SampledToken(token_id), 0.0)
+    for token in tokens:
+        answer.accept(token, 0.0)
     answer.finish_reason = finish_reason
     return answer.deltas()
 
