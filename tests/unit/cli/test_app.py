@@ -1,6 +1,7 @@
 """The command's manners: help at once, wrong calls and failures in one sentence, exit statuses."""
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -109,8 +110,8 @@ def test_a_shell_completes_commands_and_options() -> None:
     assert completed("corolla bench --first") == ["--first-token-slo"]
 
 
-def test_the_script_for_a_shell_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--show-completion", "bash"])
-    assert ended.value.code == 0
-    assert "complete -o default -F _corolla_completion corolla" in capsys.readouterr().out
+def test_the_script_for_a_shell_is_printed() -> None:
+    # The shell is found among the parents of the process.
+    program = f"{shlex.quote(sys.executable)} -m corolla --show-completion; exit $?"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert "complete -o default -F" in done.stdout

@@ -4,7 +4,6 @@ A place is one or several linear layers that read the same input: their products
 a batch has an adapter, nothing here is called.
 """
 
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +150,7 @@ class _Stack:
 
 
 class AdapterStacks:
-    """Stacks of the adapters that ran together lately. One thread computes with them, and another one may forget some.
+    """Stacks of the adapters that ran together lately. They are used, and forgotten, by one thread at a time.
 
     Args:
         max_bytes: of all of them, though never fewer than the one that runs.
@@ -159,7 +158,6 @@ class AdapterStacks:
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
         # Least recently used first.
         self._stacks: OrderedDict[frozenset[SpanAdapter], _Stack] = OrderedDict()
 
@@ -168,24 +166,19 @@ class AdapterStacks:
         wanted = frozenset(adapters)
         if len(wanted) == 1:
             return _Stack(adapters)
-        with self._lock:
-            held = [each for each in self._stacks if wanted <= each and len(each) <= _MAX_SPARE * len(wanted)]
-            if held:
-                self._stacks.move_to_end(held[-1])
-                return self._stacks[held[-1]]
-        # Whoever forgets some does not wait for what is copied here.
-        stack = _Stack(adapters)
-        with self._lock:
-            self._stacks[wanted] = stack
-            while len(self._stacks) > 1 and sum(each.nbytes for each in self._stacks.values()) > self._max_bytes:
-                self._stacks.popitem(last=False)
+        held = [each for each in self._stacks if wanted <= each and len(each) <= _MAX_SPARE * len(wanted)]
+        if held:
+            self._stacks.move_to_end(held[-1])
+            return self._stacks[held[-1]]
+        stack = self._stacks[wanted] = _Stack(adapters)
+        while len(self._stacks) > 1 and sum(each.nbytes for each in self._stacks.values()) > self._max_bytes:
+            self._stacks.popitem(last=False)
         return stack
 
     def forget(self, adapter: SpanAdapter) -> None:
         """The adapter is unloaded: what holds its weights is given back."""
-        with self._lock:
-            for held in [held for held in self._stacks if adapter in held]:
-                del self._stacks[held]
+        for held in [held for held in self._stacks if adapter in held]:
+            del self._stacks[held]
 
 
 @dataclass(frozen=True, slots=True)
