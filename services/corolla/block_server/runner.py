@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from corolla.block_server.decode_graphs import DecodeGraphs
+from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.kv.attention import RAGGED, AttentionBackend, AttentionBatch, PackedRow
 from corolla.block_server.kv.backends import choose_backend
 from corolla.block_server.kv.codecs import CODECS
@@ -84,7 +85,7 @@ class Runner:
 
     def __init__(
         self,
-        model: SpanModel,
+        model: SpanEngine,
         *,
         num_pages: int = 1024,
         page_tokens: int = 32,
@@ -213,7 +214,12 @@ class Runner:
             end, layers = max(positions) + 1, self.model.layer_indices(blocks)
             return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
         self.model.adapters = adapters
-        return self.model.forward(hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, batch=batch)[0]
+        return self._base.forward(hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, batch=batch)[0]
+
+    @property
+    def _base(self) -> SpanModel:
+        """The family's own code, which runs where the engine has no other way."""
+        return cast(SpanModel, self.model)
 
     def _adapters(self, rows: Sequence[RowWork]) -> AdapterBatch | None:
         if all(row.adapter is None for row in rows):
@@ -228,7 +234,7 @@ class Runner:
             cache = _RowCache(AttentionBatch(self.store, [packed], self.backend), attention_windows(self.model.config))
             self.model.adapters = self._adapters([row])
             outputs.append(
-                self.model.forward(part.unsqueeze(0), positions.unsqueeze(0), blocks=blocks, past_key_values=cache)[0]
+                self._base.forward(part.unsqueeze(0), positions.unsqueeze(0), blocks=blocks, past_key_values=cache)[0]
             )
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -255,7 +261,7 @@ class Runner:
         return tuple(bool(torch.isfinite(part).all()) for part in parts)
 
 
-def page_windows(model: SpanModel) -> tuple[int | None, ...]:
+def page_windows(model: SpanEngine) -> tuple[int | None, ...]:
     """For each layer, how many tokens its pages must keep for the next one; None for all."""
     return attention_windows(model.config)
 

@@ -7,11 +7,15 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
+import torch
+
 from corolla.block_server.adapters import Adapters
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.decode_graphs import CudaCapture
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine, ProcessorUse
+from corolla.block_server.engines.choice import choose_engine, load_engine
+from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.grammars import Grammars
 from corolla.block_server.graph_choice import choose_graphs
@@ -34,7 +38,7 @@ from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.servicer_admin import AdminEndpoint
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
-from corolla.block_server.speed import decode_step, measure_decode_step, measure_speed
+from corolla.block_server.speed import Speed, decode_step, measure_decode_step, measure_speed
 from corolla.block_server.spinning import measure_spin
 from corolla.block_server.step_spans import StepSpans
 from corolla.chassis.errors import StartupError
@@ -45,13 +49,13 @@ from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tenant_limits import QuotaTable
 from corolla.chassis.tracing import spans
-from corolla.chassis.weight_formats import weight_format
+from corolla.chassis.weight_formats import EngineName, weight_format
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges
 from corolla.models.hub import Hub
 from corolla.models.packed.choice import types_of
-from corolla.models.span_model import SpanModel, fetch_span, load_span
+from corolla.models.span_model import fetch_span
 from corolla.models.threads import available_cores
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import blocks_pb2, router_pb2
@@ -185,31 +189,14 @@ class BlockServer:
         fingerprint = await asyncio.to_thread(
             checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
         )
-        capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
-        if settings.span is not None:
-            capacity = len(settings.span)
+        engine_name = await asyncio.to_thread(
+            choose_engine, settings.engine, checkpoint, torch.device(settings.device), settings.quantization
+        )
         speed = await asyncio.to_thread(
             measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
-            settings.kv_cache_dtype,
+            settings.kv_cache_dtype, engine_name,
         )  # fmt: skip
-        description = router_pb2.ServerDescription(
-            server_id=self.server_id,
-            address=self.address,
-            model=checkpoint.name,
-            fingerprint=fingerprint,
-            dtype=await asyncio.to_thread(self._weight_format, checkpoint),
-            num_model_blocks=checkpoint.num_blocks,
-            capacity_blocks=capacity,
-            decode_tokens_per_second=speed.decode_tokens_per_second,
-            prefill_tokens_per_second=speed.prefill_tokens_per_second,
-            head_blocks=speed.head_blocks,
-            weight_blocks=(settings.weights_mib << 20) / speed.block_bytes,
-            tied_edges=checkpoint.has_tied_edges,
-            draft_blocks=await asyncio.to_thread(self._draft_blocks, speed.block_bytes),
-            zone=settings.zone,
-            pod_uid=settings.pod_uid,
-            movable=settings.span is None,
-        )
+        description = await asyncio.to_thread(self._description, checkpoint, fingerprint, engine_name, speed)
         self._registration = Registration(settings.router, description, self._load, network.channels)
         self._rpc.announce(_SERVICE)
         await self._rpc.start()
@@ -218,8 +205,9 @@ class BlockServer:
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
 
         model = await asyncio.to_thread(
-            load_span, checkpoint, span, dtype=dtype, device=settings.device, quantization=settings.quantization
-        )
+            load_engine, engine_name, checkpoint, span,
+            dtype=dtype, device=settings.device, quantization=settings.quantization,
+        )  # fmt: skip
         runner = await asyncio.to_thread(self._make_runner, model, speed.cache_bytes_per_token)
         edges = await asyncio.to_thread(self._load_edges, checkpoint, span)
         shared = await asyncio.to_thread(self._load_shared, checkpoint, span)
@@ -266,6 +254,33 @@ class BlockServer:
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.request_heartbeat()
         log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": runner.store.pool.num_pages})
+
+    def _description(
+        self, checkpoint: Checkpoint, fingerprint: str, engine_name: EngineName, speed: Speed
+    ) -> router_pb2.ServerDescription:
+        """What the router learns of this server."""
+        settings = self.settings
+        capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
+        if settings.span is not None:
+            capacity = len(settings.span)
+        return router_pb2.ServerDescription(
+            server_id=self.server_id,
+            address=self.address,
+            model=checkpoint.name,
+            fingerprint=fingerprint,
+            dtype=self._weight_format(checkpoint, engine_name),
+            num_model_blocks=checkpoint.num_blocks,
+            capacity_blocks=capacity,
+            decode_tokens_per_second=speed.decode_tokens_per_second,
+            prefill_tokens_per_second=speed.prefill_tokens_per_second,
+            head_blocks=speed.head_blocks,
+            weight_blocks=(settings.weights_mib << 20) / speed.block_bytes,
+            tied_edges=checkpoint.has_tied_edges,
+            draft_blocks=self._draft_blocks(speed.block_bytes),
+            zone=settings.zone,
+            pod_uid=settings.pod_uid,
+            movable=settings.span is None,
+        )
 
     async def ordered_span(self) -> Span:
         """Waits until the router wants another span held here. Only for a server that has started."""
@@ -369,7 +384,7 @@ class BlockServer:
         self._tasks.start_restartable(neighbours.run, "neighbours")
         return Relay(fingerprint, self._peers, self._network.connect, neighbours=neighbours)
 
-    def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> Runner:
+    def _make_runner(self, model: SpanEngine, cache_bytes_per_token: int) -> Runner:
         settings = self.settings
         layers_per_group = LayerGroups.of(page_windows(model)).layers_per_group
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
@@ -439,14 +454,14 @@ class BlockServer:
             draft_model = DraftModel.load(drafting, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
         return SharedBySamplers(draft_model, Grammars(checkpoint, self._metrics.grammars))
 
-    def _weight_format(self, checkpoint: Checkpoint) -> str:
+    def _weight_format(self, checkpoint: Checkpoint, engine_name: EngineName) -> str:
         """What `corolla status` calls it."""
         settings = self.settings
         packed, expanded = types_of(checkpoint, settings.quantization)
         if packed or expanded:
             extra = {"packed": ", ".join(packed), "expanded": ", ".join(expanded), "dtype": settings.dtype}
             log.info("formats of the weights", extra=extra)
-        return weight_format(settings.dtype, settings.quantization, packed, expanded)
+        return weight_format(settings.dtype, settings.quantization, packed, expanded, engine_name)
 
     def _num_pages(self, cache_bytes_per_token: int) -> int:
         bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens

@@ -60,6 +60,11 @@ class BlockServerSettings(ServiceSettings):
         "(E4M3) or `int8`; client services need the same.",
     )
     device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
+    engine: Literal["transformers", "vllm", "auto"] = Field(
+        "transformers",
+        description="What computes the blocks: `transformers`, the reference; `vllm`, its layers and kernels; `auto`: "
+        "`vllm` where it is installed and knows the family and the format of the weights.",
+    )
     attention: Literal["auto", "flash", "paged", "sdpa"] = Field(
         "auto", description="Attention kernel; `auto` takes the fastest one that is right on this device."
     )

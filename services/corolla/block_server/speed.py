@@ -10,10 +10,11 @@ from typing import Final
 
 import torch
 
+from corolla.block_server.engines.choice import make_engine
 from corolla.block_server.runner import RowWork, Runner
+from corolla.chassis.weight_formats import EngineName
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
-from corolla.models.span_model import make_span
 from corolla.models.threads import set_num_threads
 from corolla.wire.span import Span
 
@@ -85,6 +86,7 @@ def measure_speed(
     quantization: str = "none",
     num_threads: int = 1,
     kv_cache_dtype: str = "auto",
+    engine: EngineName = "transformers",
 ) -> Speed:
     """Times the model's first block with one token and with a short prompt; the best of a few runs each.
 
@@ -94,9 +96,10 @@ def measure_speed(
     Args:
         num_threads: of this process, from now on; 0 takes those with which the block is fastest.
         kv_cache_dtype: see `Runner`.
+        engine: see `choose_engine`.
     """
     block = Span(0, 1)
-    model = make_span(checkpoint, block, dtype=dtype, device=device, quantization=quantization)
+    model = make_engine(engine, checkpoint, block, dtype=dtype, device=device, quantization=quantization)
     runner = Runner(
         model,
         num_pages=1,

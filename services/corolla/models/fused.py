@@ -43,7 +43,15 @@ class Attend(Protocol):
     """Attention of a batch, which knows the rows and their caches."""
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Stores new keys and values and attends.
 
@@ -53,6 +61,7 @@ class Attend(Protocol):
             key: `[N, key heads, head_dim]`; value likewise.
             scaling: of the scores.
             window: how many tokens, itself included, a token sees; None for all before it.
+            softcap: bound of the scores, or None.
 
         Returns:
             `[N, heads, head_dim]`.

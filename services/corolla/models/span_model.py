@@ -252,7 +252,7 @@ def load_span(
             f"{checkpoint.name} has {checkpoint.num_blocks} blocks, so it has no span {span}; ask for blocks within "
             f"0:{checkpoint.num_blocks}."
         )
-    names = span_tensors(checkpoint, _prefix_of(checkpoint), span)
+    names = span_tensors(checkpoint, prefix_of(checkpoint), span)
     layouts = layouts_of(checkpoint, names, quantization, device)
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
     expanded = {name: stored for name, stored in names.items() if name not in layouts}
@@ -277,7 +277,7 @@ def make_span(
         StartupError: the weights cannot be quantised so.
     """
     device = torch.device(device)
-    names = span_tensors(checkpoint, _prefix_of(checkpoint), span)
+    names = span_tensors(checkpoint, prefix_of(checkpoint), span)
     layouts = layouts_of(checkpoint, names, quantization, device)
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
     base = make_up(cut, config, dtype=dtype, attention="sdpa")
@@ -292,10 +292,11 @@ def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
         CheckpointError: it cannot be had.
         HubUnavailable: the hub cannot be reached.
     """
-    checkpoint.fetch(span_tensors(checkpoint, _prefix_of(checkpoint), span).values())
+    checkpoint.fetch(span_tensors(checkpoint, prefix_of(checkpoint), span).values())
 
 
-def _prefix_of(checkpoint: Checkpoint) -> str:
+def prefix_of(checkpoint: Checkpoint) -> str:
+    """What the names of the base model's tensors begin with in a file of the whole model."""
     return model_class_of(AutoModel, checkpoint.config).base_model_prefix
 
 

