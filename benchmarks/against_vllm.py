@@ -27,11 +27,17 @@ from corolla.models.demo import DEMO_MODEL
 PYTHON_VARIABLE: Final = "VLLM_PYTHON"
 _PROCESS: Final = Path(__file__).with_name("vllm_process.py")
 _PROMPT_TOKENS = 32
+_GOALS: Final = {"transformers": 0.85, "vllm": 1.1}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--engines", nargs="+", default=["transformers"], choices=["transformers", "vllm"],
+        help="of the chain; for vllm, PYTHONPATH names the folder of `make vllm`",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=int, default=1, help="of each block server")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--rounds", type=int, default=5)
@@ -49,18 +55,29 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     hops = f"{options.servers} hops"
     for dtype in options.dtypes:
         with ExitStack() as exits:
-            chain = exits.enter_context(Chain(options.model, options.servers, dtype=dtype))
+            chains = {
+                engine: exits.enter_context(
+                    Chain(
+                        options.model, options.servers, dtype=dtype, num_threads=options.threads,
+                        environment={"COROLLA_ENGINE": engine},
+                    )
+                )
+                for engine in options.engines
+            }  # fmt: skip
             vllm = exits.enter_context(_vllm(python, unsplit_folder(checkpoint), dtype, most))
             sides: dict[str, Callable[[], float]] = {}
             for count in options.streams:
-                sides[f"chain/{count}"] = partial(streams.speed, chain, prompts[:count], options.tokens)
-                sides[f"vllm/{count}"] = partial(_speed, vllm, prompts[:count], options.tokens)
+                for engine, chain in chains.items():
+                    sides[f"{engine}/{count}"] = partial(streams.speed, chain, prompts[:count], options.tokens)
+                sides[f"unsplit/{count}"] = partial(_speed, vllm, prompts[:count], options.tokens)
             speeds = interleaved(sides, options.rounds)
         for count in options.streams:
             what = f"{count} stream{'' if count == 1 else 's'}, {dtype}"
-            yield figure(f"{what}, {hops}", "tokens/s", speeds[f"chain/{count}"])
-            yield figure(f"{what}, vLLM", "tokens/s", speeds[f"vllm/{count}"])
-            yield ratio(f"{what}, {hops} / vLLM", speeds[f"chain/{count}"], speeds[f"vllm/{count}"], at_least(0.85))
+            yield figure(f"{what}, vLLM", "tokens/s", speeds[f"unsplit/{count}"])
+            for engine in chains:
+                side, goal = f"{what}, {hops} with {engine}", at_least(_GOALS[engine])
+                yield figure(side, "tokens/s", speeds[f"{engine}/{count}"])
+                yield ratio(f"{side} / vLLM", speeds[f"{engine}/{count}"], speeds[f"unsplit/{count}"], goal)
 
 
 def _vllm(python: str, folder: Path, dtype: str, most_streams: int) -> PipedProcess:

@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
-import torch
-
 from corolla.block_server.adapters import Adapters
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.decode_graphs import CudaCapture
@@ -190,8 +188,9 @@ class BlockServer:
             checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
         )
         engine_name = await asyncio.to_thread(
-            choose_engine, settings.engine, checkpoint, torch.device(settings.device), settings.quantization
-        )
+            choose_engine, settings.engine, checkpoint,
+            dtype=dtype, device=settings.device, quantization=settings.quantization,
+        )  # fmt: skip
         speed = await asyncio.to_thread(
             measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
             settings.kv_cache_dtype, engine_name,

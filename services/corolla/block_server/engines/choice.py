@@ -8,25 +8,31 @@ import torch
 from corolla.block_server.engines import vllm_layers
 from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.engines.vllm_engine import VllmEngine
+from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.errors import StartupError
 from corolla.chassis.weight_formats import EngineName
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.families import packs_rows
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
 
-VLLM_FAMILIES: Final = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"})
-"""Families whose blocks `vllm` was compared with transformers' for, token by token."""
+VLLM_FAMILIES: Final = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
+"""Families whose blocks by vLLM are compared with transformers', token by token, in `tests/vllm_engine`."""
 
-VLLM_FORMATS: Final = {"cpu": frozenset[str](), "cuda": frozenset[str]()}
-"""Published formats of weights whose kernels were compared with the expanded weights, by type of device."""
+_TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+"""How far a block's output may be from that of transformers, as a part of its largest number."""
+_CHECKED_TOKENS: Final = (5, 1)
 
 
 def choose_engine(
-    wanted: EngineName | str, checkpoint: Checkpoint, device: torch.device, quantization: str = "none"
+    wanted: str, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str, quantization: str = "none"
 ) -> EngineName:
     """The engine for a checkpoint; `auto` is `vllm` where that is installed and knows family and format.
+
+    Args:
+        wanted: `transformers`, `vllm` or `auto`.
 
     Raises:
         StartupError: `vllm` was asked for, and cannot serve this.
@@ -34,20 +40,27 @@ def choose_engine(
     if wanted == "transformers":
         return "transformers"
     objection = _objection(checkpoint, device, quantization)
-    if objection is None and wanted == "vllm":
+    if wanted == "vllm":
         vllm_layers.check_version()
-    if objection is None and vllm_layers.is_installed():
+        if objection is not None:
+            raise StartupError(f"COROLLA_ENGINE=vllm does not serve this: {objection}. Set it to transformers.")
         return "vllm"
-    if wanted == "auto":
-        log.info("engine chosen", extra={"engine": "transformers", "reason": objection or "vLLM is not installed"})
-        return "transformers"
-    raise StartupError(f"COROLLA_ENGINE=vllm does not serve this: {objection}. Set it to transformers.")
+    if objection is None:
+        try:
+            vllm_layers.check_version()
+            # Whether a kernel has the format, only vLLM knows.
+            make_engine("vllm", checkpoint, Span(0, 1), dtype=dtype, device=device)
+            return "vllm"
+        except StartupError as failure:
+            objection = str(failure)
+    log.info("vLLM does not compute the blocks", extra={"reason": objection})
+    return "transformers"
 
 
 def load_engine(
     name: EngineName, checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, device: str, quantization: str = "none"
 ) -> SpanEngine:
-    """Reads a span's weights into an engine.
+    """Reads a span's weights into an engine; one block of `vllm` is compared with that of transformers.
 
     Args:
         name: as `choose_engine` gave it.
@@ -55,11 +68,19 @@ def load_engine(
 
     Raises:
         CheckpointError: the weights cannot be had.
-        StartupError: the engine cannot run them.
+        StartupError: the engine cannot run them, or gives other numbers.
     """
     if name == "transformers":
         return load_span(checkpoint, span, dtype=dtype, device=device, quantization=quantization)
-    return VllmEngine.load(checkpoint, span, dtype=dtype, device=torch.device(device))
+    engine = VllmEngine.load(checkpoint, span, dtype=dtype, device=torch.device(device))
+    first = Span(span.start, span.start + 1)
+    difference = _largest_difference(engine, load_span(checkpoint, first, dtype=dtype, device=device), first)
+    if not difference <= _TOLERANCES[dtype]:
+        raise StartupError(
+            f"vLLM's block {span.start} differs from that of transformers by {difference:.1e} of its size; set "
+            "COROLLA_ENGINE to transformers."
+        )
+    return engine
 
 
 def make_engine(
@@ -71,13 +92,29 @@ def make_engine(
     return VllmEngine.make(checkpoint, span, dtype=dtype, device=torch.device(device))
 
 
-def _objection(checkpoint: Checkpoint, device: torch.device, quantization: str) -> str | None:
-    if checkpoint.family.model_type not in VLLM_FAMILIES:
-        known = ", ".join(sorted(VLLM_FAMILIES))
-        return f"models of type {checkpoint.family.model_type} are none of its types, which are {known}"
+def _objection(checkpoint: Checkpoint, device: str, quantization: str) -> str | None:
+    family = checkpoint.family
+    if family.model_type not in VLLM_FAMILIES or not packs_rows(family, checkpoint.config):
+        return f"its families are {', '.join(sorted(VLLM_FAMILIES))}, and this is {family.model_type}"
     if quantization != "none":
         return f"it has no COROLLA_QUANTIZATION={quantization}"
-    stored = checkpoint.quantization
-    if stored is not None and stored.method not in VLLM_FORMATS.get(device.type, frozenset()):
-        return f"weights in the format {stored.method} are only expanded, on {device.type}"
+    if torch.device(device).type != "cpu":
+        return f"it runs on processors only so far, and this is {device}"
     return None
+
+
+def _largest_difference(engine: SpanEngine, reference: SpanEngine, block: Span) -> float:
+    """Between two engines' outputs of a block, for a short prompt and the next token, by the largest number."""
+    outputs = []
+    for each in (engine, reference):
+        runner = Runner(each, num_pages=len(each.span) + 1, tuning_budget_s=0)
+        cache = runner.new_cache()
+        cache.reserve(sum(_CHECKED_TOKENS))
+        generator = torch.Generator().manual_seed(0)
+        parts = []
+        for num_tokens in _CHECKED_TOKENS:
+            hidden = torch.randn(num_tokens, each.hidden_size, generator=generator)
+            parts.append(runner.forward([RowWork(cache, cache.num_tokens, num_tokens)], hidden, block).float())
+        outputs.append(torch.cat(parts))
+    ours, expected = outputs
+    return float((ours - expected).abs().max() / expected.abs().max())

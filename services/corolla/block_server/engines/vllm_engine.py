@@ -82,7 +82,7 @@ class VllmEngine:
     ) -> "VllmEngine":
         layers = build_layers(
             checkpoint.folder, span, dtype=dtype, device=device, context_length=checkpoint.context_length,
-            is_quantized=checkpoint.quantization is not None, weights=weights,
+            weights=weights,
         )  # fmt: skip
         config = copy.deepcopy(checkpoint.config)
         keep_layers_of_config(config, range(span.start, span.end))

@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from corolla.chassis.errors import StartupError
+from corolla.chassis.errors import CorollaError, StartupError
 from corolla.wire.span import Span
 
 VERSION: Final = "0.32"
@@ -37,10 +37,6 @@ AttentionOf = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Layer within the span; query, key and value `[N, heads, head size]`; gives `[N, heads, head size]`."""
 
 
-def is_installed() -> bool:
-    return util.find_spec("vllm") is not None
-
-
 def check_version() -> None:
     """Raises StartupError where vLLM is missing, or of another version than this module knows."""
     for name in _DISTRIBUTIONS:
@@ -52,7 +48,7 @@ def check_version() -> None:
             return
         raise StartupError(f"COROLLA_ENGINE=vllm needs vLLM {VERSION}, and {found} is installed.")
     raise StartupError(
-        f'COROLLA_ENGINE=vllm needs vLLM {VERSION}: pip install "corolla[vllm]", or set it to transformers.'
+        f"COROLLA_ENGINE=vllm needs vLLM {VERSION}; docs/models.md says how to install it. Or set it to transformers."
     )
 
 
@@ -122,14 +118,12 @@ def build_layers(
     dtype: torch.dtype,
     device: torch.device,
     context_length: int,
-    is_quantized: bool,
     weights: Iterable[tuple[str, Tensor]] | None,
 ) -> VllmLayers:
     """Makes the layers of a span and reads their weights.
 
     Args:
         folder: with the model's `config.json`.
-        is_quantized: whether vLLM is to read `quantization_config` there; else weights are plain.
         weights: name in the whole model -> tensor, of this span only; None: made-up ones.
 
     Raises:
@@ -137,14 +131,17 @@ def build_layers(
     """
     with _building:
         _prepare()
-        config = _config(folder, dtype, context_length, is_quantized)
-        _join(config)
         try:
+            config = _config(folder, dtype, context_length)
+            _join(config)
             with _pipeline_part(span):
                 return _built(config, span, dtype, device, weights)
-        except (ValueError, NotImplementedError, KeyError, RuntimeError) as failure:
+        except CorollaError:
+            raise
+        except Exception as failure:
+            # Whatever its models, formats and kernels object to, by errors of many kinds.
             raise StartupError(
-                f"vLLM cannot run blocks {span} of this model: {str(failure).splitlines()[0]}. Set COROLLA_ENGINE to "
+                f"vLLM cannot run blocks {span} of this model here: {_reason(failure)} Set COROLLA_ENGINE to "
                 "transformers."
             ) from failure
 
@@ -193,11 +190,16 @@ def _facts_of(attention: Any) -> AttentionFacts:
     )
 
 
-def _config(folder: Path, dtype: torch.dtype, context_length: int, is_quantized: bool) -> Any:
+def _reason(failure: Exception) -> str:
+    """In a sentence. Errors of vLLM's settings say how many they are in the line before it."""
+    lines = [line.strip() for line in str(failure).splitlines() if "validation error" not in line]
+    text = (lines[0] if lines else "").partition(" [type=")[0].removeprefix("Value error, ")
+    return f"{text or type(failure).__name__}".rstrip(".") + "."
+
+
+def _config(folder: Path, dtype: torch.dtype, context_length: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    # Weights that were expanded already are plain, whatever the file says.
-    overrides = {} if is_quantized else {"quantization_config": None}
     return EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -208,7 +210,6 @@ def _config(folder: Path, dtype: torch.dtype, context_length: int, is_quantized:
         enforce_eager=True,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=1 << 20,
-        hf_overrides=overrides,
     ).create_engine_config()
 
 

