@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from corolla.chassis.errors import CorollaError, StartupError
+from corolla.chassis.errors import CorollaError, InternalError, StartupError
 from corolla.wire.span import Span
 
 VERSION: Final = "0.32"
@@ -52,6 +52,10 @@ def check_version() -> None:
     )
 
 
+def _nobody(*_given: Any) -> Tensor:
+    raise InternalError("layers of vLLM ran outside of a batch")
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
     """Of one layer: `window` is how many tokens, itself included, a token sees; None for all before it."""
@@ -80,7 +84,7 @@ class VllmLayers:
         self.layers = tuple(layers)
         self.nbytes = nbytes
         self.facts = tuple(_facts_of(each) for each in attentions)
-        self._attend: AttentionOf | None = None
+        self._attend: AttentionOf = _nobody
         for index, attention in enumerate(attentions):
             attention.forward = self._attention_of(index)
 
@@ -91,14 +95,13 @@ class VllmLayers:
         hidden, residual = hidden.clone(), None
         for index in indices:
             hidden, residual = self.layers[index](position_ids, hidden, residual)
-        self._attend = None
+        self._attend = _nobody
         return hidden if residual is None else hidden + residual
 
     def _attention_of(self, index: int) -> Callable[..., Tensor]:
         facts = self.facts[index]
 
         def forward(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-            assert self._attend is not None  # noqa: S101
             num_tokens = query.shape[0]
             attended = self._attend(
                 index,
