@@ -37,7 +37,7 @@ def _failure(runner: Runner, record: Record) -> str | None:
     """Why decode steps cannot be replayed, or None: then the runner does so."""
     fused = runner.model.fused
     if not isinstance(fused, FusedSpan):
-        return "the blocks run with the code of the family, or of another engine"
+        return f"the blocks run with {'the family' if fused is None else 'another engine'}'s own code"
     if not isinstance(runner.backend, PagedFlash):
         return f"attention is {runner.backend.name}, which does not read pages through tables"
     sizes = [size for size in SIZES if _num_pages(runner, size) <= runner.store.pool.num_available]
