@@ -4,6 +4,7 @@ Nothing else of vLLM runs: no scheduler, worker, engine, cache or network. One v
 one is seen by `tests/vllm_engine`.
 """
 
+import logging
 import os
 import tempfile
 import threading
@@ -224,8 +225,11 @@ def _prepare() -> None:
     check_version()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # What it warns of concerns parts of it that do not run here.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     import vllm._custom_ops
     import vllm.ir
+    import vllm.kernels
 
     ops: Any = vllm.ir.ops
     kernels: Any = torch.ops._C
