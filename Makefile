@@ -265,7 +265,7 @@ check-sync-client: setup ## Checks that the blocking Python client is what the o
 	  { echo "services/corolla/sdk/$${file##*/} is out of date. Run: make sync-client" >&2; exit 1; }; done
 
 .PHONY: check-docs
-check-docs: setup ## Checks that the generated pages of docs/ are what settings and metrics give.
+check-docs: setup ## Checks that the generated pages of docs/ are what settings, metrics and the table of families give.
 	@echo "==> generated docs"
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
 	$(PY) docs/reference.py "$$fresh"; \
@@ -341,7 +341,7 @@ sync-client: setup ## Writes the blocking Python client from the one for asyncio
 	@$(PY) docs/sync_client.py services/corolla/sdk
 
 .PHONY: docs
-docs: setup ## Regenerates docs/configuration.md and docs/metrics.md.
+docs: setup ## Regenerates docs/configuration.md, docs/metrics.md and docs/families.md.
 	@$(PY) docs/reference.py docs
 
 .PHONY: chart

@@ -34,10 +34,60 @@ _HEAD_SIZE = {"head_dim": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Short windows, so that short tests run past them.
 _WINDOW = {"sliding_window": 12}
+# Experts after some dense blocks, in a manner that began with DeepSeek.
+_ROUTED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 2,
+}
+# Keys and values of different head sizes, made of a short latent.
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+}
+_ALPHA = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _GPT2_SHAPE = {"vocab_size": VOCAB_SIZE, "n_embd": HIDDEN_SIZE, "n_head": 4, "n_positions": CONTEXT_LENGTH}
 
 # Families whose blocks differ in kind; no two spans of the tests begin alike.
-_MIXED_FAMILIES = frozenset({"gpt_oss", "qwen2", "gemma2", "gemma3_text", "olmo3", "cohere2"})
+_MIXED_FAMILIES = frozenset(
+    {
+        "cohere2",
+        "cwm",
+        "dots1",
+        "exaone4",
+        "exaone_moe",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "ministral",
+        "olmo3",
+        "qwen2",
+        "vaultgemma",
+    }
+)
 _LAYER_TYPES = ("sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention")
 
 # What each family's configuration gets besides `_SHAPE`; together they cover every special case of the families.
@@ -62,12 +112,7 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {**_HEAD_SIZE, **_EXPERTS, "mlp_only_layers": [1]},
     "olmo2": {},
     "olmo3": _WINDOW,
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.3,
-    },
+    "granite": _GRANITE,
     "cohere2": {"logit_scale": 0.5, **_WINDOW},
     "smollm3": {"no_rope_layer_interval": 2},
     "starcoder2": _WINDOW,
@@ -81,8 +126,73 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5},
     "gpt2": {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": True},
     "bloom": {"n_head": 4},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "partial_rotary_factor": 0.5},
+    "glm": _HEAD_SIZE,
+    "glm4": _HEAD_SIZE,
+    "glm4_moe": {**_HEAD_SIZE, **_ROUTED, "use_qk_norm": True, "n_group": 2, "topk_group": 1},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"window_size": 12},
+    "gpt_bigcode": {"multi_query": True},
+    "mpt": {"d_model": HIDDEN_SIZE, "n_heads": 4, "max_seq_len": CONTEXT_LENGTH, "expansion_ratio": 2},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": HIDDEN_SIZE},
+    "exaone4": _WINDOW,
+    "nemotron": _HEAD_SIZE,
+    "olmo": {"clip_qkv": 2.0},
+    "olmoe": {**_EXPERTS, "clip_qkv": 2.0},
+    "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
+    "granitemoe": {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {
+        **_GRANITE,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+    },
+    "arcee": _HEAD_SIZE,
+    "seed_oss": _HEAD_SIZE,
+    "ernie4_5": {**_HEAD_SIZE, "use_bias": True},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3,
+        "use_bias": True,
+    },
+    "hunyuan_v1_dense": {**_HEAD_SIZE, **_ALPHA},
+    "hunyuan_v1_moe": {**_HEAD_SIZE, **_ALPHA, "num_experts": 4, "moe_topk": 2},
+    "dots1": {**_HEAD_SIZE, **_ROUTED, **_WINDOW},
+    "helium": _HEAD_SIZE,
+    "apertus": {},
+    "codegen": {"rotary_dim": 8},
+    "xglm": {"d_model": HIDDEN_SIZE, "attention_heads": 4, "ffn_dim": 96},
+    "biogpt": {},
+    "minimax_m2": {**_HEAD_SIZE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "deepseek_v2": {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
+    "glm4_moe_lite": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
+    "phimoe": {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True},
+    "persimmon": {},
+    "ministral": {**_HEAD_SIZE, **_WINDOW},
+    "ministral3": {**_HEAD_SIZE, "rope_parameters": YARN},
+    "flex_olmo": _EXPERTS,
+    "vaultgemma": {
+        **_HEAD_SIZE,
+        **_WINDOW,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 10.0,
+    },
+    "exaone_moe": {**_EXPERTS, **_WINDOW, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1},
+    "jais2": _HEAD_SIZE,
+    "youtu": _LATENT,
+    "cwm": {**_HEAD_SIZE, **_WINDOW},
+    "solar_open": {**_HEAD_SIZE, **_ROUTED, "n_group": 2, "topk_group": 1},
     "falcon": {"alibi": False, "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True},
 }
+
+
+# Of weights with which an answer does not just repeat a token or two.
+_SEEDS: Mapping[str, int] = {"apertus": 1, "gptj": 1, "persimmon": 1}
 
 
 def make_tiny_checkpoint(
@@ -105,14 +215,17 @@ def make_tiny_checkpoint(
     facts = {**_SHAPE, "num_hidden_layers": num_blocks, **_FAMILY_FACTS[family]}
     if family in _MIXED_FAMILIES:
         facts = {**facts, "layer_types": [_LAYER_TYPES[block % len(_LAYER_TYPES)] for block in range(num_blocks)]}
-    if family == "gpt2":
+    if family in ("gpt2", "gptj", "gpt_bigcode", "codegen"):
         facts = {**facts, **_GPT2_SHAPE}
+    if family == "gpt_neo":
+        kinds = ("local", "global", "global")
+        facts = {**facts, "attention_types": [[[kinds[block % len(kinds)]], 1] for block in range(num_blocks)]}
     facts = {**facts, **(config_changes or {})}
     tokenizer = make_tokenizer()
     tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     library: Any = AutoModelForCausalLM
     model = library.from_config(AutoConfig.for_model(family, **{**facts, **tokens}))
-    _draw_weights(model, seed)
+    _draw_weights(model, seed + _SEEDS.get(family, 0))
     generation: Any = GenerationConfig
     model.generation_config = generation(**{**tokens, "pad_token_id": tokenizer.eos_token_id})
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())

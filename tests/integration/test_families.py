@@ -17,8 +17,8 @@ from tests.reference import Reference, Sampling, Unsplit
 from tests.tiers import quick
 
 # One family for each shape of the table: fused blocks, alternating windows and capped scores, learned positions, rows
-# that are computed one by one, experts, biases.
-SHAPES = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2")
+# that are computed one by one, experts, biases, latents.
+SHAPES = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2", "deepseek_v3")
 CHAINS = (["0:5"], ["0:1", "1:5"], ["0:2", "2:3", "3:5"])
 CHUNK_TOKENS = 16
 NUM_NEW_TOKENS = 16

@@ -25,7 +25,7 @@ CHAINS = (["0:5"], ["0:1", "1:5"], ["0:2", "2:3", "3:5"])
 PROMPTS = ([5, 90, 17, 33], list(range(40, 110)))
 NUM_NEW_TOKENS = 20
 NEARLY_EQUAL = 0.1
-CASES = [f"{kind} {family}" for kind in ("fp8", "int8") for family in ("llama", "gemma2", "bloom")]
+CASES = [f"{kind} {family}" for kind in ("fp8", "int8") for family in ("llama", "gemma2", "bloom", "deepseek_v3")]
 
 
 def rounded(numbers: Tensor, kind: str) -> Tensor:

@@ -14,6 +14,7 @@ from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.kv.attention import RAGGED, AttentionBackend, AttentionBatch, PackedRow
 from corolla.block_server.kv.backends import choose_backend
 from corolla.block_server.kv.codecs import CODECS
+from corolla.block_server.kv.latents import LATENT, PackedLatents
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import NonFiniteOutput
@@ -111,7 +112,7 @@ class Runner:
             has_scratch_page=has_scratch_page, codec=codec,
         )  # fmt: skip
         if model.packs_rows:
-            model.set_attention(RAGGED)
+            model.set_attention(LATENT if model.family.caches_latents else RAGGED)
 
     @property
     def span(self) -> Span:
@@ -214,7 +215,10 @@ class Runner:
             end, layers = max(positions) + 1, self.model.layer_indices(blocks)
             return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
         self.model.adapters = adapters
-        return self._base.forward(hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, batch=batch)[0]
+        latents = PackedLatents(batch) if self.model.family.caches_latents else None
+        return self._base.forward(
+            hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, past_key_values=latents, batch=batch
+        )[0]
 
     @property
     def _base(self) -> SpanModel:

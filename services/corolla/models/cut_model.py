@@ -131,7 +131,7 @@ def keep_layers(base: PreTrainedModel, family: Family, indices: range) -> None:
             index = getattr(module, name, None)
             if isinstance(index, int):
                 setattr(module, name, index - indices.start)
-    setattr(base, family.layers, kept)
+    base.set_submodule(family.layers, kept)
     keep_layers_of_config(base.config, indices)
 
 

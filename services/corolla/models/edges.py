@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
@@ -172,8 +172,9 @@ def load_edges(
     causal_model = _built(checkpoint, causal_class, config, cut_to, names, dtype, device, quantization)
     base = cast(PreTrainedModel, causal_model.base_model)
     norm = base.get_submodule(family.norm)
-    setattr(base, family.norm, nn.Identity())
-    setattr(causal_model, causal_model.base_model_prefix, _NormOnly(norm))
+    base.set_submodule(family.norm, nn.Identity())
+    around_layers = family.layers.split(".")[:-1]
+    causal_model.set_submodule(causal_model.base_model_prefix, _at(around_layers, _NormOnly(norm)))
     return Edges(family, base if has_embedding else None, causal_model, dtype)
 
 
@@ -261,7 +262,7 @@ def _embedding_parts(family: Family) -> tuple[str, ...]:
 
 def _cut_to_embedding(base: PreTrainedModel, *, family: Family) -> None:
     keep_layers(base, family, range(0))
-    setattr(base, family.norm, nn.Identity())
+    base.set_submodule(family.norm, nn.Identity())
 
 
 def _drop_layers(causal_model: PreTrainedModel, *, family: Family, has_embedding: bool) -> None:
@@ -269,7 +270,14 @@ def _drop_layers(causal_model: PreTrainedModel, *, family: Family, has_embedding
     keep_layers(base, family, range(0))
     if not has_embedding:
         for name in _embedding_parts(family):
-            setattr(base, name, nn.Identity())
+            base.set_submodule(name, nn.Identity())
+
+
+def _at(path: Sequence[str], part: nn.Module) -> nn.Module:
+    """A module that has `part` at `path`, and nothing else."""
+    for name in reversed(path):
+        part = nn.ModuleDict({name: part})
+    return part
 
 
 def _present(part: Part | None) -> Part:

@@ -9,7 +9,7 @@ norm, head and logit cap or scale after the last block.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -38,7 +38,10 @@ class Family:
         unit_scalars: attributes of the base model that multiply the embedding; 1.0 in a span.
         packs_rows: whether attention goes through transformers' AttentionInterface, so that rows of different sessions
             may be packed into one call.
+        caches_latents: whether what is cached is expanded to keys and values after it was read.
         is_fused: whether the blocks have the shape that `fused` knows.
+        has_rope_alpha: whether a rotary embedding that calls itself dynamic is fixed where it has an `alpha`.
+        required: fields of the configuration that decide whether the parts are there, and what they have to be.
     """
 
     model_type: str
@@ -49,7 +52,10 @@ class Family:
     learned_positions: str | None = None
     unit_scalars: tuple[str, ...] = ()
     packs_rows: bool = True
+    caches_latents: bool = False
     is_fused: bool = False
+    has_rope_alpha: bool = False
+    required: Mapping[str, Any] = field(default_factory=dict)
 
 
 _FAMILIES = (
@@ -84,6 +90,58 @@ _FAMILIES = (
         packs_rows=False,
     ),
     Family("falcon", layers="h", embedding="word_embeddings", norm="ln_f", packs_rows=False),
+    Family("stablelm", packs_rows=False),
+    Family("glm"),
+    Family("glm4"),
+    Family("glm4_moe"),
+    Family("gptj", layers="h", embedding="wte", norm="ln_f", packs_rows=False),
+    Family("gpt_neo", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe", packs_rows=False),
+    Family("gpt_bigcode", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe"),
+    Family("mpt", layers="blocks", embedding="wte", norm="norm_f", packs_rows=False),
+    Family(
+        "opt",
+        layers="decoder.layers",
+        embedding="decoder.embed_tokens",
+        norm="decoder.final_layer_norm",
+        learned_positions="decoder.embed_positions",
+        # Otherwise there is no final norm: opt-350m.
+        required={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
+    ),
+    Family("exaone4"),
+    Family("nemotron", packs_rows=False),
+    Family("olmo"),
+    Family("olmoe"),
+    Family("cohere"),
+    Family("granitemoe", unit_scalars=("embedding_multiplier",)),
+    Family("granitemoeshared", unit_scalars=("embedding_multiplier",)),
+    Family("arcee"),
+    Family("seed_oss", is_fused=True),
+    Family("ernie4_5"),
+    Family("ernie4_5_moe"),
+    Family("hunyuan_v1_dense", has_rope_alpha=True),
+    Family("hunyuan_v1_moe", has_rope_alpha=True),
+    Family("dots1"),
+    Family("helium"),
+    Family("apertus"),
+    Family("codegen", layers="h", embedding="wte", norm="ln_f", packs_rows=False),
+    Family("xglm", norm="layer_norm", learned_positions="embed_positions", packs_rows=False),
+    Family("biogpt", norm="layer_norm", learned_positions="embed_positions"),
+    Family("minimax_m2"),
+    Family("deepseek_v2", caches_latents=True),
+    Family("deepseek_v3", caches_latents=True),
+    Family("glm4_moe_lite", caches_latents=True),
+    # Its window is in the mask only.
+    Family("phimoe", packs_rows=False),
+    Family("persimmon", norm="final_layernorm"),
+    Family("ministral"),
+    Family("ministral3"),
+    Family("flex_olmo"),
+    Family("vaultgemma"),
+    Family("exaone_moe"),
+    Family("jais2"),
+    Family("youtu", caches_latents=True),
+    Family("cwm"),
+    Family("solar_open"),
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
@@ -103,11 +161,16 @@ def family_of(config: PretrainedConfig) -> Family:
             f"Models of type {model_type!r} are not supported; choose a checkpoint of one of these types: {known}."
         )
     stateful = sorted(set(rope_types(config)) & STATEFUL_ROPE)
-    if stateful:
+    if stateful and not (family.has_rope_alpha and config.rope_parameters.get("alpha")):
         raise UnsupportedFamily(
             f"The rotary embedding {stateful[0]!r} keeps state between calls, so sessions would disturb each other; "
             "set another rope_type (for example 'linear' or 'yarn') in config.json."
         )
+    for name, value in family.required.items():
+        if getattr(config, name, value) != value:
+            raise UnsupportedFamily(
+                f"Of the family {model_type!r}, only checkpoints with {name}={value} are supported; choose another one."
+            )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedFamily("Only decoder-only models are supported; this checkpoint has an encoder.")
     return family

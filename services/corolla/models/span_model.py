@@ -3,9 +3,9 @@
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from corolla.models.packed.layouts import Layout
 from corolla.models.packed.modules import fill_packed, make_up_packed, replace_packed
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.wire.span import Span
+
+# Reads the cached latents of all tokens at every step, with whatever adapter they were computed.
+_EXPANSION: Final = "self_attn.kv_b_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +117,13 @@ class SpanModel:
         tune(replace_linears(self._base) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
 
     def linear_place(self, layer: int, path: str) -> LinearPlace | None:
-        """Where the output of a linear layer is; None: the layer of the span has no linear layer of this path.
+        """Where the output of a linear layer is; None: the layer has none of this path that sees each token once.
 
         Args:
             path: within the block, such as `self_attn.q_proj`.
         """
+        if self.family.caches_latents and path == _EXPANSION:
+            return None
         modules = dict(self._layer(layer).named_modules())
         if (shape := _features(modules.get(path))) is None:
             return None
@@ -137,7 +142,7 @@ class SpanModel:
         self._takes_adapters = True
         for index in range(len(self.span)):
             for path, module in self._layer(index).named_modules():
-                if _features(module) is not None:
+                if self.linear_place(index, path) is not None:
                     module.register_forward_hook(self._adding(index, (path,)))
 
     def _adding(self, layer: int, place: Place) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
@@ -203,13 +208,21 @@ class SpanModel:
         return view
 
     def _cut_view(self, indices: range) -> PreTrainedModel:
-        view = copy.copy(self._base)
-        view._modules = dict(self._base._modules)
-        view.config = copy.deepcopy(self._base.config)
+        config = copy.deepcopy(self._base.config)
+        keep_layers_of_config(config, indices)
         layers = cast(nn.ModuleList, self._base.get_submodule(self.family.layers))
-        view._modules[self.family.layers] = nn.ModuleList(layers[index] for index in indices)
-        keep_layers_of_config(view.config, indices)
-        return view
+        kept = nn.ModuleList(layers[index] for index in indices)
+        return cast(PreTrainedModel, _with_layers(self._base, self.family.layers.split("."), kept, config))
+
+
+def _with_layers(module: Any, path: Sequence[str], layers: nn.ModuleList, config: PretrainedConfig) -> Any:
+    """A model that shares everything with `module` but the layers at `path` and what is around them."""
+    view = copy.copy(module)
+    view._modules = dict(module._modules)
+    view.config = config
+    name, *inner = path
+    view._modules[name] = _with_layers(view._modules[name], inner, layers, config) if inner else layers
+    return view
 
 
 def _features(module: nn.Module | None) -> tuple[int, int] | None:
@@ -332,15 +345,15 @@ def span_tensors(checkpoint: Checkpoint, prefix: str, span: Span) -> dict[str, s
 class _NoPositions(nn.Module):
     """Adds nothing where a family adds learned positions: `edges` already did."""
 
-    def forward(self, position_ids: Tensor) -> Tensor:
-        return torch.zeros((), device=position_ids.device, dtype=torch.int8)
+    def forward(self, positions: Tensor, *_arguments: Any, **_options: Any) -> Tensor:
+        return torch.zeros((), device=positions.device, dtype=torch.int8)
 
 
 def _cut_to_span(base: PreTrainedModel, *, family: Family, span: Span) -> None:
     keep_layers(base, family, range(span.start, span.end))
     for name in (family.embedding, family.norm, *family.bypassed):
-        setattr(base, name, nn.Identity())
+        base.set_submodule(name, nn.Identity())
     if family.learned_positions is not None:
-        setattr(base, family.learned_positions, _NoPositions())
+        base.set_submodule(family.learned_positions, _NoPositions())
     for name in family.unit_scalars:
         setattr(base, name, 1.0)

@@ -12,8 +12,8 @@ from tests.integration.hf.stacks import Stacks
 from tests.tiers import quick
 
 # One family for each shape of the table: fused blocks, alternating windows and capped scores, learned positions, rows
-# that are computed one by one, experts, biases.
-SHAPES = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2")
+# that are computed one by one, experts, biases, parts that lie deeper.
+SHAPES = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2", "opt")
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}
 
 

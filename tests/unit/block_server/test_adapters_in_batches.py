@@ -9,6 +9,7 @@ from torch import Tensor
 
 from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.runner import RowWork, Runner
+from corolla.chassis.errors import AdapterError
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, LowRank, SpanAdapter
 from corolla.models.checkpoint import Checkpoint
@@ -80,12 +81,18 @@ def test_a_batch_of_several_adapters_equals_peft(family: str, is_fused: bool, tm
     check(stand.run(stand.caches(30), 30, 35), stand.expected, 30, 35)
 
 
-@pytest.mark.parametrize("family", ["phi3", "falcon", "qwen3_moe", "gpt_neox", "cohere2"])
+@pytest.mark.parametrize("family", ["phi3", "falcon", "qwen3_moe", "gpt_neox", "cohere2", "opt", "deepseek_v3"])
 def test_families_of_other_shapes(family: str, tmp_path: Path) -> None:
-    kind = {"target_modules": ["q_proj", "o_proj"]} if family == "qwen3_moe" else {}
+    targets = {"qwen3_moe": ["q_proj", "o_proj"], "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]}
+    kind = {"target_modules": targets[family]} if family in targets else {}
     stand = Stand(family, tmp_path, is_fused=True, kinds=[kind, kind])
     check(stand.run(stand.caches(), 0, 30), stand.expected, 0, 30)
     check(stand.run(stand.caches(30), 30, 31), stand.expected, 30, 31)
+
+
+def test_what_expands_the_cached_latents_of_earlier_tokens_takes_no_adapter(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"no linear layer self_attn\.kv_b_proj"):
+        Stand("deepseek_v3", tmp_path, is_fused=True, kinds=[{"target_modules": ["kv_b_proj"]}])
 
 
 def test_a_base_row_is_the_same_bit_for_bit_next_to_rows_with_adapters(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from corolla.models.families import FAMILIES
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
-from tests.checkpoints import make_tiny_checkpoint
+from tests.checkpoints import YARN, make_tiny_checkpoint
 
 UNEVEN = (Span(0, 1), Span(1, 4), Span(4, 5))
 
@@ -117,6 +117,11 @@ def test_the_fast_way_gives_the_same_tokens(make_chain: MakeChain, family: str) 
         pytest.param("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, id="falcon of the second kind"),
         pytest.param("gpt_neox", {"use_parallel_residual": False}, id="gpt_neox in sequence"),
         pytest.param("llama", {"num_key_value_heads": 1, "head_dim": 32}, id="llama with one key head"),
+        pytest.param("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}, id="stablelm in parallel"),
+        pytest.param("gpt_bigcode", {"multi_query": False}, id="gpt_bigcode with many key heads"),
+        pytest.param("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}, id="deepseek_v2 lite"),
+        pytest.param("deepseek_v3", {"rope_parameters": YARN}, id="deepseek_v3 with far positions"),
+        pytest.param("ernie4_5_moe", {"moe_layer_interval": 2}, id="ernie4_5_moe with every other block dense"),
         pytest.param(
             "llama",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
@@ -246,6 +251,15 @@ def test_prompts_reach_their_row_at_their_positions_and_no_other(make_chain: Mak
     assert_close(runner.forward([RowWork(prompted, 2, 9, prompts)], hidden[2:], runner.span), expected[0][2:])
     assert (expected[0] - expected[1]).abs().max() > 0.1, "prompts that change nothing prove nothing"
     assert torch.equal(hidden, given)
+
+
+def test_of_latent_attention_latents_are_kept(make_chain: MakeChain) -> None:
+    """Not the keys and values of four heads that they expand to, `4 * (16 + 8 + 12)` numbers."""
+    chain = make_chain("deepseek_v3")
+    caches = chain.open()
+    chain.step([(caches, 0, tokens(8))])
+    for cache in caches:
+        assert [tuple(tensor.shape[1:]) for tensor in cache.store.layer(0)] == [(1, 16), (1, 8)]
 
 
 def test_call_wide_rotary_embeddings_keep_rows_apart(make_chain: MakeChain) -> None:

@@ -1,15 +1,20 @@
 """A span holds its own tensors and nothing else."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import edge_tensors
 from corolla.models.families import FAMILIES
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
@@ -33,8 +38,23 @@ print(peak() - before, model.nbytes)
 """
 
 
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
+    """What transformers says about how tensors fitted, for each model that is filled."""
+    reports: list[Mapping[str, Any]] = []
+    load: Any = PreTrainedModel.from_pretrained
+
+    def load_and_keep(model_class: type[PreTrainedModel], *arguments: Any, **options: Any) -> tuple[Any, Any]:
+        model, report = load.__func__(model_class, *arguments, **options)
+        reports.append(report)
+        return model, report
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(load_and_keep))
+    return reports
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_spans_share_out_the_blocks(tmp_path: Path, family: str) -> None:
+def test_spans_share_out_the_blocks(tmp_path: Path, reports: list[Mapping[str, Any]], family: str) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)))
     whole = load_span(checkpoint, Span(0, 4), dtype=torch.float32)
     parts = [load_span(checkpoint, span, dtype=torch.float32) for span in (Span(0, 3), Span(3, 4))]
@@ -45,6 +65,9 @@ def test_spans_share_out_the_blocks(tmp_path: Path, family: str) -> None:
     for part in parts:
         hidden = part.forward(hidden, position_ids)
     assert torch.equal(hidden, expected)
+    assert len(reports) == 3
+    for report in reports:
+        assert [report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [set(), set(), set()]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -60,6 +83,17 @@ def test_a_span_is_made_up_without_reading_weights(tmp_path: Path, family: str) 
     assert (made_up.nbytes, made_up.dtype) == (real.nbytes, real.dtype)
     output = made_up.forward(hidden.bfloat16(), torch.arange(20)[None])
     assert output.isfinite().all()
+
+
+def test_blocks_behind_those_of_the_configuration_are_left(tmp_path: Path) -> None:
+    """They predict further tokens, and lie among the blocks in the files, or in a list of their own."""
+    folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "model", num_blocks=4)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    assert any(".layers.3." in name for name in checkpoint.weight_index)
+    assert checkpoint.num_blocks == len(load_span(checkpoint, Span(0, 3), dtype=torch.float32).span)
+    assert not any(".layers." in name for name in edge_tensors(checkpoint).values())
 
 
 def test_only_the_spans_shards_are_opened(tmp_path: Path) -> None:

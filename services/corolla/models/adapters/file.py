@@ -25,7 +25,7 @@ _HEADER_LENGTH: Final = struct.Struct("<Q")
 _BYTES_OF_DTYPES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _PASS_BYTES: Final = 1 << 20
 _NAME: Final = re.compile(
-    r"base_model\.model\.(?P<name>(?:[a-z_]+\.)?(?P<layers>[a-z_]+)\.(?P<block>\d{1,4})\.(?P<module>[\w.]+))"
+    r"base_model\.model\.(?P<name>(?:[a-z_]+\.){0,2}(?P<layers>[a-z_]+)\.(?P<block>\d{1,4})\.(?P<module>[\w.]+))"
     r"\.lora_(?P<part>[AB])\.weight"
 )
 
