@@ -27,7 +27,7 @@ _TUNING_BUDGET_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one block: tokens per second, and bytes that a token's keys and values take; with how many threads.
+    """Of the largest block: tokens per second, and bytes that a token's keys and values take; with how many threads.
 
     `head_blocks`: as many blocks take the time of the model's head for one row, and its memory. `block_bytes`: of the
     weights of one block.
@@ -88,7 +88,7 @@ def measure_speed(
     kv_cache_dtype: str = "auto",
     engine: EngineName = "transformers",
 ) -> Speed:
-    """Times the model's first block with one token and with a short prompt; the best of a few runs each.
+    """Times the model's largest block with one token and with a short prompt; the best of a few runs each.
 
     Its weights are made up: speed does not depend on them, and a server that the router has no span for yet should not
     fetch any.
@@ -98,7 +98,7 @@ def measure_speed(
         kv_cache_dtype: see `Runner`.
         engine: see `choose_engine`.
     """
-    block = Span(0, 1)
+    block = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
     model = make_engine(engine, checkpoint, block, dtype=dtype, device=device, quantization=quantization)
     runner = Runner(
         model,

@@ -1,5 +1,6 @@
 """A checkpoint: where a model's weights lie, what they are, and whether they can be served at all."""
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -156,16 +157,33 @@ class Checkpoint:
         """Whether the head has the embedding's weights."""
         return bool(self.config.tie_word_embeddings)
 
+    @functools.cached_property
+    def largest_block(self) -> int:
+        """The first of the blocks with the most tensors: where some are dense and others have experts, one of these.
+
+        What is planned by its size suffices for any block.
+        """
+        counts = collections.Counter(block for block, _ in self._block_tensors())
+        return max(range(self.num_blocks), key=counts.__getitem__)
+
+    def _block_tensors(self) -> list[tuple[int, str]]:
+        """Each block's tensors. Of lists of blocks it is the longest one: others may predict further tokens."""
+        layer = re.compile(rf"((?:.*\.)?){re.escape(self.family.layers)}\.(\d+)\..*")
+        lists: dict[str, list[tuple[int, str]]] = {}
+        for name in self.weight_index:
+            if match := layer.fullmatch(name):
+                lists.setdefault(match[1], []).append((int(match[2]), name))
+        return max(lists.values(), key=lambda found: len({block for block, _ in found}), default=[])
+
     def head_blocks(self) -> float:
         """As many blocks have as many weights as the head: the time of a row, too, is that of reading them.
 
         Raises:
-            CheckpointError: the first block's weights are not here, or cannot be read.
+            CheckpointError: the largest block's weights are not here, or cannot be read.
         """
         if self.gguf is not None:
-            return self.vocab_size * self.hidden_size / self.gguf.num_block_weights(0)
-        first = re.compile(rf"(?:^|.*\.){re.escape(self.family.layers)}\.0\..*")
-        names = [name for name in self.weight_index if first.fullmatch(name)]
+            return self.vocab_size * self.hidden_size / self.gguf.num_block_weights(self.largest_block)
+        names = [name for block, name in self._block_tensors() if block == self.largest_block]
         if self.quantization is not None:
             with self.open_tensors({name: name for name in names}) as tensors:
                 shapes = [getattr(tensor, "shape", None) or tensor.get_shape() for tensor in tensors.values()]
@@ -292,9 +310,7 @@ class Checkpoint:
                 )
 
     def _check_blocks(self) -> None:
-        layer = re.compile(rf"(?:^|\.){re.escape(self.family.layers)}\.(\d+)\.")
-        held = {int(match[1]) for name in self.weight_index if (match := layer.search(name))}
-        absent = sorted(set(range(self.num_blocks)) - held)
+        absent = sorted(set(range(self.num_blocks)) - {block for block, _ in self._block_tensors()})
         if absent:
             raise CheckpointError(
                 f"{self.folder} has no weights for block {absent[0]} although config.json promises {self.num_blocks} "

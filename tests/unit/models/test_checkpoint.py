@@ -193,12 +193,34 @@ def test_a_bad_checkpoint_is_refused(folder: Path, damage: Callable[[Path], None
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             r"keeps state .*; set another",
         ),
+        (
+            {
+                "model_type": "hunyuan_v1_dense",
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            },
+            r"keeps state .*; set another",
+        ),
+        ({"model_type": "opt", "do_layer_norm_before": False}, r"'opt', only .* do_layer_norm_before=True are"),
     ],
 )
 def test_an_unsupported_model_is_refused(folder: Path, changes: dict[str, Any], advice: str) -> None:
     edit_json(folder / "config.json", **changes)
     with pytest.raises(UnsupportedFamily, match=advice):
         Checkpoint.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize(
+    "family, largest",
+    [("llama", 0), ("mixtral", 0), ("qwen2_moe", 0), ("deepseek_v3", 2), ("ernie4_5_moe", 1), ("opt", 0)],
+)
+def test_where_some_blocks_are_dense_one_with_experts_is_the_largest(tmp_path: Path, family: str, largest: int) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family)))
+    assert checkpoint.largest_block == largest
+    sizes = [load_span(checkpoint, Span(block, block + 1), dtype=torch.float32).nbytes for block in range(5)]
+    assert sizes[largest] == max(sizes)
+    head = checkpoint.vocab_size * checkpoint.hidden_size * torch.float32.itemsize
+    # Buffers, such as rotary tables, are no stored weights.
+    assert checkpoint.head_blocks() == pytest.approx(head / max(sizes), rel=0.05)
 
 
 @pytest.mark.parametrize(

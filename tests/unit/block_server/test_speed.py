@@ -1,0 +1,31 @@
+"""What is planned by the size and speed of one block fits every block."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from corolla.block_server.speed import measure_speed
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import head_bytes
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+
+
+@pytest.mark.parametrize(
+    "family, numbers_per_token",
+    [
+        pytest.param("llama", 2 * 2 * 16, id="keys and values of two heads"),
+        pytest.param("deepseek_v3", 16 + 8, id="experts behind dense blocks, and latents"),
+        pytest.param("qwen3_moe", 2 * 2 * 16, id="a dense block among experts"),
+    ],
+)
+def test_the_largest_block_is_measured(tmp_path: Path, family: str, numbers_per_token: int) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family)))
+    speed = measure_speed(checkpoint, torch.float32, "cpu")
+    sizes = [load_span(checkpoint, Span(block, block + 1), dtype=torch.float32).nbytes for block in range(5)]
+    assert speed.block_bytes == max(sizes)
+    assert speed.head_blocks == head_bytes(checkpoint, torch.float32) / max(sizes)
+    assert speed.cache_bytes_per_token == numbers_per_token * torch.float32.itemsize
+    assert speed.decode_tokens_per_second > 0
