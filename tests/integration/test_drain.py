@@ -44,7 +44,9 @@ async def metric(server: BlockServer, name: str, **labels: str) -> float:
     return await sample(server.metrics_port, name, **labels)
 
 
-async def test_every_server_leaves_in_turn_and_nothing_is_computed_twice(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("family", quick(["llama", "deepseek_v3"], "llama"))
+async def test_every_server_leaves_in_turn_and_nothing_is_computed_twice(tmp_path: Path, family: str) -> None:
+    model = make_tiny_checkpoint(family, tmp_path / family, config_changes={"max_position_embeddings": 8192})
     grace = {"grace_s": 120.0}
     async with (
         Swarm(tmp_path, model, ["0:2", "2:5"], server=grace, client={"prefill_chunk_tokens": 16}) as swarm,

@@ -133,14 +133,14 @@ _FAMILIES = (
     # Its window is in the mask only.
     Family("phimoe", packs_rows=False),
     Family("persimmon", norm="final_layernorm"),
-    Family("ministral"),
+    Family("ministral", is_fused=True),
     Family("ministral3"),
     Family("flex_olmo"),
     Family("vaultgemma"),
     Family("exaone_moe"),
     Family("jais2"),
     Family("youtu", caches_latents=True),
-    Family("cwm"),
+    Family("cwm", is_fused=True),
     Family("solar_open"),
 )
 

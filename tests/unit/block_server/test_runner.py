@@ -278,7 +278,7 @@ def test_call_wide_rotary_embeddings_keep_rows_apart(make_chain: MakeChain) -> N
     assert_close(batch[1], chain.truth(long))
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "bloom", "deepseek_v3"])
 def test_a_row_that_is_not_finite_harms_no_other(make_chain: MakeChain, family: str) -> None:
     runner = make_chain(family).runners[1]
     sound, bad, solo = runner.new_cache(), runner.new_cache(), runner.new_cache()
