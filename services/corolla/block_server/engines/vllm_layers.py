@@ -53,7 +53,7 @@ def check_version() -> None:
     )
 
 
-def _nobody(*_given: Any) -> Tensor:
+def _outside_of_a_batch(*_given: Any) -> Tensor:
     raise InternalError("layers of vLLM ran outside of a batch")
 
 
@@ -85,7 +85,7 @@ class VllmLayers:
         self.layers = tuple(layers)
         self.nbytes = nbytes
         self.facts = tuple(_facts_of(each) for each in attentions)
-        self._attend: AttentionOf = _nobody
+        self._attend: AttentionOf = _outside_of_a_batch
         for index, attention in enumerate(attentions):
             attention.forward = self._attention_of(index)
 
@@ -96,7 +96,7 @@ class VllmLayers:
         hidden, residual = hidden.clone(), None
         for index in indices:
             hidden, residual = self.layers[index](position_ids, hidden, residual)
-        self._attend = _nobody
+        self._attend = _outside_of_a_batch
         return hidden if residual is None else hidden + residual
 
     def _attention_of(self, index: int) -> Callable[..., Tensor]:
@@ -225,7 +225,7 @@ def _prepare() -> None:
     check_version()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # What it warns of concerns parts of it that do not run here.
+    # Its warnings are about parts of it that do not run here.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     import vllm._custom_ops
     import vllm.ir
