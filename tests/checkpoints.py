@@ -89,6 +89,9 @@ _MIXED_FAMILIES = frozenset(
     }
 )
 _LAYER_TYPES = ("sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention")
+# Blocks with a recurrent state, between those with attention.
+_RECURRENT_KINDS: Mapping[str, str] = {"lfm2": "conv", "lfm2_moe": "conv", "qwen3_next": "linear_attention"}
+RECURRENT_FAMILIES = _RECURRENT_KINDS.keys()
 
 # What each family's configuration gets besides `_SHAPE`; together they cover every special case of the families.
 _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
@@ -187,6 +190,18 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "youtu": _LATENT,
     "cwm": {**_HEAD_SIZE, **_WINDOW},
     "solar_open": {**_HEAD_SIZE, **_ROUTED, "n_group": 2, "topk_group": 1},
+    "lfm2": {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"conv_L_cache": 3, **_EXPERTS, "num_dense_layers": 1},
+    "qwen3_next": {
+        **_HEAD_SIZE,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 48,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
     "falcon": {"alibi": False, "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True},
 }
 
@@ -215,11 +230,14 @@ def make_tiny_checkpoint(
     facts = {**_SHAPE, "num_hidden_layers": num_blocks, **_FAMILY_FACTS[family]}
     if family in _MIXED_FAMILIES:
         facts = {**facts, "layer_types": [_LAYER_TYPES[block % len(_LAYER_TYPES)] for block in range(num_blocks)]}
+    if family in _RECURRENT_KINDS:
+        kinds = (_RECURRENT_KINDS[family], "full_attention", _RECURRENT_KINDS[family], _RECURRENT_KINDS[family])
+        facts = {**facts, "layer_types": [kinds[block % len(kinds)] for block in range(num_blocks)]}
     if family in ("gpt2", "gptj", "gpt_bigcode", "codegen"):
         facts = {**facts, **_GPT2_SHAPE}
     if family == "gpt_neo":
-        kinds = ("local", "global", "global")
-        facts = {**facts, "attention_types": [[[kinds[block % len(kinds)]], 1] for block in range(num_blocks)]}
+        scopes = ("local", "global", "global")
+        facts = {**facts, "attention_types": [[[scopes[block % len(scopes)]], 1] for block in range(num_blocks)]}
     facts = {**facts, **(config_changes or {})}
     tokenizer = make_tokenizer()
     tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
@@ -257,8 +275,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def _draw_weights(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                # Drawn by nobody's seed otherwise. So small, a state remembers dozens of tokens.
+                parameter.uniform_(-5.0, -2.0, generator=generator)
+            elif parameter.dim() >= 2:
                 fan_in = parameter.shape[-1]
                 parameter.normal_(0.0, 1.6 * fan_in**-0.5, generator=generator)
             else:

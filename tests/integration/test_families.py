@@ -11,14 +11,14 @@ import torch
 from corolla.models.families import FAMILIES
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason
-from tests.checkpoints import make_tiny_checkpoint
+from tests.checkpoints import RECURRENT_FAMILIES, make_tiny_checkpoint
 from tests.integration.swarm import Swarm
 from tests.reference import Reference, Sampling, Unsplit
 from tests.tiers import quick
 
 # One family for each shape of the table: fused blocks, alternating windows and capped scores, learned positions, rows
-# that are computed one by one, experts, biases, latents.
-SHAPES = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2", "deepseek_v3")
+# that are computed one by one, experts, biases, latents, the two kinds of recurrent states.
+SHAPES = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2", "deepseek_v3", "lfm2", "qwen3_next")
 CHAINS = (["0:5"], ["0:1", "1:5"], ["0:2", "2:3", "3:5"])
 CHUNK_TOKENS = 16
 NUM_NEW_TOKENS = 16
@@ -43,7 +43,7 @@ def prompt_of(num_tokens: int) -> list[int]:
 async def assert_streams_equal(
     client: AsyncClient, references: Sequence[Reference], chain: Sequence[str], *, is_known: bool
 ) -> None:
-    """All streams at once, their beginnings computed before or not; each as the unsplit model answers it alone."""
+    """All streams at once, their beginnings held by pages or not; each as the unsplit model answers it alone."""
     answers = await asyncio.gather(
         *(
             client.generate(prompt_of(num_tokens), max_tokens=NUM_NEW_TOKENS, ignore_eos=True, **sampling)
@@ -82,5 +82,7 @@ async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str) -
         for swarm, chain in zip(swarms, CHAINS, strict=True):
             async with swarm.connect() as client:
                 for is_known in (False, True):
-                    await assert_streams_equal(client, references, chain, is_known=is_known)
+                    await assert_streams_equal(
+                        client, references, chain, is_known=is_known and family not in RECURRENT_FAMILIES
+                    )
             await swarm.until_empty()

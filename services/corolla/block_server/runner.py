@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from corolla.block_server.decode_graphs import DecodeGraphs
 from corolla.block_server.engines.span_engine import SpanEngine
@@ -15,11 +16,12 @@ from corolla.block_server.kv.attention import RAGGED, AttentionBackend, Attentio
 from corolla.block_server.kv.backends import choose_backend
 from corolla.block_server.kv.codecs import CODECS
 from corolla.block_server.kv.latents import LATENT, PackedLatents
+from corolla.block_server.kv.states import LayerState
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
-from corolla.models.families import attention_windows
+from corolla.models.families import attention_windows, recurrent_layers
 from corolla.models.span_model import SpanModel
 from corolla.wire.span import Span
 
@@ -78,6 +80,7 @@ class Runner:
         has_scratch_page: see `KVStore`; recorded decode steps need it.
         max_stack_bytes: of adapters that ran together, laid side by side.
         kv_cache_dtype: how keys and values are stored: `auto`, as the model computes them, or a key of CODECS.
+        num_state_pages: see `KVStore`.
 
     Attributes:
         stacks: of adapters.
@@ -97,6 +100,7 @@ class Runner:
         has_scratch_page: bool = False,
         max_stack_bytes: int = 256 << 20,
         kv_cache_dtype: str = "auto",
+        num_state_pages: int = 0,
     ) -> None:
         self.model = model
         self.stacks = AdapterStacks(max_stack_bytes)
@@ -110,6 +114,7 @@ class Runner:
         self.store = KVStore(
             num_pages, page_tokens, page_windows(model), max_step_tokens=max_step_tokens,
             has_scratch_page=has_scratch_page, codec=codec,
+            recurrent=recurrent_layers(model.config), num_state_pages=num_state_pages,
         )  # fmt: skip
         if model.packs_rows:
             model.set_attention(LATENT if model.family.caches_latents else RAGGED)
@@ -236,10 +241,12 @@ class Runner:
             positions = torch.arange(row.position, row.position + row.num_tokens, device=hidden.device)
             packed = PackedRow(row.cache, row.position, 0, row.num_tokens)
             cache = _RowCache(AttentionBatch(self.store, [packed], self.backend), attention_windows(self.model.config))
+            cache.begin(self.model.layer_indices(blocks))
             self.model.adapters = self._adapters([row])
             outputs.append(
                 self._base.forward(part.unsqueeze(0), positions.unsqueeze(0), blocks=blocks, past_key_values=cache)[0]
             )
+            cache.keep_states()
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:
@@ -271,14 +278,35 @@ def page_windows(model: SpanEngine) -> tuple[int | None, ...]:
 
 
 class _RowCache(Cache):
-    """One row's cache as the library's own attention code sees it: where a layer has a window, what is within that."""
+    """One row's cache as the library's own layers see it.
+
+    Of keys and values it shows, where a layer has a window, what is within that. Recurrent layers get copies of their
+    states, since they write to them in place: until the step is committed, the session has what it had before.
+    """
 
     def __init__(self, batch: AttentionBatch, windows: Sequence[int | None]) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=[DummyLayer() for _ in windows])
         self._batch = batch
         self._windows = windows
         (self._row,) = batch.rows
         self._position = self._row.position
+
+    def begin(self, layers: range) -> None:
+        """Copies the states of those of these layers that have one."""
+        states = self._row.cache.states
+        if states is not None:
+            held = states.at(self._position)
+            for layer in self._batch.store.recurrent.intersection(layers):
+                self.layers[layer] = held[layer].to_layer() if self._position else LinearAttentionLayer()
+
+    def keep_states(self) -> None:
+        """Notes the states after the step."""
+        states, shapes = self._row.cache.states, self._batch.store.state_shapes
+        for index, layer in enumerate(self.layers):
+            if states is not None and isinstance(layer, LinearAttentionLayer):
+                state = states.computed[index] = LayerState.of(layer)
+                if index not in shapes:
+                    shapes[index] = state.shape()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
@@ -304,7 +332,7 @@ class _RowCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        return [False] * len(self._windows)
+        return [layer in self._batch.store.recurrent for layer in range(len(self._windows))]
 
     @property
     def is_dummy(self) -> list[bool]:

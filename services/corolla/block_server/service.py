@@ -22,6 +22,7 @@ from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.hop_session import SessionFacts
 from corolla.block_server.housekeeping import Housekeeping
 from corolla.block_server.iteration import StepWork
+from corolla.block_server.kv.states import NUM_KEPT_STATES
 from corolla.block_server.kv.store import LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
@@ -36,7 +37,7 @@ from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.servicer_admin import AdminEndpoint
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
-from corolla.block_server.speed import Speed, decode_step, measure_decode_step, measure_speed
+from corolla.block_server.speed import Speed, decode_step, measure_decode_step, measure_speed, state_bytes
 from corolla.block_server.spinning import measure_spin
 from corolla.block_server.step_spans import StepSpans
 from corolla.chassis.errors import StartupError
@@ -51,6 +52,7 @@ from corolla.chassis.weight_formats import EngineName, weight_format
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges
+from corolla.models.families import recurrent_layers
 from corolla.models.hub import Hub
 from corolla.models.packed.choice import types_of
 from corolla.models.span_model import fetch_span
@@ -385,11 +387,12 @@ class BlockServer:
 
     def _make_runner(self, model: SpanEngine, cache_bytes_per_token: int) -> Runner:
         settings = self.settings
-        layers_per_group = LayerGroups.of(page_windows(model)).layers_per_group
+        layers_per_group = LayerGroups.of(page_windows(model), recurrent_layers(model.config)).layers_per_group
+        num_pages, num_state_pages = self._num_pages(cache_bytes_per_token * layers_per_group, state_bytes(model))
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
         runner = Runner(
             model,
-            num_pages=self._num_pages(cache_bytes_per_token * layers_per_group),
+            num_pages=num_pages,
             page_tokens=settings.num_page_tokens,
             max_step_tokens=max(settings.max_tokens_per_frame, _MAX_TAKEN_BACK),
             attention=settings.attention,
@@ -398,6 +401,7 @@ class BlockServer:
             has_scratch_page=may_replay,
             max_stack_bytes=settings.adapters_mib << 20,
             kv_cache_dtype=settings.kv_cache_dtype,
+            num_state_pages=num_state_pages,
         )
         runner.warm_up()
         if may_replay:
@@ -462,14 +466,20 @@ class BlockServer:
             log.info("formats of the weights", extra=extra)
         return weight_format(settings.dtype, settings.quantization, packed, expanded, engine_name)
 
-    def _num_pages(self, cache_bytes_per_token: int) -> int:
+    def _num_pages(self, cache_bytes_per_token: int, session_state_bytes: int) -> tuple[int, int]:
+        """Pages of the server, and how many of them stand for the recurrent states of one session."""
         bytes_per_page = cache_bytes_per_token * self.settings.num_page_tokens
         num_pages = (self.settings.kv_cache_mib << 20) // bytes_per_page
-        if num_pages < 1:
+        num_state_pages = -(-session_state_bytes * NUM_KEPT_STATES // bytes_per_page)
+        # States lie elsewhere than the pages that stand for them; most of them, where each session has one page more.
+        num_pages = num_pages * (1 + num_state_pages) // (1 + 2 * num_state_pages)
+        if num_pages < 1 + num_state_pages:
+            states = f" and {NUM_KEPT_STATES} times {session_state_bytes} bytes of recurrent states"
             raise StartupError(
                 f"COROLLA_KV_CACHE_MIB={self.settings.kv_cache_mib} is less than one page of {bytes_per_page} bytes"
+                f"{states if num_state_pages else ''}"
             )
-        return num_pages
+        return num_pages, num_state_pages
 
     def _load(self) -> router_pb2.ServerLoad:
         if self._sessions is None or self._engine is None:

@@ -11,10 +11,12 @@ from typing import Final
 import torch
 
 from corolla.block_server.engines.choice import make_engine
+from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.weight_formats import EngineName
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
+from corolla.models.families import recurrent_layers
 from corolla.models.threads import set_num_threads
 from corolla.wire.span import Span
 
@@ -126,6 +128,16 @@ def measure_speed(
     # One row takes the time of reading the weights, so bytes tell it. To make a head up may take gigabytes.
     head_blocks = head_bytes(checkpoint, dtype, quantization) / model.nbytes
     return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads, head_blocks, model.nbytes)
+
+
+def state_bytes(model: SpanEngine) -> int:
+    """Bytes of the recurrent states of one session at one position."""
+    if not recurrent_layers(model.config):
+        return 0
+    runner = Runner(model, num_pages=1, is_fused=False)
+    with decode_step(runner) as step:
+        step()
+    return sum(shape.nbytes for shape in runner.store.state_shapes.values())
 
 
 def _best_seconds(work: Callable[[], object]) -> float:

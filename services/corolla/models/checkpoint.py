@@ -17,7 +17,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from corolla.chassis.errors import CheckpointError
 from corolla.models.cache_folder import default_cache_folder
 from corolla.models.demo import DEMO_MODEL, demo_checkpoint
-from corolla.models.families import Family, family_of
+from corolla.models.families import Family, family_of, recurrent_layers
 from corolla.models.gguf.folder import settings_folder
 from corolla.models.gguf.header import part_names
 from corolla.models.gguf.header import read_header as read_header_of_gguf
@@ -161,10 +161,12 @@ class Checkpoint:
     def largest_block(self) -> int:
         """The first of the blocks with the most tensors: where some are dense and others have experts, one of these.
 
-        What is planned by its size suffices for any block.
+        What is planned by its size suffices for any block. Those with a recurrent state are none: what a token's keys
+        and values take is measured with it, too.
         """
         counts = collections.Counter(block for block, _ in self._block_tensors())
-        return max(range(self.num_blocks), key=counts.__getitem__)
+        blocks = sorted(set(range(self.num_blocks)) - recurrent_layers(self.config)) or range(self.num_blocks)
+        return max(blocks, key=counts.__getitem__)
 
     def _block_tensors(self) -> list[tuple[int, str]]:
         """Each block's tensors. Of lists of blocks it is the longest one: others may predict further tokens."""

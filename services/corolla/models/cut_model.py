@@ -101,7 +101,8 @@ def _fill(
     """The model, and what transformers says about how the tensors fitted. What they lack is drawn at random."""
     if attention == "sdpa" and not model_class._supports_sdpa:
         attention = "eager"
-    with LOADING:
+    # Some families draw numbers for what is then read all the same; nobody else in the process is to miss them.
+    with LOADING, torch.random.fork_rng(devices=[]):
         filled = cast(Any, model_class).from_pretrained(
             None,
             config=config,

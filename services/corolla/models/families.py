@@ -16,6 +16,9 @@ from transformers import PretrainedConfig
 
 from corolla.chassis.errors import UnsupportedFamily
 
+# Kinds of layers, as configurations call them, that keep a state of fixed size instead of keys and values.
+RECURRENT_KINDS = frozenset({"conv", "linear_attention"})
+
 # Rotary embeddings that look at the longest position of the whole call: rows of different sessions would change each
 # other's frequencies if they were packed into one call.
 CALL_WIDE_ROPE = frozenset({"longrope"})
@@ -142,6 +145,9 @@ _FAMILIES = (
     Family("youtu", caches_latents=True),
     Family("cwm", is_fused=True),
     Family("solar_open"),
+    Family("lfm2", norm="embedding_norm"),
+    Family("lfm2_moe", norm="embedding_norm"),
+    Family("qwen3_next"),
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
@@ -178,7 +184,16 @@ def family_of(config: PretrainedConfig) -> Family:
 
 def packs_rows(family: Family, config: PretrainedConfig) -> bool:
     """Whether rows of different sessions may be packed into one call of this very model."""
-    return family.packs_rows and not set(rope_types(config)) & CALL_WIDE_ROPE
+    return family.packs_rows and not set(rope_types(config)) & CALL_WIDE_ROPE and not recurrent_layers(config)
+
+
+def recurrent_layers(config: PretrainedConfig) -> frozenset[int]:
+    """Indices of the layers of a configuration that keep a recurrent state, and no keys and values.
+
+    A state is that of one position: a session of a model with such layers goes back only to where a state was kept.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    return frozenset(index for index, kind in enumerate(kinds) if kind in RECURRENT_KINDS)
 
 
 def rope_types(config: PretrainedConfig) -> Iterator[str]:

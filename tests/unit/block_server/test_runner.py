@@ -1,6 +1,9 @@
 """Rows of different sessions run through uneven spans and come out as the unsplit model has them."""
 
+import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from corolla.block_server.kv.store import SessionCache
+from corolla.block_server.kv.transfer import read_tokens, write_tokens
 from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.runner import RowWork, Runner
-from corolla.chassis.errors import NonFiniteOutput
+from corolla.chassis.errors import MalformedMessage, NonFiniteOutput
 from corolla.models import linear
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
@@ -21,7 +25,7 @@ from corolla.models.families import FAMILIES
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
-from tests.checkpoints import YARN, make_tiny_checkpoint
+from tests.checkpoints import RECURRENT_FAMILIES, YARN, make_tiny_checkpoint
 
 UNEVEN = (Span(0, 1), Span(1, 4), Span(4, 5))
 
@@ -65,6 +69,13 @@ class Chain:
         logits: Tensor = self.unsplit(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
         return logits
 
+    @torch.inference_mode()
+    def truth_in_chunks(self, tokens: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Tensor:
+        cache = DynamicCache(config=self.unsplit.config)
+        ids = torch.tensor([tokens])
+        parts = [self.unsplit(input_ids=ids[:, start:end], past_key_values=cache).logits[0] for start, end in bounds]
+        return torch.cat(parts)
+
 
 MakeChain = Callable[..., Chain]
 
@@ -98,6 +109,7 @@ def assert_close(logits: Tensor, expected: Tensor) -> None:
 
 
 every_family = pytest.mark.parametrize("family", sorted(FAMILIES))
+recurrent_family = pytest.mark.parametrize("family", sorted(RECURRENT_FAMILIES))
 
 
 @every_family
@@ -156,7 +168,7 @@ def assert_equal_to_generate(chain: Chain, are_equal: Callable[[Tensor, Tensor],
     assert len(set(log[len(prompt) :])) > 3, "a continuation that repeats one token proves little"
 
 
-@every_family
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - RECURRENT_FAMILIES))
 def test_chunks_then_rollback_then_other_tokens(make_chain: MakeChain, family: str) -> None:
     chain = make_chain(family)
     first, second = tokens(40, seed=1), tokens(20, seed=2)
@@ -167,6 +179,76 @@ def test_chunks_then_rollback_then_other_tokens(make_chain: MakeChain, family: s
     assert_close(torch.cat(chunks), chain.truth(first))
     assert_close(chain.step([(caches, 25, second)])[0], chain.truth(first[:25] + second)[25:])
     assert [cache.num_tokens for cache in caches] == [45, 45, 45]
+
+
+@recurrent_family
+def test_a_recurrent_state_goes_back_by_one_step_or_to_the_start(make_chain: MakeChain, family: str) -> None:
+    chain = make_chain(family)
+    first, second = tokens(100, seed=1), tokens(20, seed=2)
+    caches = chain.open()
+    bounds = ((0, 1), (1, 3), (3, 80), (80, 81), (81, 100))
+    chunks = [chain.step([(caches, start, first[start:end])])[0] for start, end in bounds]
+    # Where chunks begin decides how the delta rule rounds, in the unsplit model as well.
+    assert_close(torch.cat(chunks), chain.truth_in_chunks(first, bounds))
+    # The last step again, with other tokens and with the same ones.
+    assert_close(chain.step([(caches, 81, second)])[0], chain.truth(first[:81] + second)[81:])
+    assert torch.equal(chain.step([(caches, 81, first[81:])])[0], chunks[-1])
+    assert [cache.num_tokens for cache in caches] == [100, 100, 100]
+    recurrent = [cache for cache in caches if cache.states is not None]
+    assert recurrent
+    for cache in recurrent:
+        assert (cache.min_position, cache.nearest_position(99), cache.nearest_position(80)) == (100, 81, 0)
+        with pytest.raises(ValueError, match="cannot truncate"):
+            cache.truncate(99)
+    assert_close(chain.step([(caches, 0, second)])[0], chain.truth(second))
+    single = chain.step([(caches, 20, first[:1])])[0]
+    assert_close(single, chain.truth([*second, first[0]])[20:])
+    assert {cache.min_position for cache in recurrent} == {20}
+
+
+@recurrent_family
+def test_a_fork_goes_on_by_itself_from_where_its_source_stood(make_chain: MakeChain, family: str) -> None:
+    chain = make_chain(family)
+    log, one, other = tokens(30, seed=1), tokens(7, seed=2), tokens(9, seed=3)
+    caches = chain.open()
+    chain.step([(caches, 0, log)])
+    twins = [cache.fork() for cache in caches]
+    assert_close(chain.step([(caches, 30, one)])[0], chain.truth(log + one)[30:])
+    takers = chain.open()
+    for taker, twin in zip(takers, twins, strict=True):
+        taker.adopt(twin)
+    assert_close(chain.step([(takers, 30, other)])[0], chain.truth(log + other)[30:])
+    assert_close(chain.step([(caches, 37, other)])[0], chain.truth(log + one + other)[37:])
+
+
+@recurrent_family
+def test_states_travel_with_the_last_part_of_a_session(make_chain: MakeChain, family: str) -> None:
+    chain = make_chain(family)
+    log, rest = tokens(30, seed=1), tokens(5, seed=2)
+    caches, takers = chain.open(), chain.open()
+    chain.step([(caches, 0, log)])
+    for runner, cache, taker in zip(chain.runners, caches, takers, strict=True):
+        layers = runner.span.indices(runner.span)
+        for start, count, is_last in ((0, 8, False), (8, 20, False), (28, 2, True), (30, 0, True)):
+            assert taker.can_continue_from(start)
+            write_tokens(taker, layers, read_tokens(cache, layers, start, count, has_states=is_last))
+        taker.blocks = runner.span
+    assert torch.equal(chain.step([(takers, 30, rest)])[0], chain.step([(caches, 30, rest)])[0])
+
+
+@recurrent_family
+def test_states_that_do_not_fit_or_are_not_finite_are_refused(make_chain: MakeChain, family: str) -> None:
+    chain = make_chain(family)
+    caches, takers = chain.open(), chain.open()
+    chain.step([(caches, 0, tokens(9))])
+    layers = chain.runners[1].span.indices(chain.runners[1].span)
+    copy = read_tokens(caches[1], layers, 0, 9, has_states=True)
+    payload = bytes(copy.payload)
+    infinite = payload[:-4] + struct.pack("<f", math.inf)
+    for bad in (replace(copy, payload=payload[:-4]), replace(copy, has_states=False), replace(copy, payload=infinite)):
+        with pytest.raises(MalformedMessage):
+            write_tokens(takers[1], layers, bad)
+    assert takers[1].num_tokens == 0
 
 
 @every_family
@@ -204,7 +286,7 @@ def test_laid_out_weights_give_the_same_products(
     assert_close(torch.cat(singles), torch.cat([chain.truth(first)[24:], chain.truth(second)[16:]]))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom", "lfm2", "qwen3_next"])
 def test_a_run_of_some_blocks_equals_a_span_of_them(tmp_path: Path, family: str) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=7)))
     wide, narrow = Span(1, 7), Span(3, 6)
@@ -248,7 +330,9 @@ def test_prompts_reach_their_row_at_their_positions_and_no_other(make_chain: Mak
         outputs[1].append(mixed[:count])
     for parts, whole in zip(outputs, expected, strict=True):
         assert_close(torch.cat(parts), whole)
-    assert_close(runner.forward([RowWork(prompted, 2, 9, prompts)], hidden[2:], runner.span), expected[0][2:])
+    again = 9 if family in RECURRENT_FAMILIES else 2
+    rows = [RowWork(prompted, again, 11 - again, prompts)]
+    assert_close(runner.forward(rows, hidden[again:], runner.span), expected[0][again:])
     assert (expected[0] - expected[1]).abs().max() > 0.1, "prompts that change nothing prove nothing"
     assert torch.equal(hidden, given)
 
@@ -278,7 +362,7 @@ def test_call_wide_rotary_embeddings_keep_rows_apart(make_chain: MakeChain) -> N
     assert_close(batch[1], chain.truth(long))
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "bloom", "deepseek_v3", "lfm2", "qwen3_next"])
 def test_a_row_that_is_not_finite_harms_no_other(make_chain: MakeChain, family: str) -> None:
     runner = make_chain(family).runners[1]
     sound, bad, solo = runner.new_cache(), runner.new_cache(), runner.new_cache()
@@ -292,9 +376,13 @@ def test_a_row_that_is_not_finite_harms_no_other(make_chain: MakeChain, family: 
     assert_close(output.hidden[:3], runner.forward([RowWork(solo, 0, 3)], hidden[:3], runner.span))
     again = runner.forward([RowWork(bad, 0, 2)], hidden[3:], runner.span)
     assert torch.isfinite(again).all()
+    position = 2 if family in RECURRENT_FAMILIES else 1
     with pytest.raises(NonFiniteOutput):
-        runner.forward([RowWork(bad, 1, 2)], spoilt[3:], runner.span)
-    assert bad.num_tokens == 1
+        runner.forward([RowWork(bad, position, 2)], spoilt[3:], runner.span)
+    assert bad.num_tokens == position
+    after = runner.forward([RowWork(bad, position, 1)], hidden[2:3], runner.span)
+    log = torch.cat([hidden[3:5][:position], hidden[2:3]])
+    assert_close(after, runner.forward([RowWork(runner.new_cache(), 0, len(log))], log, runner.span)[-1:])
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ class HandoverReceiver:
         if not cache.can_continue_from(control.position):
             raise PositionGap("the part does not follow what is held", cache.nearest_position(control.position))
         layers = self._span.indices(blocks)
-        copy = TokenCopy(control.position, control.num_tokens, tuple(control.first_tokens), payload)
+        copy = TokenCopy(control.position, control.num_tokens, tuple(control.first_tokens), payload, control.is_last)
         write_tokens(cache, layers, copy)
         cache.blocks = blocks
         if control.is_last:

@@ -11,16 +11,19 @@ from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import Progress
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.kv.store import SessionCache
-from corolla.block_server.kv.transfer import TokenCopy, read_tokens, token_bytes
+from corolla.block_server.kv.transfer import TokenCopy, read_tokens, state_bytes, token_bytes
 from corolla.block_server.sessions import SessionTable
-from corolla.chassis.errors import ChecksumMismatch, HopUnavailable, PositionGap
+from corolla.chassis.errors import ChecksumMismatch, HopUnavailable, MessageTooLarge, PositionGap
 from corolla.chassis.status import from_reason
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.span import Span
+from corolla.wire.stream import between_servers
 from corolla.wire.tensors import describe_prompts, to_payload
 
 PART_BYTES = 1 << 20
+# They go in one frame with the last part.
+_MAX_STATE_BYTES = between_servers().max_frame_bytes - 4 * PART_BYTES
 _REPEATABLE = frozenset({PositionGap.reason, ChecksumMismatch.reason})
 
 
@@ -62,7 +65,10 @@ class HandoverSender:
             HopSessionLost: the session ended, or was opened again, meanwhile.
             CorollaError: why the receiver refused. It holds nothing of it then.
         """
-        request = self._sessions.in_version(session_id, version).request
+        session = self._sessions.in_version(session_id, version)
+        request = session.request
+        if state_bytes(session.cache.store, self._span.indices(request.blocks)) > _MAX_STATE_BYTES:
+            raise MessageTooLarge("the recurrent states of a session are larger than a frame")
         address, transfer_id = self._begun.pop(session_id, ("", b""))
         if address != link.address:
             transfer_id = secrets.token_bytes(ID_BYTES)
@@ -110,9 +116,9 @@ class HandoverSender:
         session = self._sessions.in_version(session_id, version)
         cache, blocks = session.cache, session.request.blocks
         layers = self._span.indices(blocks)
-        max_tokens = max(1, min(self._max_part_tokens, PART_BYTES // token_bytes(cache.store, layers)))
+        max_tokens = max(1, min(self._max_part_tokens, PART_BYTES // max(1, token_bytes(cache.store, layers))))
         start, num_tokens, is_last = progress.next_part(cache.num_tokens, cache.num_unchanged_tokens, max_tokens)
-        copy = read_tokens(cache, layers, start, num_tokens)
+        copy = read_tokens(cache, layers, start, num_tokens, has_states=is_last)
         cache.num_unchanged_tokens = copy.end
         if is_last:
             self._sessions.mark_leaving(session)

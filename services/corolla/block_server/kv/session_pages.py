@@ -20,13 +20,16 @@ class SessionPages:
     Args:
         pool: of the server.
         rules: of the groups.
+        num_fixed_pages: pages that stand for what a session holds apart from its tokens, however many these are.
 
     Attributes:
         num_unchanged_tokens: so many first tokens have not changed since this was set; a copy in parts continues there.
     """
 
-    def __init__(self, pool: PagePool, rules: Sequence[GroupRule]) -> None:
+    def __init__(self, pool: PagePool, rules: Sequence[GroupRule], num_fixed_pages: int = 0) -> None:
         self.pool = pool
+        self._num_fixed_pages = num_fixed_pages
+        self._num_fixed_promised = 0
         self._rules = tuple(rules)
         self.num_unchanged_tokens = 0
         self.tables = tuple(PageTable(pool, rule) for rule in rules)
@@ -39,15 +42,19 @@ class SessionPages:
     @property
     def num_pages(self) -> int:
         """Pages that were promised to it."""
-        return sum(table.num_promised for table in self.tables)
+        return sum(table.num_promised for table in self.tables) + self._num_fixed_promised
 
     @property
     def min_position(self) -> int:
         """From here to `num_tokens`, and from 0, the session can go on."""
+        return self._min_paged_position
+
+    @property
+    def _min_paged_position(self) -> int:
         return max([table.min_position for table in self.tables])
 
     def can_continue_from(self, position: int) -> bool:
-        return position == 0 or self.min_position <= position <= self.num_tokens
+        return position == 0 or self._min_paged_position <= position <= self.num_tokens
 
     def nearest_position(self, position: int) -> int:
         """The highest position, up to this one, from which the session can go on."""
@@ -56,7 +63,7 @@ class SessionPages:
 
     def worst_case(self, max_tokens: int) -> int:
         """Pages that a session of `max_tokens` tokens may hold at once."""
-        return sum(table.worst_case(max_tokens) for table in self.tables)
+        return sum(table.worst_case(max_tokens) for table in self.tables) + self._fixed_pages(max_tokens)
 
     def max_tokens_within(self, num_pages: int) -> int:
         """Tokens of the longest session whose worst case is so many pages; `MAX_TOKENS` where windows bound it."""
@@ -72,12 +79,14 @@ class SessionPages:
         if max_tokens < self.num_tokens:
             raise ValueError(f"{self.num_tokens} tokens do not fit where {max_tokens} are reserved")
         wanted = [max(table.worst_case(max_tokens), table.num_written_pages(self.num_tokens)) for table in self.tables]
-        num_more = sum(wanted) - self.num_pages
+        num_fixed = self._fixed_pages(max_tokens)
+        num_more = sum(wanted) + num_fixed - self.num_pages
         if num_more > 0:
             self.pool.promise(num_more)
         for table, num_pages in zip(self.tables, wanted, strict=True):
             table.num_promised = num_pages
             table.resize(max_tokens)
+        self._num_fixed_promised = num_fixed
         if num_more < 0:
             self.pool.promise(num_more)
         self.num_reserved_tokens = max_tokens
@@ -218,5 +227,8 @@ class SessionPages:
         self.num_tokens, self._text = other.num_tokens, other._text
         self._num_remembered, self._has_stepped = other._num_remembered, other._has_stepped
 
+    def _fixed_pages(self, max_tokens: int) -> int:
+        return self._num_fixed_pages if max_tokens else 0
+
     def _empty(self) -> Self:
-        return type(self)(self.pool, self._rules)
+        return type(self)(self.pool, self._rules, self._num_fixed_pages)

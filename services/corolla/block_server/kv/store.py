@@ -1,6 +1,6 @@
 """The keys and values themselves: for each layer two tensors over all pages, and what one session has of them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from corolla.block_server.kv.codecs import KVCodec
 from corolla.block_server.kv.pages import PagePool
+from corolla.block_server.kv.prefixes import ExpectedText
 from corolla.block_server.kv.session_pages import SessionPages
+from corolla.block_server.kv.states import LayerState, SessionStates
 from corolla.block_server.kv.tables import Extent, GroupRule
 from corolla.wire.span import Span
 
@@ -23,7 +25,7 @@ class LayerGroups:
 
     Attributes:
         windows: of the groups; None where a token sees all before it.
-        layer_indices: of each layer: its group, and its index within that.
+        layer_indices: of each layer: its group, and its index within that. Layers without keys and values have none.
         layers_per_group: layers of the largest group.
     """
 
@@ -32,11 +34,15 @@ class LayerGroups:
     layers_per_group: int
 
     @classmethod
-    def of(cls, windows: Sequence[int | None]) -> "LayerGroups":
-        """Args: windows of the span's layers, in order."""
+    def of(cls, windows: Sequence[int | None], recurrent: Collection[int] = ()) -> "LayerGroups":
+        """Args: windows of the span's layers, in order; which of these keep a recurrent state."""
         layers_by_window: dict[int | None, list[int]] = {}
         for layer, window in enumerate(windows):
-            layers_by_window.setdefault(window, []).append(layer)
+            if layer not in recurrent:
+                layers_by_window.setdefault(window, []).append(layer)
+        if not layers_by_window:
+            # Tokens are counted by pages all the same.
+            return cls((None,), ((0, 0),) * len(windows), 1)
         layers_per_group = min(map(len, layers_by_window.values()))
         group_windows: list[int | None] = []
         indices = [(0, 0)] * len(windows)
@@ -62,9 +68,12 @@ class KVStore:
         max_step_tokens: new tokens of one step of one session, at most.
         has_scratch_page: whether there is one more page, for what no session will read. It is none of the pool's.
         codec: how keys and values are stored; None: as they are. What `layer` gives is encoded, then.
+        recurrent: layers of the span that keep a recurrent state, and no keys and values.
+        num_state_pages: pages that stand for the memory of one session's recurrent states.
 
     Attributes:
         scratch_page: id of that page; None where there is none.
+        state_shapes: of the recurrent layers that were used.
     """
 
     def __init__(
@@ -76,10 +85,15 @@ class KVStore:
         max_step_tokens: int = 512,
         has_scratch_page: bool = False,
         codec: KVCodec | None = None,
+        recurrent: Collection[int] = (),
+        num_state_pages: int = 0,
     ) -> None:
         self.codec = codec
+        self.recurrent = frozenset(recurrent)
+        self.num_state_pages = num_state_pages
+        self.state_shapes: dict[int, LayerState] = {}
         self.pool = PagePool(num_pages, page_tokens)
-        self.groups = LayerGroups.of(windows)
+        self.groups = LayerGroups.of(windows, self.recurrent)
         self.rules = tuple(GroupRule(window, max_step_tokens) for window in self.groups.windows)
         self.scratch_page = num_pages if has_scratch_page else None
         self._num_pages = num_pages + int(has_scratch_page)
@@ -96,7 +110,7 @@ class KVStore:
         return sum(keys.nbytes + values.nbytes for keys, values in made) // self._num_pages
 
     def group_of(self, layer: int) -> int:
-        """Which of a session's page tables a layer uses."""
+        """Which of a session's page tables a layer uses; a recurrent one uses none."""
         return self.groups.layer_indices[layer][0]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -156,22 +170,55 @@ class SessionCache(SessionPages):
 
     Attributes:
         blocks: the run of blocks whose keys and values it holds; None before the first step.
+        states: of recurrent layers; None where the span has no such layer. With them, a session goes on only from where
+            a state was kept, and finds nothing in the prefix cache: pages alone are not all of a prefix.
     """
 
     def __init__(self, store: KVStore) -> None:
-        super().__init__(store.pool, store.rules)
+        super().__init__(store.pool, store.rules, store.num_state_pages)
         self.store = store
         self.blocks: Span | None = None
+        self.states = SessionStates() if store.recurrent else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages that it holds; shared ones count, too."""
-        return sum(table.num_pages for table in self.tables) * self.store.page_bytes
+        """Bytes of the pages and states that it holds; shared ones count, too."""
+        num_pages = sum(table.num_pages for table in self.tables)
+        return num_pages * self.store.page_bytes + (0 if self.states is None else self.states.nbytes)
+
+    @property
+    def min_position(self) -> int:
+        return super().min_position if self.states is None else max(super().min_position, self.states.min_position)
+
+    def can_continue_from(self, position: int) -> bool:
+        return super().can_continue_from(position) and (self.states is None or position in self.states)
+
+    def nearest_position(self, position: int) -> int:
+        return super().nearest_position(position if self.states is None else self.states.nearest(position))
+
+    def allocate(self, max_tokens: int, text: ExpectedText | None = None) -> None:
+        super().allocate(max_tokens, text if self.states is None else None)
+
+    def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
+        if self.states is None:
+            super().set_page_hashes(salt, hashes)
+
+    def commit(self, num_tokens: int) -> None:
+        if self.states is not None:
+            self.states.commit(num_tokens)
+        super().commit(num_tokens)
+
+    def truncate(self, num_tokens: int) -> None:
+        super().truncate(num_tokens)
+        if self.states is not None:
+            self.states.truncate(num_tokens)
 
     def clear(self) -> None:
         """Gives everything back, the room too; what comes next may be of other blocks."""
         super().clear()
         self.blocks = None
+        if self.states is not None:
+            self.states.truncate(0)
 
     def prepare(self, position: int, num_tokens: int) -> None:
         """Before a step is computed: its pages are there, and may be written.
@@ -193,6 +240,11 @@ class SessionCache(SessionPages):
         extents = self.extents(end, start, self.store.group_of(layer))
         keys, values = (self.store.decoded(gathered(tensor, extents)) for tensor in self.store.layer(layer))
         return keys, values
+
+    def _take_account(self, other: SessionPages) -> None:
+        super()._take_account(other)
+        if isinstance(other, SessionCache) and other.states is not None:
+            self.states = other.states.share()
 
     def _empty(self) -> "SessionCache":
         twin = SessionCache(self.store)
