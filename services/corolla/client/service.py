@@ -53,6 +53,7 @@ from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.decoding.parameters import SpeculationMode
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
+from corolla.models.families import recurrent_layers
 from corolla.models.hub import Hub
 from corolla.trust.credentials import PublicCertificate
 from corolla.v1 import generation_pb2
@@ -203,6 +204,7 @@ class ClientService:
                 settings.default_max_tokens,
                 end_token_ids,
                 checkpoint.vocab_size,
+                may_speculate=not recurrent_layers(checkpoint.config),
             ),
             self._quotas,
             admission,

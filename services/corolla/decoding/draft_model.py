@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from corolla.chassis.errors import CheckpointError
+from corolla.chassis.errors import CheckpointError, UnsupportedFamily
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import build, model_class_of
+from corolla.models.families import recurrent_layers
 from corolla.models.loading import LOADING
 
 DRAFT_MODEL_RATES: Final[tuple[float, ...]] = (0.7,)
@@ -43,12 +44,23 @@ class DraftModel:
 
         Raises:
             CheckpointError: its weights cannot be read, or its tokenizer has another vocabulary than the target's.
+            UnsupportedFamily: one of the two has a recurrent state.
             HubUnavailable: they are on the hub, and that cannot be reached.
         """
         if _vocabulary(checkpoint) != _vocabulary(target):
             raise CheckpointError(
                 f"The draft model {checkpoint.name} has another tokenizer than the model that it is to draft for; "
                 "COROLLA_DRAFT_MODEL must name a model of the same vocabulary."
+            )
+        if recurrent_layers(checkpoint.config):
+            raise UnsupportedFamily(
+                f"The draft model {checkpoint.name} has a recurrent state, and cannot take draft tokens back; "
+                "COROLLA_DRAFT_MODEL must name a model whose blocks all have attention."
+            )
+        if recurrent_layers(target.config):
+            raise UnsupportedFamily(
+                f"{target.name} has a recurrent state, from which draft tokens cannot be taken back; "
+                "leave COROLLA_DRAFT_MODEL empty."
             )
         config = copy.deepcopy(checkpoint.config)
         model_class = model_class_of(AutoModelForCausalLM, config)

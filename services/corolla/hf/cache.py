@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from corolla.chassis.errors import UnsupportedFamily
 from corolla.hf.session import InferenceSession
+
+NO_CROP = "This model has a recurrent state, from which tokens cannot be taken back; generate without drafts."
 
 
 class RemotePastKeyValues(Cache):
@@ -15,13 +18,17 @@ class RemotePastKeyValues(Cache):
     Cutting and reordering send nothing: the next step carries the positions that count from now on, and for each row
     that became another the row whose tokens it takes over.
 
+    Args:
+        is_croppable: whether hops can take tokens back; not where the model has a recurrent state.
+
     Attributes:
         session: whose tokens it stands for.
         is_primed: the next call is given the whole text although the cache holds a part of it.
     """
 
-    def __init__(self, session: InferenceSession) -> None:
+    def __init__(self, session: InferenceSession, *, is_croppable: bool = True) -> None:
         super().__init__(layers=[])
+        self._is_croppable = is_croppable
         self.session = session
         self.is_primed = False
 
@@ -43,8 +50,11 @@ class RemotePastKeyValues(Cache):
         """Forgets the last `-tokens_to_remove` tokens.
 
         Raises:
+            UnsupportedFamily: the model has a recurrent state.
             ValueError: the number is positive, or more than there are.
         """
+        if tokens_to_remove and not self._is_croppable:
+            raise UnsupportedFamily(NO_CROP)
         if not -self.get_seq_length() <= tokens_to_remove <= 0:
             raise ValueError(
                 f"`crop` takes the number of tokens to remove as a negative number, down to {-self.get_seq_length()}, "
@@ -89,4 +99,4 @@ class RemotePastKeyValues(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        return True
+        return self._is_croppable

@@ -16,12 +16,14 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from corolla.chassis.errors import UnsupportedFamily
 from corolla.hf.blocks import RemoteBlocks
-from corolla.hf.cache import RemotePastKeyValues
+from corolla.hf.cache import NO_CROP, RemotePastKeyValues
 from corolla.hf.continuation import Continuation, continuation_of
 from corolla.hf.refusals import refuse_alone, refuse_in_session, refuse_unsupported
 from corolla.hf.session import InferenceSession, active_session
 from corolla.hf.vocabulary import num_tokens_of, require_token_ids
+from corolla.models.families import recurrent_layers
 
 _SIGNATURE: Final = inspect.signature(GenerationMixin.generate)
 
@@ -137,7 +139,7 @@ class RemoteGenerationMixin(GenerationMixin):
         session.count_prefix()
         position = session.position
         try:
-            answer = self._generate(call | {"past_key_values": RemotePastKeyValues(session)})
+            answer = self._generate(call | {"past_key_values": self._cache_of(session)})
         except BaseException:
             # Tokens are recognised by a later call; embeddings could only be taken in twice.
             if call.get("inputs_embeds") is not None and not session.is_closed:
@@ -167,7 +169,15 @@ class RemoteGenerationMixin(GenerationMixin):
         new_sessions = _new_sessions.get()
         if new_sessions is not None:
             new_sessions.append(session)
-        return RemotePastKeyValues(session)
+        return self._cache_of(session)
+
+    @property
+    def _has_recurrent_state(self) -> bool:
+        model: Any = self
+        return bool(recurrent_layers(model.config))
+
+    def _cache_of(self, session: InferenceSession) -> RemotePastKeyValues:
+        return RemotePastKeyValues(session, is_croppable=not self._has_recurrent_state)
 
     # --- where transformers asks ----------------------------------------------------------------------------------
 
@@ -193,6 +203,8 @@ class RemoteGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
+        if generation_mode is GenerationMode.ASSISTED_GENERATION and self._has_recurrent_state:
+            raise UnsupportedFamily(NO_CROP)
         cache = model_kwargs.get("past_key_values")
         if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = self.new_cache(max_cache_length + 1)

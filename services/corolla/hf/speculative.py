@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import logits_process
 
+from corolla.chassis.errors import UnsupportedFamily
 from corolla.decoding.draft_model import DraftModel, DraftReading
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.hf.blocks import RemoteBlocks
@@ -18,6 +19,7 @@ from corolla.hf.rejection import checked_draft_token
 from corolla.hf.vocabulary import num_tokens_of, require_same_vocabulary, require_token_ids
 from corolla.models.checkpoint import context_length_of
 from corolla.models.edges import Edges
+from corolla.models.families import recurrent_layers
 
 SUFFIX: Final = "ForSpeculativeGeneration"
 DEFAULT_ITERATION_SIZE: Final = 10
@@ -278,8 +280,15 @@ class _DistributedSpeculative(SpeculativeGenerationMixin, DistributedModelForCau
         """Lets another model draft from now on.
 
         Raises:
+            UnsupportedFamily: it, or this model, has a recurrent state, and cannot take draft tokens back.
             ValueError: it has another vocabulary.
         """
+        for config in (self.config, small_model.config):
+            if recurrent_layers(config):
+                raise UnsupportedFamily(
+                    f"Models of type {config.model_type!r} have a recurrent state, from which draft tokens cannot be "
+                    "taken back; generate without a small model."
+                )
         require_same_vocabulary(self.config, small_model.config)
         # Within a frozen value, so that it is no part of this module and its weights are not this model's.
         self.draft_model = DraftModel(small_model, context_length_of(small_model.config), int(self.config.vocab_size))

@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from corolla.chassis.errors import UnsupportedFamily
 from corolla.models.families import FAMILIES
-from tests.checkpoints import make_tiny_checkpoint
+from tests.checkpoints import RECURRENT_FAMILIES, make_tiny_checkpoint
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks
 from tests.tiers import quick
 
 # One family for each shape of the table: fused blocks, alternating windows and capped scores, learned positions, rows
-# that are computed one by one, experts, biases, parts that lie deeper.
-SHAPES = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2", "opt")
+# that are computed one by one, experts, biases, parts that lie deeper, the two kinds of recurrent states.
+SHAPES = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2", "opt", "lfm2", "qwen3_next")
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}
 
 
@@ -27,16 +28,28 @@ def test_generate_answers_as_the_unsplit_model(tmp_path: Path, stacks: Stacks, f
     pair.assert_equal(prompt, max_new_tokens=12)
     pair.assert_equal(batch, attention_mask=mask, max_new_tokens=8, **SAMPLING)
     pair.assert_equal(batch, attention_mask=mask, max_new_tokens=8, num_beams=3)
-    pair.assert_equal(prompt.repeat(1, 2), max_new_tokens=12, prompt_lookup_num_tokens=4)
+    if family in RECURRENT_FAMILIES:
+        with pytest.raises(UnsupportedFamily, match="recurrent state"):
+            pair.remote.generate(prompt, max_new_tokens=12, prompt_lookup_num_tokens=4)
+        cache = pair.remote.generate(prompt, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+        with pytest.raises(UnsupportedFamily, match="recurrent state"):
+            cache.crop(-1)
+        cache.session.close()
+    else:
+        pair.assert_equal(prompt.repeat(1, 2), max_new_tokens=12, prompt_lookup_num_tokens=4)
     embeddings = pair.remote.get_input_embeddings()(prompt)
     answered = pair.remote.generate(inputs_embeds=embeddings, max_new_tokens=6)
     expected = pair.unsplit.generate(inputs_embeds=pair.unsplit.get_input_embeddings()(prompt), max_new_tokens=6)
     assert answered.tolist() == expected.tolist()
-    whole = pair.unsplit.generate(prompt, max_new_tokens=12)
+    whole = pair.unsplit.generate(prompt, max_new_tokens=12, min_new_tokens=12)
     with pair.remote.inference_session() as session:
-        parts = [pair.remote.generate(prompt, max_new_tokens=4), pair.remote.generate(max_new_tokens=8)]
+        parts = [
+            pair.remote.generate(prompt, max_new_tokens=4, min_new_tokens=4),
+            pair.remote.generate(max_new_tokens=8, min_new_tokens=8),
+        ]
         assert torch.cat(parts, dim=1).tolist() == whole.tolist()
         session.position = 2
-        assert pair.remote.generate(whole[:, 2:30], max_new_tokens=3).tolist() == whole[:, 2:33].tolist()
+        again = pair.remote.generate(whole[:, 2:30], max_new_tokens=3, min_new_tokens=3)
+        assert again.tolist() == whole[:, 2:33].tolist()
     pair.stack.until_empty()
     stacks.end()

@@ -90,12 +90,16 @@ class SessionAdapters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What bounds an answer."""
+    """What bounds an answer.
+
+    `may_speculate`: whether hops can take draft tokens back.
+    """
 
     context_length: int
     default_max_tokens: int
     eos_token_ids: frozenset[int]
     vocab_size: int
+    may_speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +423,12 @@ class Answering:
 
     def _drafts(self, speculation: SpeculationOptions) -> blocks_pb2.Drafts | None:
         defaults = self._speculation
+        if not self._limits.may_speculate:
+            if speculation.mode in _DRAFT_SOURCES:
+                raise InvalidRequest(
+                    "speculation.mode", "this model has a recurrent state, from which draft tokens cannot be taken back"
+                )
+            return None
         source = _DRAFT_SOURCES.get(speculation.mode or defaults.mode)
         if source is None:
             return None
