@@ -1,5 +1,9 @@
 """Blocks by vLLM's layers equal transformers': families, formats of weights, adapters, and what is refused."""
 
+import gc
+import os
+import sys
+import weakref
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -141,6 +145,26 @@ def test_a_block_that_gives_other_numbers_is_no_engine(tmp_path: Path, monkeypat
     monkeypatch.setattr(VllmEngine, "forward", lambda *given, **more: run(*given, **more) * 1.01)
     with pytest.raises(StartupError, match="vLLM's block 1 differs from that of transformers by"):
         load_engine("vllm", checkpoint, SPAN, dtype=torch.float32, device="cpu")
+
+
+def test_weights_that_vllm_has_no_place_for_are_refused(tmp_path: Path) -> None:
+    """Its class of this family has no bias there, and would leave it out in silence."""
+    checkpoint = checkpoint_of("qwen3", tmp_path, attention_bias=True)
+    with pytest.raises(StartupError, match="it has no place for all weights"):
+        load_engine("vllm", checkpoint, SPAN, dtype=torch.bfloat16, device="cpu")
+
+
+def test_a_build_leaves_nothing_behind(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("llama", tmp_path)
+    variables, hook = dict(os.environ), sys.excepthook
+    layers = [
+        weakref.ref(next(VllmEngine.make(checkpoint, SPAN, dtype=torch.float32, device=torch.device("cpu")).modules()))
+        for _ in range(2)
+    ]
+    gc.collect()
+    assert [each() for each in layers] == [None, None]
+    assert dict(os.environ) == variables
+    assert sys.excepthook is hook
 
 
 def test_other_families_are_refused_or_left_to_transformers(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.families import Family
+from corolla.models.families import Family, recurrent_layers
 from corolla.models.loading import LOADING
 from corolla.models.pieces import InPieces
 
@@ -101,8 +101,10 @@ def _fill(
     """The model, and what transformers says about how the tensors fitted. What they lack is drawn at random."""
     if attention == "sdpa" and not model_class._supports_sdpa:
         attention = "eager"
-    # Some families draw numbers for what is then read all the same; nobody else in the process is to miss them.
-    with LOADING, torch.random.fork_rng(devices=[]):
+    # Families with recurrent states draw numbers for what is then read all the same, and nobody else in the process is
+    # to miss them. What others draw meanwhile they would draw again: so no other family has that.
+    drawing = torch.random.fork_rng(devices=[]) if recurrent_layers(config) else contextlib.nullcontext()
+    with LOADING, drawing:
         filled = cast(Any, model_class).from_pretrained(
             None,
             config=config,

@@ -1,6 +1,7 @@
 """Which engine computes a span: what was asked for, what this machine has, and what gives the right numbers."""
 
 import logging
+import math
 from typing import Final
 
 import torch
@@ -12,7 +13,7 @@ from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.errors import StartupError
 from corolla.chassis.weight_formats import EngineName
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.families import packs_rows
+from corolla.models.families import attention_windows, packs_rows
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
 
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 VLLM_FAMILIES: Final = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 """Families whose blocks by vLLM are compared with transformers', token by token, in `tests/vllm_engine`."""
 
-_TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+_TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """How far a block's output may be from that of transformers, as a part of its largest number."""
 _CHECKED_TOKENS: Final = (5, 1)
 
@@ -73,13 +74,16 @@ def load_engine(
     if name == "transformers":
         return load_span(checkpoint, span, dtype=dtype, device=device, quantization=quantization)
     engine = VllmEngine.load(checkpoint, span, dtype=dtype, device=torch.device(device))
-    first = Span(span.start, span.start + 1)
-    difference = _largest_difference(engine, load_span(checkpoint, first, dtype=dtype, device=device), first)
-    if not difference <= _TOLERANCES[dtype]:
-        raise StartupError(
-            f"vLLM's block {span.start} differs from that of transformers by {difference:.1e} of its size; set "
-            "COROLLA_ENGINE to transformers."
-        )
+    windows = attention_windows(engine.config)
+    # The first block of each kind.
+    for index in sorted(map(windows.index, set(windows))):
+        block = Span(span.start + index, span.start + index + 1)
+        difference = _largest_difference(engine, load_span(checkpoint, block, dtype=dtype, device=device), block)
+        if not difference <= _TOLERANCES[dtype]:
+            raise StartupError(
+                f"vLLM's block {block.start} differs from that of transformers by {difference:.1e} of its size; set "
+                "COROLLA_ENGINE to transformers."
+            )
     return engine
 
 
@@ -114,7 +118,11 @@ def _largest_difference(engine: SpanEngine, reference: SpanEngine, block: Span) 
         parts = []
         for num_tokens in _CHECKED_TOKENS:
             hidden = torch.randn(num_tokens, each.hidden_size, generator=generator)
-            parts.append(runner.forward([RowWork(cache, cache.num_tokens, num_tokens)], hidden, block).float())
+            rows = [RowWork(cache, cache.num_tokens, num_tokens)]
+            output = runner.forward_each(rows, hidden, block)
+            if not all(output.finite):
+                return math.nan
+            parts.append(output.hidden.float())
         outputs.append(torch.cat(parts))
     ours, expected = outputs
     return float((ours - expected).abs().max() / expected.abs().max())

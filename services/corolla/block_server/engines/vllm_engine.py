@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from corolla.block_server.engines.vllm_layers import VllmLayers, build_layers
-from corolla.chassis.errors import CheckpointError
+from corolla.chassis.errors import CheckpointError, StartupError
 from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import keep_layers_of_config
@@ -52,6 +52,10 @@ class VllmEngine:
         self.adapters: AdapterBatch | None = None
         self._layers = layers
         self._windows = attention_windows(config)
+        if self._windows != tuple(facts.window for facts in layers.facts):
+            raise StartupError(
+                "vLLM lets tokens of this model see others than transformers does. Set COROLLA_ENGINE to transformers."
+            )
         self._takes_adapters = False
 
     @classmethod
@@ -132,7 +136,10 @@ class VllmEngine:
             return attend(index, query, key, value, scaling=of_layer.scaling, window=self._windows[index], **more)
 
         self.adapters = adapters
-        return self._layers.run(hidden, position_ids, layers, attended)
+        try:
+            return self._layers.run(hidden, position_ids, layers, attended)
+        finally:
+            self.adapters = None
 
     def linear_place(self, layer: int, path: str) -> LinearPlace | None:
         """See `SpanModel.linear_place`."""

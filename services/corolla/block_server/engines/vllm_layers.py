@@ -6,6 +6,7 @@ one is seen by `tests/vllm_engine`.
 
 import logging
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,11 +93,13 @@ class VllmLayers:
     def run(self, hidden: Tensor, position_ids: Tensor, indices: range, attend: AttentionOf) -> Tensor:
         """`[N, H]` to `[N, H]`, through the layers of these indices."""
         self._attend = attend
-        # Layers add into the residual where it lies, and the first one's is what came in.
-        hidden, residual = hidden.clone(), None
-        for index in indices:
-            hidden, residual = self.layers[index](position_ids, hidden, residual)
-        self._attend = _outside_of_a_batch
+        try:
+            # Layers add into the residual where it lies, and the first one's is what came in.
+            hidden, residual = hidden.clone(), None
+            for index in indices:
+                hidden, residual = self.layers[index](position_ids, hidden, residual)
+        finally:
+            self._attend = _outside_of_a_batch
         return hidden if residual is None else hidden + residual
 
     def _attention_of(self, index: int) -> Callable[..., Tensor]:
@@ -133,11 +136,11 @@ def build_layers(
     Raises:
         StartupError: vLLM cannot build this model here.
     """
-    with _building:
+    with _building, _own_environment():
         _prepare()
         try:
+            _join(folder, dtype, context_length)
             config = _config(folder, dtype, context_length)
-            _join(config)
             with _pipeline_part(span):
                 return _built(config, span, dtype, device, weights)
         except CorollaError:
@@ -166,9 +169,18 @@ def _built(
             for tensor in model.state_dict().values():
                 initialize_single_dummy_weight(tensor)
         else:
-            model.load_weights(weights)
+            given = _Counted(weights)
+            model.load_weights(given)
         layers = [each for each in model.model.layers if any(True for _ in each.parameters())]
-        nbytes = sum(tensor.nbytes for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        # Of packed weights it may not need all parts.
+        if (
+            weights is not None
+            and config.quant_config is None
+            and given.num_values != sum(map(Tensor.numel, parameters))
+        ):
+            raise ValueError("it has no place for all weights of its blocks, or more than they have")
+        nbytes = sum(parameter.nbytes for parameter in parameters)
         process_weights_after_loading(model, config.model_config, device)
     model.eval()
     attentions = [next(part for part in layer.modules() if isinstance(part, Attention)) for layer in layers]
@@ -176,7 +188,22 @@ def _built(
         _use_kernels(layer)
     if len(layers) != len(span):
         raise ValueError(f"{len(layers)} layers were built")
+    # It would keep the layers for as long as the configuration is there.
+    config.compilation_config.static_forward_context.clear()
     return VllmLayers(layers, attentions, nbytes)
+
+
+class _Counted:
+    """Weights as they are read, and how many numbers they were."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.num_values = 0
+        self._weights = weights
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            self.num_values += tensor.numel()
+            yield name, tensor
 
 
 def _facts_of(attention: Any) -> AttentionFacts:
@@ -280,16 +307,29 @@ def _use_kernels(layer: nn.Module) -> None:
             part._forward_method = silu_and_mul
 
 
-def _join(config: Any) -> None:
+@contextmanager
+def _own_environment() -> Iterator[None]:
+    """vLLM sets variables, and a hook for errors; neither is to go on to child processes and the rest of the server."""
+    variables, hook = dict(os.environ), sys.excepthook
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        sys.excepthook = hook
+
+
+def _join(folder: Path, dtype: torch.dtype, context_length: int) -> None:
     """Makes this process a group of one, which vLLM's layers ask for its size."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state, utils
 
     if parallel_state.model_parallel_is_initialized():
         return
-    folder = tempfile.mkdtemp(prefix="corolla-vllm-")
-    with set_current_vllm_config(config):
-        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
+    # One of its own, which stays: what is built with a configuration lives as long.
+    config = _config(folder, dtype, context_length)
+    with tempfile.TemporaryDirectory(prefix="corolla-vllm-") as meeting, set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(1, 0, f"file://{meeting}/group", 0, "gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
     utils.get_pp_indices = _indices_of_part
     if config.device_config.device_type == "cpu":
