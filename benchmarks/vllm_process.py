@@ -15,7 +15,7 @@ def main(model: str, dtype: str, most_streams: int) -> None:
     # Whatever is printed while it works is not an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
 
     llm = LLM(
         model, dtype=dtype, enforce_eager=True, enable_prefix_caching=False, max_model_len=2048,
