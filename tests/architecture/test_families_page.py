@@ -4,10 +4,15 @@ import re
 
 from corolla.models.families import FAMILIES
 from tests.architecture.sources import ROOT
+from tests.checkpoints import RECURRENT_FAMILIES
 
 
 def page(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_families_with_recurrent_states_are_marked() -> None:
+    assert {name for name, family in FAMILIES.items() if family.keeps_states} == set(RECURRENT_FAMILIES)
 
 
 def test_documents_count_the_families() -> None:
@@ -19,4 +24,4 @@ def test_families_whose_rows_run_one_by_one_are_explained() -> None:
     section = re.search(r"^Rows run one by one.*?\n\n", page("docs/models.md"), re.MULTILINE | re.DOTALL)
     assert section is not None
     named = set(re.findall(r"\w+", section[0])) & set(FAMILIES)
-    assert named == {name for name, family in FAMILIES.items() if not family.packs_rows}
+    assert named == {name for name, family in FAMILIES.items() if not family.packs_rows or family.keeps_states}

@@ -12,10 +12,11 @@ from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from corolla.block_server.decode_graphs import DecodeGraphs
 from corolla.block_server.engines.span_engine import SpanEngine
+from corolla.block_server.kv import latents
 from corolla.block_server.kv.attention import RAGGED, AttentionBackend, AttentionBatch, PackedRow
 from corolla.block_server.kv.backends import choose_backend
 from corolla.block_server.kv.codecs import CODECS
-from corolla.block_server.kv.latents import LATENT, PackedLatents
+from corolla.block_server.kv.latents import LATENT, PackedLatents, expanded_token_bytes, runs_within
 from corolla.block_server.kv.states import LayerState
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.prompts import BlockPrompts
@@ -186,6 +187,8 @@ class Runner:
         return BatchOutput(output, finite)
 
     def _forward_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        if self.model.family.caches_latents:
+            return self._forward_latents(rows, hidden, blocks)
         forward = self._forward_packed if self.model.packs_rows else self._forward_rows
         return forward(rows, hidden, blocks)
 
@@ -201,6 +204,17 @@ class Runner:
                 start += row.num_tokens
             hidden = self._forward_blocks(rows, hidden, Span(blocks.start + index, blocks.start + index + 1))
         return hidden
+
+    def _forward_latents(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        """In as many calls as keep the expanded latents within bounds: long sessions one by one."""
+        token_bytes = expanded_token_bytes(self.model.config, self.model.dtype.itemsize)
+        seen = [row.position + row.num_tokens for row in rows]
+        outputs: list[Tensor] = []
+        for run in runs_within(seen, max(1, latents.MAX_EXPANDED_BYTES // token_bytes)):
+            start = sum(row.num_tokens for row in rows[: run.start])
+            end = start + sum(row.num_tokens for row in rows[run])
+            outputs.append(self._forward_packed(rows[run], hidden[start:end], blocks))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         packed: list[PackedRow] = []
@@ -220,9 +234,9 @@ class Runner:
             end, layers = max(positions) + 1, self.model.layer_indices(blocks)
             return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
         self.model.adapters = adapters
-        latents = PackedLatents(batch) if self.model.family.caches_latents else None
+        cache = PackedLatents(batch) if self.model.family.caches_latents else None
         return self._base.forward(
-            hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, past_key_values=latents, batch=batch
+            hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, past_key_values=cache, batch=batch
         )[0]
 
     @property

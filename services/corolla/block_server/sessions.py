@@ -80,8 +80,12 @@ class SessionTable(Generic[AnyCache]):
         return self._new_cache().max_tokens_within(max(0, self.num_available_pages - self.num_kept_pages))
 
     def pages_of_any(self, num_tokens: int) -> int:
-        """Pages of so many tokens, into however many sessions of whole pages they are divided."""
-        return len(self._new_cache().tables) * self.pool.pages_for(num_tokens)
+        """Pages of so many tokens, into however many sessions of whole pages they are divided.
+
+        Of what a session holds apart from its tokens, once.
+        """
+        cache = self._new_cache()
+        return len(cache.tables) * self.pool.pages_for(num_tokens) + cache.num_fixed_pages
 
     def tenant_tokens(self, rows: Iterable["pb.StepRow"]) -> Mapping[str, int]:
         """How many tokens of these rows are whose; of a session that is not held, nobody's: the empty name."""

@@ -14,13 +14,14 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStrin
 from transformers.generation.streamers import BaseStreamer
 
 from corolla.chain.reservations import OpenOptions
-from corolla.chassis.errors import InvalidRequest
+from corolla.chassis.errors import InvalidRequest, UnsupportedFamily
 from corolla.chassis.merge import merge
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.hf.connection import DEFAULT_ROUTER, Connection, cache_salt
 from corolla.hf.vocabulary import require_token_ids
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
+from corolla.models.families import recurrent_layers
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.adapter_version import AdapterVersion
 
@@ -174,6 +175,11 @@ class RemoteModelForCausalLM(GenerationMixin):
         end_token_ids = frozenset(end_token_ids_of(config))
         drafts = None
         if config.prompt_lookup_num_tokens:
+            if recurrent_layers(self.config.get_text_config()):
+                raise UnsupportedFamily(
+                    "Draft tokens can be wrong, and models with a recurrent state cannot take them back; leave out "
+                    "prompt_lookup_num_tokens."
+                )
             drafts = pb.Drafts(
                 source=pb.Drafts.SOURCE_PROMPT_LOOKUP, max_tokens=config.prompt_lookup_num_tokens, is_adaptive=True
             )

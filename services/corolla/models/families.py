@@ -42,6 +42,7 @@ class Family:
         packs_rows: whether attention goes through transformers' AttentionInterface, so that rows of different sessions
             may be packed into one call.
         caches_latents: whether what is cached is expanded to keys and values after it was read.
+        keeps_states: whether some of its blocks keep a recurrent state; see `recurrent_layers`.
         is_fused: whether the blocks have the shape that `fused` knows.
         has_rope_alpha: whether a rotary embedding that calls itself dynamic is fixed where it has an `alpha`.
         required: fields of the configuration that decide whether the parts are there, and what they have to be.
@@ -56,6 +57,7 @@ class Family:
     unit_scalars: tuple[str, ...] = ()
     packs_rows: bool = True
     caches_latents: bool = False
+    keeps_states: bool = False
     is_fused: bool = False
     has_rope_alpha: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
@@ -145,9 +147,9 @@ _FAMILIES = (
     Family("youtu", caches_latents=True),
     Family("cwm", is_fused=True),
     Family("solar_open"),
-    Family("lfm2", norm="embedding_norm"),
-    Family("lfm2_moe", norm="embedding_norm"),
-    Family("qwen3_next"),
+    Family("lfm2", norm="embedding_norm", keeps_states=True),
+    Family("lfm2_moe", norm="embedding_norm", keeps_states=True),
+    Family("qwen3_next", keeps_states=True),
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

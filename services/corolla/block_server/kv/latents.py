@@ -5,16 +5,42 @@ keys and values of all heads from them at every step. The sessions' latents are 
 family's own code expands them in one product; then each row attends to its own session's part.
 """
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache
+from transformers import AttentionInterface, Cache, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from corolla.block_server.kv.attention import AttentionBatch
 
 LATENT = "corolla_latent"
+
+MAX_EXPANDED_BYTES: Final = 1 << 30
+"""That the latents of rows which are computed together may take in one layer, once they are expanded."""
+
+
+def expanded_token_bytes(config: PretrainedConfig, itemsize: int) -> int:
+    """Bytes of one token's keys and values of all heads in one layer, and of the product that they are made from."""
+    product = config.qk_nope_head_dim + config.v_head_dim
+    key = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return int(config.num_attention_heads * (product + key) * itemsize)
+
+
+def runs_within(num_tokens: Sequence[int], max_tokens: int) -> Iterator[slice]:
+    """Cuts rows into runs of at most `max_tokens` together, and of one row at least. Pure.
+
+    Args:
+        num_tokens: that each row sees, its new ones among them.
+    """
+    start = total = 0
+    for index, count in enumerate(num_tokens):
+        if index > start and total + count > max_tokens:
+            yield slice(start, index)
+            start, total = index, 0
+        total += count
+    yield slice(start, len(num_tokens))
 
 
 class PackedLatents(Cache):

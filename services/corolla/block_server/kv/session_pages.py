@@ -28,7 +28,7 @@ class SessionPages:
 
     def __init__(self, pool: PagePool, rules: Sequence[GroupRule], num_fixed_pages: int = 0) -> None:
         self.pool = pool
-        self._num_fixed_pages = num_fixed_pages
+        self.num_fixed_pages = num_fixed_pages
         self._num_fixed_promised = 0
         self._rules = tuple(rules)
         self.num_unchanged_tokens = 0
@@ -228,7 +228,7 @@ class SessionPages:
         self._num_remembered, self._has_stepped = other._num_remembered, other._has_stepped
 
     def _fixed_pages(self, max_tokens: int) -> int:
-        return self._num_fixed_pages if max_tokens else 0
+        return self.num_fixed_pages if max_tokens else 0
 
     def _empty(self) -> Self:
-        return type(self)(self.pool, self._rules, self._num_fixed_pages)
+        return type(self)(self.pool, self._rules, self.num_fixed_pages)
