@@ -1,6 +1,7 @@
 """Models with a recurrent state: forks, turns, deaths, departures and refusals, with the unsplit model's tokens."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from corolla.chassis.errors import InvalidRequest, UnsupportedFamily
 from corolla.decoding.draft_model import DraftModel
+from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.models.checkpoint import Checkpoint
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.deaths import beyond, doom
@@ -135,6 +137,12 @@ async def test_speculation_is_refused_and_no_default(tmp_path: Path, family: str
         for mode in ("prompt_lookup", "draft_model"):
             with pytest.raises(InvalidRequest, match="recurrent state"):
                 await client.generate("the", speculation=mode)
+        load = partial(AutoDistributedModelForCausalLM.from_pretrained, edges="remote", router=swarm.router_address)
+        remote = await asyncio.to_thread(load, str(model))
+        prompt = torch.tensor([[5, 6, 7] * 5])
+        with pytest.raises(UnsupportedFamily, match="recurrent state"):
+            await asyncio.to_thread(remote.generate, prompt, max_new_tokens=4, prompt_lookup_num_tokens=2)
+        await asyncio.to_thread(remote.generate, prompt, max_new_tokens=4)
         await swarm.until_empty()
     plain = Checkpoint.from_pretrained(str(make_tiny_checkpoint("llama", tmp_path / "plain")))
     hybrid = Checkpoint.from_pretrained(str(model))
