@@ -33,6 +33,8 @@ _ENVIRONMENT: Final = {
 }
 # The pipeline group and the current configuration are globals of the process.
 _building = threading.Lock()
+# So is the memory that its products use meanwhile: two threads that compute would spoil each other's numbers.
+_computing = threading.Lock()
 _is_prepared = False
 
 AttentionOf = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -92,6 +94,10 @@ class VllmLayers:
 
     def run(self, hidden: Tensor, position_ids: Tensor, indices: range, attend: AttentionOf) -> Tensor:
         """`[N, H]` to `[N, H]`, through the layers of these indices."""
+        with _computing:
+            return self._run(hidden, position_ids, indices, attend)
+
+    def _run(self, hidden: Tensor, position_ids: Tensor, indices: range, attend: AttentionOf) -> Tensor:
         self._attend = attend
         try:
             # Layers add into the residual where it lies, and the first one's is what came in.
@@ -136,7 +142,7 @@ def build_layers(
     Raises:
         StartupError: vLLM cannot build this model here.
     """
-    with _building, _own_environment():
+    with _building, _computing, _own_environment():
         _prepare()
         try:
             _join(folder, dtype, context_length)
