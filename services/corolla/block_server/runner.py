@@ -12,11 +12,10 @@ from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from corolla.block_server.decode_graphs import DecodeGraphs
 from corolla.block_server.engines.span_engine import SpanEngine
-from corolla.block_server.kv import latents
 from corolla.block_server.kv.attention import RAGGED, AttentionBackend, AttentionBatch, PackedRow
 from corolla.block_server.kv.backends import choose_backend
 from corolla.block_server.kv.codecs import CODECS
-from corolla.block_server.kv.latents import LATENT, PackedLatents, expanded_token_bytes, runs_within
+from corolla.block_server.kv.latents import LATENT, PackedLatents, max_tokens_at_once, runs_within
 from corolla.block_server.kv.states import LayerState
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.prompts import BlockPrompts
@@ -207,10 +206,10 @@ class Runner:
 
     def _forward_latents(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         """In as many calls as keep the expanded latents within bounds: long sessions one by one."""
-        token_bytes = expanded_token_bytes(self.model.config, self.model.dtype.itemsize)
+        max_tokens = max_tokens_at_once(self.model.config, self.model.dtype.itemsize)
         seen = [row.position + row.num_tokens for row in rows]
         outputs: list[Tensor] = []
-        for run in runs_within(seen, max(1, latents.MAX_EXPANDED_BYTES // token_bytes)):
+        for run in runs_within(seen, max_tokens):
             start = sum(row.num_tokens for row in rows[: run.start])
             end = start + sum(row.num_tokens for row in rows[run])
             outputs.append(self._forward_packed(rows[run], hidden[start:end], blocks))

@@ -69,6 +69,34 @@ class Attend(Protocol):
         ...
 
 
+class PackedLayers(Protocol):
+    """Runs layers over rows of different sessions that are packed into one call."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        end: int,
+        layers: range,
+        attend: Attend,
+        adapters: AdapterBatch | None = None,
+    ) -> Tensor:
+        """Runs some of the layers over the new tokens of all rows.
+
+        Args:
+            hidden: `[N, H]`, in the model's dtype; it is not changed.
+            position_ids: int64 `[N]`, absolute positions.
+            end: more than any of them.
+            layers: which, by their index within the span.
+            attend: stores new keys and values, and attends.
+            adapters: of the rows; None where no row has one.
+
+        Returns:
+            `[N, H]`.
+        """
+        ...
+
+
 class FusedSpan:
     """The blocks of a span.
 
@@ -103,18 +131,7 @@ class FusedSpan:
         attend: Attend,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
-        """Runs some of the layers over the new tokens of all rows.
-
-        Args:
-            hidden: `[N, H]`, in the model's dtype.
-            position_ids: int64 `[N]`, absolute positions.
-            end: more than any of them.
-            layers: which, by their index within the span.
-            adapters: of the rows; None where no row has one.
-
-        Returns:
-            `[N, H]`.
-        """
+        """See `PackedLayers`."""
         cos, sin = self._rotary.rows(position_ids, end, hidden)
         for index in layers:
             hidden = self._layers[index].forward(hidden, cos, sin, index, attend, adapters)

@@ -1,45 +1,15 @@
 """What computes the blocks of a span, as the runner sees it. Keys and values are the runner's, whatever the engine."""
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from corolla.models.adapters.products import AdapterBatch
 from corolla.models.families import Family
-from corolla.models.fused import Attend
+from corolla.models.fused import PackedLayers
 from corolla.models.span_model import LinearPlace
 from corolla.wire.span import Span
-
-
-class PackedLayers(Protocol):
-    """Runs layers over rows of different sessions that are packed into one call."""
-
-    def forward(
-        self,
-        hidden: Tensor,
-        position_ids: Tensor,
-        end: int,
-        layers: range,
-        attend: Attend,
-        adapters: AdapterBatch | None = None,
-    ) -> Tensor:
-        """Runs some of the layers over the new tokens of all rows.
-
-        Args:
-            hidden: `[N, H]`, in the engine's dtype; it is not changed.
-            position_ids: int64 `[N]`, absolute positions.
-            end: more than any of them.
-            layers: which, by their index within the span.
-            attend: stores new keys and values, and attends.
-            adapters: of the rows; None where no row has one.
-
-        Returns:
-            `[N, H]`.
-        """
-        ...
 
 
 class SpanEngine(Protocol):
@@ -49,6 +19,7 @@ class SpanEngine(Protocol):
         config: the model's configuration, cut to the span.
         packs_rows: whether rows of different sessions may be packed into one call.
         fused: runs packed rows; None where only the family's own code does.
+        adapters: of the batch that the family's own code is about to run; None where no row has one.
     """
 
     span: Span
@@ -69,8 +40,6 @@ class SpanEngine(Protocol):
 
     @property
     def nbytes(self) -> int: ...
-
-    def modules(self) -> Iterator[nn.Module]: ...
 
     def layer_indices(self, blocks: Span) -> range: ...
 

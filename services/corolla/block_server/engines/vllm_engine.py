@@ -51,8 +51,7 @@ class VllmEngine:
         self.device = device
         self.adapters: AdapterBatch | None = None
         self._layers = layers
-        self._windows = attention_windows(config)
-        if self._windows != tuple(facts.window for facts in layers.facts):
+        if attention_windows(config) != tuple(facts.window for facts in layers.facts):
             raise StartupError(
                 "vLLM lets tokens of this model see others than transformers does. Set COROLLA_ENGINE to transformers."
             )
@@ -131,9 +130,8 @@ class VllmEngine:
         facts = self._layers.facts
 
         def attended(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            of_layer = facts[index]
-            more: dict[str, Any] = {} if of_layer.softcap is None else {"softcap": of_layer.softcap}
-            return attend(index, query, key, value, scaling=of_layer.scaling, window=self._windows[index], **more)
+            own = facts[index]
+            return attend(index, query, key, value, scaling=own.scaling, window=own.window, softcap=own.softcap)
 
         self.adapters = adapters
         try:

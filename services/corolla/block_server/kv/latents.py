@@ -28,6 +28,11 @@ def expanded_token_bytes(config: PretrainedConfig, itemsize: int) -> int:
     return int(config.num_attention_heads * (product + key) * itemsize)
 
 
+def max_tokens_at_once(config: PretrainedConfig, itemsize: int) -> int:
+    """Of so many tokens the latents may be expanded together."""
+    return max(1, MAX_EXPANDED_BYTES // expanded_token_bytes(config, itemsize))
+
+
 def runs_within(num_tokens: Sequence[int], max_tokens: int) -> Iterator[slice]:
     """Cuts rows into runs of at most `max_tokens` together, and of one row at least. Pure.
 
