@@ -65,7 +65,7 @@ class BlockServerSettings(ServiceSettings):
         description="What computes the blocks: `transformers`, the reference; `vllm`, its layers and kernels; `auto`: "
         "`vllm` where it is installed and knows the family and the format of the weights.",
     )
-    attention: Literal["auto", "flash", "paged", "sdpa"] = Field(
+    attention: Literal["auto", "compiled", "flash", "paged", "sdpa"] = Field(
         "auto", description="Attention kernel; `auto` takes the fastest one that is right on this device."
     )
     fused_blocks: bool = Field(

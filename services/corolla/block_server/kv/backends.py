@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from corolla.block_server.kv.attention import AttentionBackend, AttentionBatch, PackedRow
+from corolla.block_server.kv.compiled_attention import CompiledAttention
 from corolla.block_server.kv.kernels import flash_cpu
 from corolla.block_server.kv.paged_flash import PagedFlash
 from corolla.block_server.kv.run_attention import RunAttention
@@ -18,11 +19,12 @@ from corolla.chassis.errors import StartupError
 log = logging.getLogger(__name__)
 
 BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
+    "compiled": CompiledAttention,
     "flash": lambda: RunAttention("flash", flash_cpu),
     "paged": PagedFlash,
     "sdpa": SdpaAttention,
 }
-_BY_DEVICE: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("flash", "sdpa"), "cuda": ("paged", "sdpa")}
+_BY_DEVICE: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("compiled", "flash", "sdpa"), "cuda": ("paged", "sdpa")}
 TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """How far results may be from right ones, for numbers about as large as standard normal ones."""
 
@@ -51,9 +53,8 @@ def choose_backend(
                 "to auto."
             )
     for each in names:
-        backend = BACKENDS[each]()
-        failure = _failure(backend, device, dtype, page_tokens)
-        if failure is None:
+        backend, failure = _tried(each, device, dtype, page_tokens)
+        if backend is not None:
             log.info("attention chosen", extra={"backend": each, "device": str(device)})
             return backend
         log.warning("attention does not work here", extra={"backend": each, "failure": failure})
@@ -62,15 +63,18 @@ def choose_backend(
     )
 
 
-def _failure(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, page_tokens: int) -> str | None:
-    """Why a backend cannot be used, or None: it computes a small batch, which the definition computes, too."""
+def _tried(
+    name: str, device: torch.device, dtype: torch.dtype, page_tokens: int
+) -> tuple[AttentionBackend | None, str]:
+    """A backend, or why it cannot be used: it computes a small batch, which the definition computes, too."""
     try:
+        backend = BACKENDS[name]()
         difference = largest_difference(backend, device, dtype, page_tokens)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        return str(error).splitlines()[0]
+    except (RuntimeError, ValueError, NotImplementedError, StartupError) as error:
+        return None, str(error).splitlines()[0]
     if not difference <= TOLERANCES[dtype]:
-        return f"its results differ by {difference:.1e} from those in float64"
-    return None
+        return None, f"its results differ by {difference:.1e} from those in float64"
+    return backend, ""
 
 
 @torch.inference_mode()

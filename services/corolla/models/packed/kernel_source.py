@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from corolla.models.packed.layouts import LANES, UNIT, Layout
-from corolla.models.packed.weights_source import FLOATS, FMA, INTS, Function, columns
+from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
+from corolla.models.packed.layouts import UNIT, Layout
+from corolla.models.packed.weights_source import columns
 
 _PAIRS: Final = f"<{2 * LANES} x bfloat>"
 _PAIR_BYTES: Final = 4 * LANES
@@ -24,17 +25,12 @@ UNPACKED_PANELS: Final = 2
 
 _HEAD: Final = f"""\
 declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
-declare void @GOMP_parallel(ptr, ptr, i32, i32)
-declare i32 @omp_get_thread_num()
-declare i32 @omp_get_num_threads()
-%job = type {{ ptr, i64, i64, ptr, ptr, i64, ptr, i64 }}
+{OPENMP}%job = type {{ ptr, i64, i64, ptr, ptr, i64, ptr, i64 }}
 """
 _HEAD_OF_PAIRS: Final = f"""\
 declare {FLOATS} @{_DOT}({FLOATS}, {_PAIRS}, {_PAIRS})
 declare {_PAIRS} @{_ROUND}({FLOATS}, {FLOATS})
 """
-# What is broken up into 16 numbers must stay one register where the machine has such.
-_ATTRIBUTES: Final = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }\n'
 
 
 class Rows(enum.Enum):
@@ -69,7 +65,7 @@ def module_source(layout: Layout, tiles: Sequence[tuple[int, int]], rows: Rows, 
         parts.append(_part(layout, few, rows, is_unpacked=True))
     parts.append(_part(layout, tiles, rows, is_unpacked=False))
     most = max(height for height, _ in tiles) if rows is Rows.BFLOAT16 else None
-    parts += [_all_or_few(most), _SHARE if has_threads else "", _multiply(has_threads), _expand(layout), _ATTRIBUTES]
+    parts += [_all_or_few(most), _SHARE if has_threads else "", _multiply(has_threads), _expand(layout), ATTRIBUTES]
     return "\n".join(parts)
 
 
@@ -99,8 +95,7 @@ class _FloatTile:
         for column, weights in enumerate(zip(*units, strict=True)):
             for row, base in enumerate(inputs):
                 one = function.let(f"load float, ptr {function.at(base, column, 'float')}, align 4")
-                lane = function.let(f"insertelement {FLOATS} poison, float {one}, i32 0")
-                lanes = function.let(f"shufflevector {FLOATS} {lane}, {FLOATS} poison, {INTS} zeroinitializer")
+                lanes = function.splat(one)
                 for panel, weight in enumerate(weights):
                     sums[row, panel] = function.sum_of_product(weight, lanes, sums[row, panel])
 
@@ -114,9 +109,7 @@ class _PairTile(_FloatTile):
         for pair, weights in enumerate(zip(*(self._pairs(function, panel) for panel in panels), strict=True)):
             for row, base in enumerate(inputs):
                 both = function.let(f"load i32, ptr {function.at(base, 4 * pair)}, align 2")
-                lane = function.let(f"insertelement {INTS} poison, i32 {both}, i32 0")
-                lanes = function.let(f"shufflevector {INTS} {lane}, {INTS} poison, {INTS} zeroinitializer")
-                pairs = function.let(f"bitcast {INTS} {lanes} to {_PAIRS}")
+                pairs = function.let(f"bitcast {INTS} {function.splat(both, 'i32')} to {_PAIRS}")
                 for panel, weight in enumerate(weights):
                     arguments = f"{FLOATS} {sums[row, panel]}, {_PAIRS} {weight}, {_PAIRS} {pairs}"
                     sums[row, panel] = function.let(f"call {FLOATS} @{_DOT}({arguments})")

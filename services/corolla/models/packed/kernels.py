@@ -5,17 +5,17 @@ llvmlite brings the compiler; where the server runs, there need be none. It take
 
 import ctypes
 import functools
-import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from corolla.chassis.errors import StartupError
+from corolla.models.compiler import Compiled, has_openmp, objection, processor_features
+from corolla.models.llvm_text import LANES
 from corolla.models.packed.kernel_source import Rows, module_source, scratch_bytes
-from corolla.models.packed.layouts import LANES, Layout
+from corolla.models.packed.layouts import Layout
 
 Tiles = Sequence[tuple[int, int]]
 WIDE_TILES: Final[Tiles] = ((8, 2), (8, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1))
@@ -24,9 +24,7 @@ NARROW_TILES: Final[Tiles] = ((4, 1), (2, 2), (2, 1), (1, 2), (1, 1))
 """For smaller registers, or fewer."""
 # Fewer products than this take less time than it takes to wake another thread.
 _LEAST_PRODUCTS_OF_THREADS: Final = 1 << 19
-_OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _DTYPES: Final = {Rows.FLOAT32: torch.float32, Rows.BFLOAT16: torch.bfloat16}
-_LOCK: Final = threading.Lock()
 
 
 class Kernel:
@@ -42,15 +40,15 @@ class Kernel:
 
     def __init__(self, layout: Layout, rows: Rows = Rows.FLOAT32, tiles: Tiles | None = None) -> None:
         self._layout, self._rows = layout, rows
+        check_support()
         tiles = tiles or _tiles_of_this_processor()
         self._most_few_rows = max(height for height, _ in tiles)
-        with _LOCK:
-            self._engine = _compiled(layout, rows, tiles)
+        self._compiled = Compiled(module_source(layout, tiles, rows, has_threads=has_openmp()))
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._multiply: Any = self._function(
+        self._multiply: Any = self._compiled.function(
             "multiply", pointer, number, number, pointer, pointer, number, pointer, number, number
         )
-        self._expand: Any = self._function("expand", pointer, number, number, pointer, pointer)
+        self._expand: Any = self._compiled.function("expand", pointer, number, number, pointer, pointer)
 
     def multiply(self, rows: Tensor, panels: Tensor) -> Tensor:
         """`rows W^T`.
@@ -90,9 +88,6 @@ class Kernel:
         self._expand(row_ids.data_ptr(), len(row_ids), num_columns, panels.data_ptr(), rows.data_ptr())
         return rows
 
-    def _function(self, name: str, *arguments: Any) -> Any:
-        return ctypes.CFUNCTYPE(None, *arguments)(self._engine.get_function_address(name))
-
 
 def kernel_of(layout: Layout, dtype: torch.dtype = torch.float32) -> Kernel:
     """The process's only one for a layout and a type of hidden states. Raises as `Kernel`."""
@@ -107,56 +102,14 @@ def _kernel(layout: Layout, rows: Rows) -> Kernel:
 @functools.cache
 def _multiplies_pairs() -> bool:
     """Whether this processor has instructions for pairs of bfloat16."""
-    return bool(_library().get_host_cpu_features().get("avx512bf16"))
+    return bool(processor_features().get("avx512bf16"))
 
 
 def check_support() -> None:
     """Raises StartupError: packed weights cannot be multiplied here."""
-    features = _library().get_host_cpu_features()
-    if "avx" in features and not (features.get("f16c") and features.get("fma")):
-        raise StartupError(
-            "COROLLA_QUANTIZATION=packed needs a processor with FMA and F16C, as x86 has since 2013; set it to none."
-        )
-
-
-def _compiled(layout: Layout, rows: Rows, tiles: Tiles) -> Any:
-    """An engine that holds the functions of `module_source`."""
-    check_support()
-    llvm = _library()
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    features = llvm.get_host_cpu_features()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=2, jit=True
-    )
-    has_threads = _link_openmp(llvm)
-    module = llvm.parse_assembly(module_source(layout, tiles, rows, has_threads=has_threads))
-    module.verify()
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    return engine
+    if (reason := objection()) is not None:
+        raise StartupError(f"COROLLA_QUANTIZATION=packed does not work here: {reason}. Set it to none.")
 
 
 def _tiles_of_this_processor() -> Tiles:
-    return WIDE_TILES if _library().get_host_cpu_features().get("avx512f") else NARROW_TILES
-
-
-def _link_openmp(llvm: Any) -> bool:
-    """Has compiled code call torch's own OpenMP, so that both share threads; whether that is there."""
-    folder = Path(torch.__file__).parent
-    for path in (*sorted((folder / "lib").glob("libgomp*")), *sorted(folder.with_name("torch.libs").glob("libgomp*"))):
-        library = ctypes.CDLL(str(path))
-        for name in _OPENMP:
-            llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-        return True
-    return False
-
-
-def _library() -> Any:
-    try:
-        import llvmlite.binding
-    except ImportError as error:
-        raise StartupError(
-            "COROLLA_QUANTIZATION=packed needs llvmlite; run `pip install 'corolla[packed]'`, or set it to none."
-        ) from error
-    return llvmlite.binding
+    return WIDE_TILES if processor_features().get("avx512f") else NARROW_TILES

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-LANES: Final = 16
-"""Rows of a panel."""
+from corolla.models.llvm_text import LANES
+
 UNIT: Final = 32
 """Columns whose low bits lie together."""
 

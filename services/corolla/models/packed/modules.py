@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError
+from corolla.models.llvm_text import LANES
 from corolla.models.packed.kernels import kernel_of
-from corolla.models.packed.layouts import LANES, Layout
+from corolla.models.packed.layouts import Layout
 from corolla.models.packed.repacking import empty_panels
 
 # Of scales this is a small number, so that products of made-up weights stay finite.

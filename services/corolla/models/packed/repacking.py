@@ -7,7 +7,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from corolla.models.packed.layouts import LANES, Layout
+from corolla.models.llvm_text import LANES
+from corolla.models.packed.layouts import Layout
 
 # So many numbers are reordered at a time: more would only take more memory.
 _CHUNK_WEIGHTS: Final = 1 << 17

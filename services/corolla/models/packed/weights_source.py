@@ -3,38 +3,11 @@
 from collections.abc import Iterator
 from typing import Final
 
-from corolla.models.packed.layouts import LANES, UNIT, Layout
+from corolla.models.llvm_text import FLOATS, INTS, LANES, Function
+from corolla.models.packed.layouts import UNIT, Layout
 
-FLOATS: Final = f"<{LANES} x float>"
-INTS: Final = f"<{LANES} x i32>"
-FMA: Final = "llvm.fma.v16f32"
 _BYTES: Final = f"<{LANES} x i8>"
 _HALVES: Final = f"<{LANES} x half>"
-
-
-class Function:
-    """Lines of a function that is being written."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._count = 0
-
-    def let(self, value: str) -> str:
-        """A new name for a value."""
-        self._count += 1
-        name = f"%v{self._count}"
-        self.lines.append(f"  {name} = {value}")
-        return name
-
-    def at(self, base: str, offset: int | str, element: str = "i8") -> str:
-        """`base` and so many elements, in bytes unless another type is named."""
-        return base if offset == 0 else self.let(f"getelementptr {element}, ptr {base}, i64 {offset}")
-
-    def load(self, kind: str, base: str, offset: int = 0, align: int = LANES) -> str:
-        return self.let(f"load {kind}, ptr {self.at(base, offset)}, align {align}")
-
-    def sum_of_product(self, left: str, right: str, addend: str) -> str:
-        return self.let(f"call {FLOATS} @{FMA}({FLOATS} {left}, {FLOATS} {right}, {FLOATS} {addend})")
 
 
 class _Unit:

@@ -1,5 +1,6 @@
 """Each attention backend is right, by itself and as the choice at start sees it."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.paged_kernel import paged_definition
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["flash", "sdpa"])
+@pytest.mark.parametrize("name", ["compiled", "flash", "sdpa"])
 @pytest.mark.parametrize("window", [None, 4, 40])
 @pytest.mark.parametrize("page_tokens", [4, 32])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
@@ -35,7 +36,7 @@ def test_page_tables_lead_to_the_right_keys(window: int | None, page_tokens: int
 
 
 def test_the_fastest_backend_is_chosen_unless_another_is_named() -> None:
-    assert choose_backend("auto", CPU, torch.float32, 32).name == "flash"
+    assert choose_backend("auto", CPU, torch.float32, 32).name == "compiled"
     assert choose_backend("sdpa", CPU, torch.float32, 32).name == "sdpa"
 
 
@@ -50,7 +51,15 @@ def test_a_backend_with_wrong_results_is_skipped(monkeypatch: pytest.MonkeyPatch
             output: torch.Tensor = super().attend(batch, *arguments, **options)
             return output + 1e-3
 
-    monkeypatch.setitem(backends.BACKENDS, "flash", lambda: Wrong("flash", flash_cpu))
+    for name in ("compiled", "flash"):
+        monkeypatch.setitem(backends.BACKENDS, name, lambda: Wrong("flash", flash_cpu))
     assert choose_backend("auto", CPU, torch.float32, 32).name == "sdpa"
     with pytest.raises(StartupError, match="differ by"):
         choose_backend("flash", CPU, torch.float32, 32)
+
+
+def test_a_server_without_a_compiler_uses_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    assert choose_backend("auto", CPU, torch.float32, 32).name == "flash"
+    with pytest.raises(StartupError, match="llvmlite is not installed"):
+        choose_backend("compiled", CPU, torch.float32, 32)
