@@ -1,10 +1,10 @@
-"""A chain of two hops against vLLM's build for CPUs: one stream, and several at once.
+"""A chain of two hops against vLLM's build for CPUs: one stream, several at once, and first tokens of long prompts.
 
     VLLM_PYTHON=/path/to/python python -m benchmarks.against_vllm --rounds 5
 
 vLLM runs in one process with two threads, eagerly and without its prefix cache; each process of the chain has one
-thread. Both decode greedily, ignore end tokens, and get the same ids. Speed is all tokens over the time from the first
-request to the last answer.
+thread, or as many as --threads says. Both decode greedily, ignore end tokens, and get the same ids. Speed is all tokens
+over the time from the first request to the last answer; of a first token, its prompt over the time until it is there.
 """
 
 import argparse
@@ -28,6 +28,7 @@ PYTHON_VARIABLE: Final = "VLLM_PYTHON"
 _PROCESS: Final = Path(__file__).with_name("vllm_process.py")
 _PROMPT_TOKENS = 32
 _GOALS: Final = {"transformers": 0.85, "vllm": 1.1}
+_FIRST_TOKEN_GOALS: Final = {"transformers": 1.0, "vllm": 1.2}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each block server")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 2048], help="tokens, before a first one")
+    parser.add_argument("--microbatches", type=int, default=0, help="under way at a time; 0: one for each hop")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of one answer")
 
@@ -51,6 +54,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     most = max(options.streams)
+    long_prompts = {count: random_ids(count, checkpoint.vocab_size, count) for count in options.prompts}
     prompts = [random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed) for seed in range(most)]
     hops = f"{options.servers} hops"
     for dtype in options.dtypes:
@@ -59,7 +63,11 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
                 engine: exits.enter_context(
                     Chain(
                         options.model, options.servers, dtype=dtype, num_threads=options.threads,
-                        environment={"COROLLA_ENGINE": engine},
+                        environment={
+                            "COROLLA_ENGINE": engine, "COROLLA_MAX_MICROBATCHES": str(options.microbatches),
+                            # As vLLM's is off.
+                            "COROLLA_PREFIX_CACHE": "false",
+                        },
                     )
                 )
                 for engine in options.engines
@@ -70,14 +78,19 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
                 for engine, chain in chains.items():
                     sides[f"{engine}/{count}"] = partial(streams.speed, chain, prompts[:count], options.tokens)
                 sides[f"unsplit/{count}"] = partial(_speed, vllm, prompts[:count], options.tokens)
+            for count, prompt in long_prompts.items():
+                for engine, chain in chains.items():
+                    sides[f"{engine}/first of {count}"] = partial(_first_token_speed, chain, prompt)
+                sides[f"unsplit/first of {count}"] = partial(_speed, vllm, [prompt], 1, count)
             speeds = interleaved(sides, options.rounds)
-        for count in options.streams:
-            what = f"{count} stream{'' if count == 1 else 's'}, {dtype}"
-            yield figure(f"{what}, vLLM", "tokens/s", speeds[f"unsplit/{count}"])
+        kinds = [(str(n), f"{n} stream{'' if n == 1 else 's'}, {dtype}", _GOALS) for n in options.streams]
+        kinds += [(f"first of {n}", f"first token of {n}, {dtype}", _FIRST_TOKEN_GOALS) for n in long_prompts]
+        for kind, what, goals in kinds:
+            yield figure(f"{what}, vLLM", "tokens/s", speeds[f"unsplit/{kind}"])
             for engine in chains:
-                side, goal = f"{what}, {hops} with {engine}", at_least(_GOALS[engine])
-                yield figure(side, "tokens/s", speeds[f"{engine}/{count}"])
-                yield ratio(f"{side} / vLLM", speeds[f"{engine}/{count}"], speeds[f"unsplit/{count}"], goal)
+                side, own = f"{what}, {hops} with {engine}", speeds[f"{engine}/{kind}"]
+                yield figure(side, "tokens/s", own)
+                yield ratio(f"{side} / vLLM", own, speeds[f"unsplit/{kind}"], at_least(goals[engine]))
 
 
 def _vllm(python: str, folder: Path, dtype: str, most_streams: int) -> PipedProcess:
@@ -93,9 +106,13 @@ def _vllm(python: str, folder: Path, dtype: str, most_streams: int) -> PipedProc
     return PipedProcess(command, {**own, **settings})
 
 
-def _speed(vllm: PipedProcess, prompts: list[list[int]], num_tokens: int) -> float:
+def _first_token_speed(chain: Chain, prompt: list[int]) -> float:
+    return len(prompt) / chain.answer(prompt, 1).first_token_s
+
+
+def _speed(vllm: PipedProcess, prompts: list[list[int]], num_tokens: int, num_counted: int = 0) -> float:
     seconds: float = vllm.ask({"prompts": prompts, "num_tokens": num_tokens})
-    return len(prompts) * num_tokens / seconds
+    return (num_counted or len(prompts) * num_tokens) / seconds
 
 
 if __name__ == "__main__":

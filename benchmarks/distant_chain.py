@@ -12,6 +12,7 @@ from typing import IO, Any, Self
 
 from corolla import Client
 from corolla.chassis.errors import CorollaError
+from corolla.chassis.processors import OPENMP_WAITING
 from corolla.local.ports import Ports
 from corolla.local.redis_server import EmbeddedRedis
 
@@ -87,7 +88,7 @@ class DistantChain:
     def _run(
         self, name: str, arguments: list[str], settings: Mapping[str, str] | None = None
     ) -> "subprocess.Popen[str]":
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1",
+        environment = {**os.environ, **OPENMP_WAITING, "OMP_NUM_THREADS": "1",
                        "COROLLA_METRICS_HOST": _LOOPBACK, "HF_HUB_OFFLINE": "1", **(settings or {})}  # fmt: skip
         log = self._stack.enter_context((self._folder / f"{name}.log").open("w"))
         process = subprocess.Popen(

@@ -19,6 +19,7 @@ from typing import Any, Final
 from benchmarks.command import progress, run
 from benchmarks.figures import Figure, at_most, figure
 from benchmarks.local_model import unsplit_folder
+from corolla.chassis.processors import OPENMP_WAITING
 from corolla.models.checkpoint import Checkpoint
 
 _MIB: Final = 1 << 20
@@ -57,7 +58,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
 def loaded(model: str, part: str, dtype: str) -> dict[str, Any]:
     """Bytes of a part's weights, of the peak and of what stays above an idle process, and seconds."""
     command = [sys.executable, "-m", "benchmarks.loading_process", model, part, dtype]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **OPENMP_WAITING}
     printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
     facts: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return facts

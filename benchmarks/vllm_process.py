@@ -18,7 +18,7 @@ def main(model: str, dtype: str, most_streams: int) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model, dtype=dtype, enforce_eager=True, enable_prefix_caching=False, max_model_len=2048,
+        model, dtype=dtype, enforce_eager=True, enable_prefix_caching=False, max_model_len=4096,
         max_num_seqs=most_streams,
     )  # fmt: skip
     print("ready", file=answers, flush=True)

@@ -3,11 +3,13 @@
 import os
 from typing import Any
 
+from corolla.chassis.processors import OPENMP_WAITING
+
 
 def run(**overrides: Any) -> int:
     """Runs a block server until a signal; `overrides` win over the environment. Returns the exit status."""
-    # Must be set before torch is imported: spinning OpenMP threads starve the neighbours on a small machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in OPENMP_WAITING.items():
+        os.environ.setdefault(name, value)
     from corolla.block_server.process import BlockServerProcess
     from corolla.block_server.settings import BlockServerSettings
     from corolla.chassis.lifecycle import run_service

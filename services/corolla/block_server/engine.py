@@ -11,11 +11,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.compute_thread import ComputeThread
 from corolla.block_server.delivery import Delivery
 from corolla.block_server.iteration import Admitted, BatchRunner, Computation, Computed, StepWork
 from corolla.block_server.kv.store import SessionCache
@@ -77,11 +77,15 @@ class ProcessorUse:
         max_inline_s: decode steps that take less are computed on the event loop, which answers nobody meanwhile.
         num_sampling_threads: that choose tokens at a time, where that takes more than finding the most probable one.
         spin_s: so long the engine watches its sockets after an iteration, before its processor may sleep.
+        max_microbatches: see `FirstHop`.
+        compute_thread: closed with the engine; None: one of its own.
     """
 
     max_inline_s: float = 0.0
     num_sampling_threads: int = 1
     spin_s: float = 0.0
+    max_microbatches: int = 0
+    compute_thread: ComputeThread | None = None
 
 
 class Engine:
@@ -124,7 +128,9 @@ class Engine:
         self._outputs = outputs
         self._relay = relay
         self._metrics = metrics
-        self.first_hop = FirstHop(sessions, self._submit_microbatch, self._fault, clock)
+        self.first_hop = FirstHop(
+            sessions, self._submit_microbatch, self._fault, clock, max_microbatches=self._use.max_microbatches
+        )
         self.last_hop = LastHop(sessions, peers, self.first_hop.on_next, relay.send)
         relay.on_lost = self.last_hop.give_up
         self._delivery = Delivery(outputs, peers, relay, self.last_hop, metrics)
@@ -134,7 +140,7 @@ class Engine:
         self._behind: deque[weakref.ref[SessionSampler]] = deque()
         self._is_waiting = True
         self._wake = asyncio.Event()
-        self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._compute_thread = self._use.compute_thread or ComputeThread()
         self.decode_step_seconds = 0.0
         self.decode_batch_rows = 0.0
         self._row_s = 0.0
@@ -276,7 +282,7 @@ class Engine:
                 self.last_hop.give_up(step.item.step)
 
     def close(self) -> None:
-        self._compute_thread.shutdown(wait=True, cancel_futures=True)
+        self._compute_thread.close()
         self._computation.close()
 
     async def _make_copy(self) -> None:
@@ -287,7 +293,7 @@ class Engine:
         if future.done():
             return  # its caller was cancelled
         try:
-            copied = await self._in_compute_thread(work)
+            copied = await self._compute_thread.run(work)
         except Exception as failure:
             if not future.done():
                 future.set_exception(failure)
@@ -301,7 +307,7 @@ class Engine:
             sampler = self._behind[0]()
             if sampler is not None and sampler.is_behind:
                 try:
-                    await self._in_compute_thread(sampler.read_chunk)
+                    await self._compute_thread.run(sampler.read_chunk)
                     return True
                 except Exception as failure:
                     log.error("a draft model could not read a text", extra={"where": where(failure)})
@@ -330,7 +336,7 @@ class Engine:
         if is_inline:
             computed = self._computation.compute(admitted, steps[0].blocks)
         else:
-            computed = await self._in_compute_thread(lambda: self._computation.compute(admitted, steps[0].blocks))
+            computed = await self._compute_thread.run(lambda: self._computation.compute(admitted, steps[0].blocks))
         failpoints.passed("after_forward")
         seconds = self.clock() - started_s
         # Outputs leave before anything is observed: other hops wait for them.
@@ -361,7 +367,7 @@ class Engine:
         try:
             # Idle sessions may hold all pages for days, and nobody would notice that the device is gone.
             self._sessions.make_room(1)
-            await self._in_compute_thread(self._computation.warm_up)
+            await self._compute_thread.run(self._computation.warm_up)
         except OutOfPages:
             pass  # the sessions that hold all pages will show whether the server can compute
         except Exception as failure:
@@ -369,9 +375,6 @@ class Engine:
             self.failures.failed()
         else:
             self.failures.succeeded()
-
-    def _in_compute_thread(self, work: Callable[[], Result]) -> "asyncio.Future[Result]":
-        return asyncio.get_running_loop().run_in_executor(self._compute_thread, work)
 
     def _observe(
         self, steps: list[QueuedStep[StepWork]], admitted: list[Admitted], seconds: float, computed: Computed

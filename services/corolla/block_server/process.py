@@ -5,6 +5,7 @@ import logging
 from functools import partial
 from typing import Final
 
+from corolla.block_server.compute_thread import let_others_compute_alone
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis import heap
@@ -38,6 +39,7 @@ class BlockServerProcess:
 
     async def start(self) -> None:
         if self._server is not None:
+            let_others_compute_alone()
             heap.expect_loading()
             await self._server.start()
             if self._settings.span is None:

@@ -9,6 +9,7 @@ from typing import Final
 
 from corolla.block_server.adapters import Adapters
 from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.compute_thread import ComputeThread
 from corolla.block_server.decode_graphs import CudaCapture
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine, ProcessorUse
@@ -44,6 +45,7 @@ from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import where
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
+from corolla.chassis.processors import available_cores
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tenant_limits import QuotaTable
@@ -56,7 +58,6 @@ from corolla.models.families import recurrent_layers
 from corolla.models.hub import Hub
 from corolla.models.packed.choice import types_of
 from corolla.models.span_model import fetch_span
-from corolla.models.threads import available_cores
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.network import Network
@@ -124,6 +125,7 @@ class BlockServer:
             max_prefill_tokens_during_decode=settings.prefill_tokens_during_decode,
         )
         self._sessions: SessionTable[SessionCache] | None = None
+        self._compute_thread = ComputeThread()
         self._engine: Engine | None = None
         self._relay: Relay | None = None
         self._housekeeping: Housekeeping | None = None
@@ -189,11 +191,11 @@ class BlockServer:
         fingerprint = await asyncio.to_thread(
             checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
         )
-        engine_name = await asyncio.to_thread(
+        engine_name = await self._compute_thread.run(
             choose_engine, settings.engine, checkpoint,
             dtype=dtype, device=settings.device, quantization=settings.quantization,
         )  # fmt: skip
-        speed = await asyncio.to_thread(
+        speed = await self._compute_thread.run(
             measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
             settings.kv_cache_dtype, engine_name,
         )  # fmt: skip
@@ -205,13 +207,13 @@ class BlockServer:
         self._heartbeats = self._tasks.start_essential(self._registration.run, "heartbeats")
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
 
-        model = await asyncio.to_thread(
+        model = await self._compute_thread.run(
             load_engine, engine_name, checkpoint, span,
             dtype=dtype, device=settings.device, quantization=settings.quantization,
         )  # fmt: skip
-        runner = await asyncio.to_thread(self._make_runner, model, speed.cache_bytes_per_token)
-        edges = await asyncio.to_thread(self._load_edges, checkpoint, span)
-        shared = await asyncio.to_thread(self._load_shared, checkpoint, span)
+        runner = await self._compute_thread.run(self._make_runner, model, speed.cache_bytes_per_token)
+        edges = await self._compute_thread.run(self._load_edges, checkpoint, span)
+        shared = await self._compute_thread.run(self._load_shared, checkpoint, span)
         self._sessions = self._make_sessions(runner)
         outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
         self._sessions.on_forget = outputs.forget
@@ -219,11 +221,11 @@ class BlockServer:
         engine = self._engine = Engine(
             runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
             fail=self._fail, edges=edges,
-            use=await asyncio.to_thread(self._processor_use, runner, checkpoint, speed.num_threads),
+            use=await self._compute_thread.run(self._processor_use, runner, checkpoint, speed.num_threads),
             spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
         )  # fmt: skip
-        await asyncio.to_thread(engine.warm_up)
-        engine.decode_speed.observe(await asyncio.to_thread(measure_decode_step, runner), len(span))
+        await self._compute_thread.run(engine.warm_up)
+        engine.decode_speed.observe(await self._compute_thread.run(measure_decode_step, runner), len(span))
         identity = Identity(
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
@@ -336,6 +338,7 @@ class BlockServer:
             self._relay.close()
         if self._engine is not None:
             self._engine.close()
+        self._compute_thread.close()
         if self._registration is not None:
             await self._registration.close()
         self._metrics_endpoint.close()
@@ -422,7 +425,9 @@ class BlockServer:
                 spin_s = measure_spin(step, num_threads, min(settings.tuning_budget_s, _SPIN_BUDGET_S))
             if spin_s:
                 log.info("sockets are watched after a step", extra={"microseconds": round(spin_s * 1e6)})
-        return ProcessorUse(settings.max_inline_ms / 1000, num_sampling_threads, spin_s)
+        # The event loop's thread has no helpers.
+        max_inline_s = settings.max_inline_ms / 1000 if num_threads == 1 else 0.0
+        return ProcessorUse(max_inline_s, num_sampling_threads, spin_s, settings.max_microbatches, self._compute_thread)
 
     def _load_edges(self, checkpoint: Checkpoint, span: Span) -> Edges | None:
         ends = _ends_of(checkpoint, span)

@@ -126,6 +126,12 @@ class BlockServerSettings(ServiceSettings):
         description="Prompt tokens of one iteration while others decode here: fewer keep answers flowing evenly, more "
         "process prompts sooner. Fast GPUs want more.",
     )
+    max_microbatches: int = Field(
+        0,
+        ge=0,
+        description="Microbatches of a chain that begins here that are under way at a time; 0: one for each hop. Fewer "
+        "where hops share processors.",
+    )
     max_inline_ms: float = Field(
         10.0,
         ge=0,

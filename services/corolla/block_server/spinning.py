@@ -14,7 +14,7 @@ from typing import Final
 
 import psutil
 
-from corolla.models.threads import available_cores
+from corolla.chassis.processors import available_cores
 
 _MIN_GAIN: Final = 1.05
 """So many times faster a step must be. Less is lost in what the machine does otherwise."""

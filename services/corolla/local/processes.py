@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from corolla.chassis.processors import OPENMP_WAITING, available_cores
 from corolla.local.log_files import LogFile
 from corolla.local.options import StackOptions
 from corolla.local.ports import Ports
@@ -106,8 +107,8 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
     """This process's environment, with what helps several processes that share few cores."""
     threads = str(options.num_threads)
     fixed: Mapping[str, str] = {
-        # OpenMP and BLAS read these once, when torch and numpy are imported; spinning threads would starve neighbours.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        # OpenMP and BLAS read these once, when torch and numpy are imported.
+        **OPENMP_WAITING,
         "OMP_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -126,5 +127,9 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
     own = {key: value for key, value in os.environ.items() if key not in _OF_ONE_PROCESS}
     # The servers share this machine, and would each measure that the others are idle. Who knows better says so.
     # And somebody looks at them.
-    shared = {"COROLLA_SPIN_US": "0", "COROLLA_LOAD_PUSH_INTERVAL_S": "1"}
+    # With more microbatches than there are processors for, each would only be smaller.
+    num_at_once = max(1, available_cores() // max(1, options.num_threads))
+    shared = {
+        "COROLLA_SPIN_US": "0", "COROLLA_LOAD_PUSH_INTERVAL_S": "1", "COROLLA_MAX_MICROBATCHES": str(num_at_once),
+    }  # fmt: skip
     return {**shared, **own, **fixed, **offline, **options.environment}

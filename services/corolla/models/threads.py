@@ -4,29 +4,17 @@ Few rows of small matrices keep one core busy; a large model's keep many. Next t
 is one more to wait for. So the number is doubled as long as that clearly pays.
 """
 
-import math
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 import torch
 
+from corolla.chassis.processors import available_cores
+
 # What a doubling must gain: less is not worth a core that others could use.
 _MIN_GAIN: Final = 1.2
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-def available_cores(quota_file: Path = _CPU_QUOTA) -> int:
-    """Cores that this process may use: those it may run on, or fewer where its control group has a smaller share."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = quota_file.read_text().split()
-        return max(1, min(num_cores, math.floor(int(quota) / int(period))))
-    except (OSError, ValueError):
-        return num_cores  # no control group, or "max": no limit
 
 
 def choose_num_threads(seconds_with: Callable[[int], float], num_cores: int) -> int:

@@ -1,12 +1,11 @@
 """Threads are added as long as they pay, and never beyond what the process may use."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
-from corolla.models.threads import available_cores, choose_num_threads, set_num_threads, single_threaded_pool
+from corolla.models.threads import choose_num_threads, set_num_threads, single_threaded_pool
 
 
 @pytest.mark.parametrize(
@@ -21,16 +20,6 @@ from corolla.models.threads import available_cores, choose_num_threads, set_num_
 )
 def test_doublings_must_pay(seconds: dict[int, float], num_cores: int, chosen: int) -> None:
     assert choose_num_threads(seconds.__getitem__, num_cores) == chosen
-
-
-@pytest.mark.parametrize(
-    "quota, most",
-    [("100000 100000\n", 1), ("150000 100000\n", 1), ("50000 100000\n", 1), ("max 100000\n", None), ("nonsense", None)],
-)
-def test_a_control_groups_share_limits_the_cores(tmp_path: Path, quota: str, most: int | None) -> None:
-    file = tmp_path / "cpu.max"
-    file.write_text(quota)
-    assert available_cores(file) == (most or available_cores(tmp_path / "absent"))
 
 
 def test_a_configured_number_of_threads_is_not_measured() -> None:

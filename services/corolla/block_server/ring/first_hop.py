@@ -79,6 +79,7 @@ class FirstHop:
         submit: queues a step.
         fault: tells the clients of rows why they fail.
         clock: in seconds.
+        max_microbatches: of a route that are under way at a time; 0: one for each hop.
     """
 
     def __init__(
@@ -87,8 +88,11 @@ class FirstHop:
         submit: Callable[[pb.Step], None],
         fault: Callable[[pb.Next, CorollaError, Sequence[pb.StepRow]], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        max_microbatches: int = 0,
     ) -> None:
         self._sessions = sessions
+        self._max_microbatches = max_microbatches
         self._submit = submit
         self._fault = fault
         self._clock = clock
@@ -153,7 +157,9 @@ class FirstHop:
     def _route(self, key: _RouteKey, ring: RingPlace) -> _Route:
         route = self._routes.get(key)
         if route is None:
-            rules = MicrobatchRules(max_under_way=len(ring.route) + 1, max_tokens=ring.max_step_tokens)
+            num_hops = len(ring.route) + 1
+            max_under_way = min(self._max_microbatches or num_hops, num_hops)
+            rules = MicrobatchRules(max_under_way=max_under_way, max_tokens=ring.max_step_tokens)
             route = self._routes[key] = _Route(key[0], ring, rules)
         return route
 

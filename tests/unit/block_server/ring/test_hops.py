@@ -29,13 +29,19 @@ CLIENT = b"c" * 16
 class Ring:
     """A first hop whose steps are only noted, over a table of real sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_microbatches: int = 0) -> None:
         pool = PagePool(num_pages=100, page_tokens=4)
         self.sessions: SessionTable[SessionPages] = SessionTable(pool, lambda: SessionPages(pool, [GroupRule()]))
         self.steps: list[pb.Step] = []
         self.faults: list[tuple[str, list[bytes]]] = []
         self.now_s = 0.0
-        self.first_hop = FirstHop(self.sessions, self.steps.append, self._fault, lambda: self.now_s)  # type: ignore[arg-type]
+        self.first_hop = FirstHop(
+            self.sessions,  # type: ignore[arg-type]
+            self.steps.append,
+            self._fault,
+            lambda: self.now_s,
+            max_microbatches=max_microbatches,
+        )
         self.relayed: list[tuple[str, pb.Next]] = []
         self.peers = PeerTable()
         self.last_hop = LastHop(
@@ -86,6 +92,17 @@ def test_as_many_microbatches_are_under_way_as_hops_and_rows_wait_for_one_of_the
     step = ring.steps[-1]
     assert (step.route[0], step.samples, step.client_id) == (ROUTE[0], True, b"")
     assert [row.client_id for row in step.rows] == [CLIENT] * 2
+
+
+@pytest.mark.parametrize("most, num_under_way", [(1, 1), (2, 2), (9, 2)])
+def test_fewer_microbatches_are_under_way_where_that_is_said(most: int, num_under_way: int) -> None:
+    ring = Ring(max_microbatches=most)
+    for name in (b"1", b"2", b"3", b"4"):
+        ring.open(name)
+        ring.come_round(0, name)
+    assert len(ring.sent) == num_under_way
+    ring.come_round(1, b"1", position=6)
+    assert ring.sent[-1] == (num_under_way + 1, b"2341" if most == 1 else b"34")
 
 
 def test_a_tenants_many_rows_do_not_go_before_another_ones_few() -> None:

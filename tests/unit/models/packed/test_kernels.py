@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from corolla.models.gguf.header import TYPES
+from corolla.models.llvm_text import LANES
 from corolla.models.packed.kernels import NARROW_TILES, WIDE_TILES, Kernel, kernel_of
-from corolla.models.packed.layouts import LANES, LAYOUTS
+from corolla.models.packed.layouts import LAYOUTS
 from corolla.models.packed.modules import PackedEmbedding, PackedLinear
 from corolla.models.packed.repacking import repack
 
