@@ -206,6 +206,26 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# Beyond so many tokens, texts of `make_long_rope_checkpoint` have the long factors.
+LONG_ROPE_LENGTH = 64
+
+
+def make_long_rope_checkpoint(family: str, folder: Path, **config_changes: Any) -> Path:
+    """A tiny checkpoint whose rotary embedding is `longrope`; see `make_tiny_checkpoint`."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + 0.1 * index for index in range(8)],
+        "long_factor": [1.5 + index for index in range(8)],
+        "original_max_position_embeddings": LONG_ROPE_LENGTH,
+    }
+    if family == "phimoe":
+        rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
+    if family == "phi3":
+        config_changes = {"original_max_position_embeddings": LONG_ROPE_LENGTH, **config_changes}
+    return make_tiny_checkpoint(family, folder, config_changes={"rope_parameters": rope, **config_changes})
+
+
 # Of weights with which an answer does not just repeat a token or two.
 _SEEDS: Mapping[str, int] = {"apertus": 1, "gptj": 1, "persimmon": 1}
 

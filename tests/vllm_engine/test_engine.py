@@ -23,7 +23,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.adapters import make_adapter
-from tests.checkpoints import make_tiny_checkpoint
+from tests.checkpoints import make_long_rope_checkpoint, make_tiny_checkpoint
 from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 
 pytestmark = pytest.mark.vllm
@@ -172,6 +172,13 @@ def test_other_families_are_refused_or_left_to_transformers(tmp_path: Path) -> N
     assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu") == "transformers"
     with pytest.raises(StartupError, match=r"does not serve this: its families are gemma, .* and this is gpt2"):
         choose_engine("vllm", checkpoint, dtype=torch.float32, device="cpu")
+
+
+def test_factors_that_follow_each_text_are_left_to_transformers(tmp_path: Path) -> None:
+    model = Checkpoint.from_pretrained(str(make_long_rope_checkpoint("phi3", tmp_path / "phi3")))
+    with pytest.raises(StartupError, match=r"does not serve this: vLLM chooses the factors of a longrope embedding"):
+        choose_engine("vllm", model, dtype=torch.float32, device="cpu")
+    assert choose_engine("auto", model, dtype=torch.float32, device="cpu") == "transformers"
 
 
 def test_weights_that_corolla_quantises_are_refused(tmp_path: Path) -> None:

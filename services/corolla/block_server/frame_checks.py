@@ -110,6 +110,7 @@ class FrameChecks:
             owner=owner,
             capability=capability,
             adapter_version=_adapter(control),
+            long_factors=control.long_factors,
         )
 
     def _opener(self, control: pb.Open | pb.Handover) -> tuple[str, pb.SignedCapability | None]:
@@ -132,7 +133,8 @@ class FrameChecks:
             raise MalformedMessage("text", "has more tokens than the session")
         if not self._identity.prefix_page_tokens:
             return None
-        return ExpectedText(salt_of(control.tenant, blocks, _adapter(control)), hashes, control.text.num_tokens)
+        salt = salt_of(control.tenant, blocks, _adapter(control), long_factors=control.long_factors)
+        return ExpectedText(salt, hashes, control.text.num_tokens)
 
     def sampler_at_once(self, control: pb.Open) -> SessionSampler | None:
         """As `sampler`, on the event loop. None where it takes a while: its text is long, or its grammar new."""

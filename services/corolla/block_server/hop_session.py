@@ -138,6 +138,7 @@ class OpenRequest:
         trace: the span that the session is used for; None where that is not traced.
         adapter_version: with which all that it holds is computed; None: with none.
         adapter: the same, loaded; only of sessions that may take steps.
+        long_factors: whether all that it holds has the long factors of a longrope embedding, or the short ones.
     """
 
     session_id: bytes
@@ -160,10 +161,11 @@ class OpenRequest:
     trace: "TraceParent | None" = None
     adapter_version: AdapterVersion | None = None
     adapter: "LoadedAdapter | None" = None
+    long_factors: bool = False
 
     def agrees_with(self, other: "OpenRequest") -> bool:
         """Whether a session that was computed under one request can continue under the other."""
-        if self.adapter_version != other.adapter_version:
+        if (self.adapter_version, self.long_factors) != (other.adapter_version, other.long_factors):
             return False
         return self.blocks == other.blocks and (self.prompts is None) == (other.prompts is None)
 

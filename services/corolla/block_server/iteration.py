@@ -196,10 +196,13 @@ class Computation:
     def _packed(self, admitted: Sequence[Admitted]) -> tuple[list[RowWork], Tensor, float]:
         """All rows of all steps, what goes in, `[tokens, H]`, and the seconds that it took to embed."""
         work = [
-            RowWork(session.cache, row.position, row.num_tokens, session.request.prompts, _products(session))
+            RowWork(
+                session.cache, row.position, row.num_tokens, session.request.prompts, _products(session),
+                long_factors=session.request.long_factors,
+            )
             for batch in admitted
             for row, session, _ in batch.rows
-        ]
+        ]  # fmt: skip
         began_s = self._clock()
         embedded = self._embedded([batch for batch in admitted if batch.brings_ids])
         embed_seconds = self._clock() - began_s if embedded else 0.0

@@ -36,6 +36,7 @@ class RowWork:
         num_tokens: new tokens, at least 1.
         prompts: the session's, for just the blocks that run.
         adapter: the session's.
+        long_factors: whether the session's text is one of those that have the long factors of a longrope embedding.
     """
 
     cache: SessionCache
@@ -43,6 +44,7 @@ class RowWork:
     num_tokens: int
     prompts: BlockPrompts | None = None
     adapter: SpanAdapter | None = None
+    long_factors: bool = False
 
     @property
     def takes_prompts(self) -> bool:
@@ -233,6 +235,7 @@ class Runner:
             end, layers = max(positions) + 1, self.model.layer_indices(blocks)
             return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
         self.model.adapters = adapters
+        self._tell_factors(rows, hidden)
         cache = PackedLatents(batch) if self.model.family.caches_latents else None
         return self._base.forward(
             hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, past_key_values=cache, batch=batch
@@ -248,6 +251,16 @@ class Runner:
             return None
         return AdapterBatch([(row.adapter, row.num_tokens) for row in rows], self.stacks, self.model.device)
 
+    def _tell_factors(self, rows: Sequence[RowWork], hidden: Tensor) -> None:
+        """Tells the rotary embedding which tokens of the next call belong to long texts, if that matters to it."""
+        long_rope = self._base.long_rope
+        if long_rope is None:
+            return
+        if any(row.position + row.num_tokens > long_rope.short_length for row in rows if not row.long_factors):
+            raise ValueError(f"a text with short factors has at most {long_rope.short_length} tokens")
+        flags = [row.long_factors for row in rows for _ in range(row.num_tokens)]
+        long_rope.is_long = torch.tensor(flags, device=hidden.device)
+
     def _forward_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         outputs: list[Tensor] = []
         for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
@@ -256,6 +269,7 @@ class Runner:
             cache = _RowCache(AttentionBatch(self.store, [packed], self.backend), attention_windows(self.model.config))
             cache.begin(self.model.layer_indices(blocks))
             self.model.adapters = self._adapters([row])
+            self._tell_factors([row], part)
             outputs.append(
                 self._base.forward(part.unsqueeze(0), positions.unsqueeze(0), blocks=blocks, past_key_values=cache)[0]
             )

@@ -268,14 +268,14 @@ class SessionTable(Generic[AnyCache]):
         """What a session of the same client holds, for another of its sessions.
 
         Raises:
-            HopSessionLost: it is not held here, is another client's, uses other blocks or another adapter, or only one
-                of the two has trained prompts.
+            HopSessionLost: it is not held here, is another client's, uses other blocks, another adapter or other
+                factors, or only one of the two has trained prompts.
         """
         session, taker = self._sessions.get(source_id), self._sessions.get(session_id)
         if session is None or session.request.client_id != client_id or session.request.blocks != blocks:
             raise HopSessionLost("the session to fork from is not held here")
         if taker is not None and not session.request.agrees_with(taker.request):
-            raise HopSessionLost("sessions with other adapters, or only one with trained prompts, do not share tokens")
+            raise HopSessionLost("sessions with other adapters, factors or trained prompts do not share tokens")
         return session.cache.fork()
 
     def truncate(self, session_id: bytes, epoch: int, position: int, *, idle: bool) -> None:
@@ -299,7 +299,8 @@ class SessionTable(Generic[AnyCache]):
         session = self._sessions.get(session_id)
         if session is not None and session.request.epoch == epoch and session.request.prompts is None:
             request = session.request
-            session.cache.set_page_hashes(salt_of(request.tenant, request.blocks, request.adapter_version), hashes)
+            salt = salt_of(request.tenant, request.blocks, request.adapter_version, long_factors=request.long_factors)
+            session.cache.set_page_hashes(salt, hashes)
 
     def end(self, session_id: bytes, epoch: int) -> None:
         """Frees the session, unless it was reopened since."""

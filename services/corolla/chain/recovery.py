@@ -144,6 +144,21 @@ class Recovery:
             if job.methods:
                 _note(span, self._report(job, "idle"), job)
 
+    async def compute_anew(self, binding: ChainBinding, sequence: Replayable, budget: RecoveryBudget) -> None:
+        """Opens a session on its hops in its next epoch and gives them all of its past again.
+
+        For a session whose open options have changed, so that what hops hold does not count. No hop is lost: this is
+        no recovery, unless something fails meanwhile.
+
+        Raises CorollaError as `recover` does.
+        """
+        job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
+        with spans.span("recovery") as span:
+            span.note(cause="long_factors", position=job.position)
+            failure = await self._attempt(job)
+            if failure is not None:
+                _note(span, await self._retry(job, failure, failure.reason.lower(), in_replay=True), job)
+
     async def _retry(self, job: _Job, failure: CorollaError, cause: str, *, in_replay: bool = False) -> RecoveryReport:
         """Makes attempts after a failure of a step or, `in_replay`, of what was to be replayed."""
         latest: CorollaError | None = failure

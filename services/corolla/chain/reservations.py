@@ -66,6 +66,8 @@ class ChainLimits:
         max_replayed_tokens: of all recoveries at a time, so that a server's death does not become a stampede.
         merges_replayed_steps: whether tokens that were processed one by one are replayed in chunks.
         max_tokens_ahead: so far hops go on choosing tokens that nobody has read yet.
+        short_factor_length: tokens of the longest text with the short factors of a longrope embedding; None: no text
+            has others.
     """
 
     prefill_chunk_tokens: int
@@ -77,6 +79,7 @@ class ChainLimits:
     max_replayed_tokens: int = 8192
     merges_replayed_steps: bool = True
     max_tokens_ahead: int = 32
+    short_factor_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class OpenOptions:
         max_position: what hops hold beyond is not the session's text any more.
         prompts: trained embeddings for each session; None without.
         adapter: with which the hops compute the sessions; None: with none.
+        long_factors: they compute them with the long factors of a longrope embedding.
         samplers: for each session how its last hop is to choose tokens; None where it is to send hidden states.
         keeps_outputs: whether hops keep what they send on, for the case that the next one is lost.
         trace: of the request, as headers; empty where it is not traced.
@@ -113,6 +117,7 @@ class OpenOptions:
     max_position: int | None = None
     prompts: Sequence[TrainedPrompts] | None = None
     adapter: AdapterVersion | None = None
+    long_factors: bool = False
     samplers: Sequence[SamplerRecord] | None = None
     keeps_outputs: bool = True
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -398,6 +403,7 @@ class Reservations:
                     lease_ms=open_options.lease_ms or self._limits.lease_ms,
                     transient=open_options.transient,
                     keep_activations=keep_activations,
+                    long_factors=open_options.long_factors,
                 )
                 if open_options.adapter is not None:
                     request.adapter.CopyFrom(open_options.adapter.to_message())

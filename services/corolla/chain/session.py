@@ -197,6 +197,8 @@ class ChainSession:
         if self.has_unread_tokens:
             rounds = await self._round(newest_id)
         else:
+            if self._outgrows_short_factors:
+                await self._take_long_factors()
             rounds = await self._with_recovery(lambda: self._round(newest_id))
         num_taken = self._read(rounds.sampled, reader)
         token_ids = [newest_id, *(token.token_id for token in rounds.sampled.tokens)]
@@ -208,6 +210,20 @@ class ChainSession:
         if self._tokens is not None:
             self._plane.end_ring(self.identity.session_id, self._tokens)
             self._tokens = None
+
+    @property
+    def _outgrows_short_factors(self) -> bool:
+        """Whether the next step makes the text longer than the factors are for with which the hops compute it."""
+        most = self._limits.short_factor_length
+        return most is not None and self.position >= most and not self._binding.open_options.long_factors
+
+    async def _take_long_factors(self) -> None:
+        """Has the hops compute the whole text anew with the long factors, as `generate()` of transformers does here."""
+        self.end_ring()
+        self._first_token = None
+        self._sampler.pauses_at = None
+        self._binding.open_options = replace(self._binding.open_options, long_factors=True)
+        await self._recovery.compute_anew(self._binding, self, self._budget)
 
     async def _round(self, newest_id: int) -> RoundTokens:
         """The next round's tokens, which the text's last token begins where nothing goes round."""
@@ -403,8 +419,13 @@ class ChainSessions:
         Raises:
             NoChain, OutOfPages, HopUnavailable: nothing stays allocated.
         """
+        short_length = self._limits.short_factor_length
+        long_factors = short_length is not None and sampler.num_text_tokens > short_length
+        if short_length is not None and not long_factors:
+            sampler.pauses_at = short_length + 1
+        open_options = replace(open_options, samplers=[sampler], long_factors=long_factors)
         session = ChainSession(
-            await self._reservations.reserve([identity], replace(open_options, samplers=[sampler]), until_s),
+            await self._reservations.reserve([identity], open_options, until_s),
             self._plane,
             self._recovery,
             RecoveryBudget(self._limits.max_recoveries, on_recovery, until_s),

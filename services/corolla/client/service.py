@@ -183,7 +183,8 @@ class ClientService:
         )
         clock = asyncio.get_running_loop().time
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
-        sessions = ChainSessions(routes, plane, _limits(settings), self._on_recovery)
+        limits = replace(_limits(settings), short_factor_length=checkpoint.short_factor_length)
+        sessions = ChainSessions(routes, plane, limits, self._on_recovery)
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
         # A tenant that is alone at the moment has no right to the whole, where others may come.

@@ -24,6 +24,9 @@ class SamplerRecord:
         end_token_ids: tokens that end the answer.
         drafts: what the hop is to draft.
         grammar: that the answer is to fit; empty: any text will do.
+
+    Attributes:
+        pauses_at: where the text has so many tokens, the hop chooses no further ones; None: until the answer ends.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class SamplerRecord:
         grammar: str = "",
     ) -> None:
         self.params = params
+        self.pauses_at: int | None = None
         self.state = state
         self.num_draws = num_draws
         self._seed = seed % _NUM_SEEDS
@@ -50,6 +54,11 @@ class SamplerRecord:
         self._end_token_ids = sorted(end_token_ids)
         self._drafts = drafts
         self._grammar = grammar
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Of the prompt, and of the answer so far."""
+        return len(self._prompt_ids) + len(self._generated_ids)
 
     def accept(self, token_ids: Sequence[int], state: bytes = b"") -> None:
         """Takes the answer's next tokens; `state`, if the hop sent it, is that of the stream behind the last one."""
@@ -64,6 +73,9 @@ class SamplerRecord:
     def message(self) -> pb.Sampler:
         """What a last hop makes the sampler from."""
         params = self.params
+        num_tokens_left = self._max_new_tokens - len(self._generated_ids)
+        if self.pauses_at is not None:
+            num_tokens_left = min(num_tokens_left, self.pauses_at - self.num_text_tokens)
         message = pb.Sampler(
             temperature=params.temperature,
             top_k=params.top_k,
@@ -73,7 +85,7 @@ class SamplerRecord:
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             num_logprobs=params.num_logprobs,
-            num_tokens_left=self._max_new_tokens - len(self._generated_ids),
+            num_tokens_left=num_tokens_left,
             end_token_ids=self._end_token_ids,
         )
         if not params.is_greedy:

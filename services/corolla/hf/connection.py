@@ -76,15 +76,25 @@ class Connection:
         fingerprint: of the weights that every block server must have.
         num_blocks: of the model.
         tls_dir: folder of the library's certificate; None: in the clear.
+        short_factor_length: see `ChainLimits`.
     """
 
     _shared: ClassVar["weakref.WeakValueDictionary[tuple[object, ...], Connection]"] = weakref.WeakValueDictionary()
     _shared_lock: ClassVar = threading.Lock()
 
-    def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int, tls_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        router: str,
+        model: str,
+        fingerprint: str,
+        num_blocks: int,
+        tls_dir: Path | None = None,
+        short_factor_length: int | None = None,
+    ) -> None:
         self._process_id = os.getpid()
         self._thread = LoopThread("corolla")
-        self._planes = self.call(_connect(router, model, fingerprint, num_blocks, tls_dir))
+        limits = replace(LIMITS, short_factor_length=short_factor_length)
+        self._planes = self.call(_connect(router, model, fingerprint, num_blocks, tls_dir, limits))
         self.close = weakref.finalize(self, self._thread.stop, self._planes.close)
 
     @classmethod
@@ -114,18 +124,28 @@ class Connection:
             raise ValueError(f"`kv_cache_dtype` must be one of {', '.join(get_args(KVCacheDtypeName))}.")
         fingerprint = checkpoint.fingerprint(dtype_name, quantization, kv_cache_dtype)
         folder = loopback.tls_dir(router, Role.LIBRARY, tls_dir)
-        return cls.shared(router, checkpoint.name, fingerprint, checkpoint.num_blocks, folder)
+        return cls.shared(
+            router, checkpoint.name, fingerprint, checkpoint.num_blocks, folder, checkpoint.short_factor_length
+        )
 
     @classmethod
     def shared(
-        cls, router: str, model: str, fingerprint: str, num_blocks: int, tls_dir: Path | None = None
+        cls,
+        router: str,
+        model: str,
+        fingerprint: str,
+        num_blocks: int,
+        tls_dir: Path | None = None,
+        short_factor_length: int | None = None,
     ) -> "Connection":
         """The connection that models of this process have in common."""
         key = (os.getpid(), router, model, fingerprint, tls_dir)
         with cls._shared_lock:
             connection = cls._shared.get(key)
             if connection is None or not connection.close.alive:
-                connection = cls._shared[key] = cls(router, model, fingerprint, num_blocks, tls_dir)
+                connection = cls._shared[key] = cls(
+                    router, model, fingerprint, num_blocks, tls_dir, short_factor_length
+                )
             return connection
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Connection":
@@ -239,7 +259,15 @@ class Connection:
 class _Planes:
     """What lives in the thread."""
 
-    def __init__(self, router: str, model: str, fingerprint: str, num_blocks: int, network: Network) -> None:
+    def __init__(
+        self,
+        router: str,
+        model: str,
+        fingerprint: str,
+        num_blocks: int,
+        network: Network,
+        chain_limits: ChainLimits,
+    ) -> None:
         self.control = ControlPlane(router, model, network.channels)
         # The process is its caller's: whatever fails here is restarted, and ends nothing.
         self.tasks = TaskGroup()
@@ -256,10 +284,10 @@ class _Planes:
         )
         self.tasks.start_essential(placement.run, "placement_watch")
         self.routes = Routes(self.control, placement, fingerprint, num_blocks)
-        self.reservations = Reservations(self.routes, self.data, LIMITS)
-        replayer = Replayer(self.reservations, self.data, LIMITS)
-        self.recovery = Recovery(self.routes, self.reservations, replayer, self.data.handovers, LIMITS)
-        self.sessions = ChainSessions(self.routes, self.data, LIMITS, _ignore)
+        self.reservations = Reservations(self.routes, self.data, chain_limits)
+        replayer = Replayer(self.reservations, self.data, chain_limits)
+        self.recovery = Recovery(self.routes, self.reservations, replayer, self.data.handovers, chain_limits)
+        self.sessions = ChainSessions(self.routes, self.data, chain_limits, _ignore)
 
     async def adapter(self, name: str, tenant: str) -> AdapterVersion:
         return await self._placement.adapter(name, tenant)
@@ -271,8 +299,10 @@ class _Planes:
         await self.control.close()
 
 
-async def _connect(router: str, model: str, fingerprint: str, num_blocks: int, tls_dir: Path | None) -> _Planes:
-    return _Planes(router, model, fingerprint, num_blocks, Network.of(tls_dir))
+async def _connect(
+    router: str, model: str, fingerprint: str, num_blocks: int, tls_dir: Path | None, limits: ChainLimits
+) -> _Planes:
+    return _Planes(router, model, fingerprint, num_blocks, Network.of(tls_dir), limits)
 
 
 def _ignore(report: RecoveryReport) -> None:

@@ -117,7 +117,8 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             hidden_size=checkpoint.hidden_size,
             dtype=run_dtype,
             tenant=tenant,
-            context_length=checkpoint.context_length,
+            # The text may be given as embeddings, row by row: nobody knows early whether it will be a long one.
+            context_length=checkpoint.short_factor_length or checkpoint.context_length,
             reuses_prefixes=reuse_prefixes,
             cache_salt=salt,
             adapter=connection.adapter(adapter, tenant),

@@ -17,7 +17,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from corolla.chassis.errors import CheckpointError
 from corolla.models.cache_folder import default_cache_folder
 from corolla.models.demo import DEMO_MODEL, demo_checkpoint
-from corolla.models.families import Family, family_of, recurrent_layers
+from corolla.models.families import FAMILIES, Family, family_of, recurrent_layers, short_factor_length
 from corolla.models.gguf.folder import settings_folder
 from corolla.models.gguf.header import part_names
 from corolla.models.gguf.header import read_header as read_header_of_gguf
@@ -28,7 +28,7 @@ from corolla.models.quantized.description import QUANTIZATION_KEYS, Quantization
 from corolla.models.weights import find_weights, open_tensors, read_header, sample_bytes
 
 # Raise it whenever two releases would not compute the same hidden states or read the same frames.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILE = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>[\w.-]+\.gguf)")
@@ -60,12 +60,15 @@ _SAMPLE_BYTES = 256
 
 
 def context_length_of(config: PretrainedConfig) -> int:
-    """The longest sequence, prompt and answer, in tokens."""
-    for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
-        length = getattr(config, name, None)
-        if isinstance(length, int) and length > 0:
-            return length
-    return 2048
+    """The longest sequence, prompt and answer, in tokens.
+
+    Of a family that would go on with keys of other factors where a text becomes long, only short texts.
+    """
+    names = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+    lengths = [length for name in names if isinstance(length := getattr(config, name, None), int) and length > 0]
+    length = lengths[0] if lengths else 2048
+    short, family = short_factor_length(config), FAMILIES.get(str(config.model_type))
+    return length if short is None or (family is not None and family.begins_anew) else min(length, short)
 
 
 def end_token_ids_of(config: GenerationConfig) -> tuple[int, ...]:
@@ -211,6 +214,12 @@ class Checkpoint:
     def context_length(self) -> int:
         """The longest sequence, prompt and answer, in tokens."""
         return context_length_of(self.config)
+
+    @property
+    def short_factor_length(self) -> int | None:
+        """Tokens of the longest text with the short factors of a longrope embedding; None: no text has others."""
+        short = short_factor_length(self.config)
+        return short if short is not None and short < self.context_length else None
 
     def fetch(self, names: Iterable[str] | None = None) -> None:
         """Returns when the shards that hold these tensors are in the folder, and sound; None: all of them.

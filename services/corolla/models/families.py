@@ -19,9 +19,8 @@ from corolla.chassis.errors import UnsupportedFamily
 # Kinds of layers, as configurations call them, that keep a state of fixed size instead of keys and values.
 RECURRENT_KINDS = frozenset({"conv", "linear_attention"})
 
-# Rotary embeddings that look at the longest position of the whole call: rows of different sessions would change each
-# other's frequencies if they were packed into one call.
-CALL_WIDE_ROPE = frozenset({"longrope"})
+# Rotary embeddings with other factors for long texts. The library looks at the longest position of the whole call.
+LONG_ROPE = "longrope"
 
 # Rotary embeddings that remember the longest position over calls: one session would change another's output.
 STATEFUL_ROPE = frozenset({"dynamic"})
@@ -45,6 +44,8 @@ class Family:
         keeps_states: whether some of its blocks keep a recurrent state; see `recurrent_layers`.
         is_fused: whether the blocks have the shape that `fused` knows.
         has_rope_alpha: whether a rotary embedding that calls itself dynamic is fixed where it has an `alpha`.
+        begins_anew: whether `generate()` computes a text anew once that is too long for the short factors of a longrope
+            embedding. Elsewhere it leaves the keys that it has as they are.
         required: fields of the configuration that decide whether the parts are there, and what they have to be.
     """
 
@@ -60,6 +61,7 @@ class Family:
     keeps_states: bool = False
     is_fused: bool = False
     has_rope_alpha: bool = False
+    begins_anew: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -72,7 +74,7 @@ _FAMILIES = (
     Family("gemma2"),
     Family("gemma3_text"),
     Family("phi", norm="final_layernorm"),
-    Family("phi3"),
+    Family("phi3", begins_anew=True),
     Family("mixtral"),
     Family("qwen2_moe"),
     Family("qwen3_moe"),
@@ -136,7 +138,7 @@ _FAMILIES = (
     Family("deepseek_v3", caches_latents=True),
     Family("glm4_moe_lite", caches_latents=True),
     # Its window is in the mask only.
-    Family("phimoe", packs_rows=False),
+    Family("phimoe", packs_rows=False, begins_anew=True),
     Family("persimmon", norm="final_layernorm"),
     Family("ministral", is_fused=True),
     Family("ministral3"),
@@ -186,7 +188,23 @@ def family_of(config: PretrainedConfig) -> Family:
 
 def packs_rows(family: Family, config: PretrainedConfig) -> bool:
     """Whether rows of different sessions may be packed into one call of this very model."""
-    return family.packs_rows and not set(rope_types(config)) & CALL_WIDE_ROPE and not recurrent_layers(config)
+    is_call_wide = LONG_ROPE in rope_types(config) and not family.begins_anew
+    return family.packs_rows and not is_call_wide and not recurrent_layers(config)
+
+
+def short_factor_length(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest text with the short factors of a longrope embedding; None: the model has only one kind.
+
+    The keys and values of a longer text all have the long factors, from its first token on.
+    """
+    if LONG_ROPE not in rope_types(config):
+        return None
+    lengths = [
+        int(parameters["original_max_position_embeddings"])
+        for parameters in (config.rope_parameters, *config.rope_parameters.values())
+        if isinstance(parameters, Mapping) and parameters.get("rope_type") == LONG_ROPE
+    ]
+    return min(lengths)
 
 
 def recurrent_layers(config: PretrainedConfig) -> frozenset[int]:

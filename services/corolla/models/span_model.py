@@ -22,9 +22,10 @@ from corolla.models.cut_model import (
     make_up,
     model_class_of,
 )
-from corolla.models.families import Family, packs_rows
+from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, fits
 from corolla.models.linear import TunedLinear, replace_linears, tune
+from corolla.models.long_rope import LongRope
 from corolla.models.packed.choice import layouts_of
 from corolla.models.packed.layouts import Layout
 from corolla.models.packed.modules import fill_packed, make_up_packed, replace_packed
@@ -65,6 +66,7 @@ class SpanModel:
         device: where they are.
         fused: a faster way to run the same blocks, once `make_fused` found one.
         adapters: of the batch that `forward` is about to run; None where no row has one.
+        long_rope: what has to know which tokens of a batch belong to long texts; None where that makes no difference.
     """
 
     def __init__(self, base: PreTrainedModel, span: Span, family: Family) -> None:
@@ -75,6 +77,7 @@ class SpanModel:
         self.device: torch.device = base.device
         self.fused: FusedSpan | None = None
         self.adapters: AdapterBatch | None = None
+        self.long_rope = _separate_factors(base, family)
         self._takes_adapters = False
         self._base = base
         self._views: dict[Span, PreTrainedModel] = {span: base}
@@ -223,6 +226,16 @@ def _with_layers(module: Any, path: Sequence[str], layers: nn.ModuleList, config
     name, *inner = path
     view._modules[name] = _with_layers(view._modules[name], inner, layers, config) if inner else layers
     return view
+
+
+def _separate_factors(base: PreTrainedModel, family: Family) -> LongRope | None:
+    """Has a longrope embedding choose each row's factors by the row's own text."""
+    short_length = short_factor_length(base.config)
+    if short_length is None or not family.begins_anew:
+        return None
+    long_rope = LongRope(base.get_submodule("rotary_emb"), short_length)
+    base.set_submodule("rotary_emb", long_rope)
+    return long_rope
 
 
 def _features(module: nn.Module | None) -> tuple[int, int] | None:

@@ -383,6 +383,7 @@ class Open(_message.Message):
     CAPABILITY_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    LONG_FACTORS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Answers carry the same number."""
     session_id: _builtins.bytes
@@ -401,6 +402,10 @@ class Open(_message.Message):
     """Free it as well when the client's stream ends."""
     keep_activations: _builtins.bool
     """Keep what the blocks put out for the session, as far as there is memory for it: see Resend."""
+    long_factors: _builtins.bool
+    """Of a model whose rotary embedding is longrope: the text has become longer than the short factors are for, and all of
+    it is computed with the long ones. What a session holds that was computed with the others does not count.
+    """
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan:
         """The blocks that this session uses here."""
@@ -452,10 +457,11 @@ class Open(_message.Message):
         capability: Global___SignedCapability | None = ...,
         trace: Global___Trace | None = ...,
         adapter: _common_pb2.AdapterVersion | None = ...,
+        long_factors: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "sampler", b"sampler", "text", b"text", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "long_factors", b"long_factors", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1345,6 +1351,7 @@ class Handover(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    LONG_FACTORS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     """The one that the session is open with; its client opens it on the receiver with a higher one."""
@@ -1356,6 +1363,8 @@ class Handover(_message.Message):
     keep_activations: _builtins.bool
     transfer_id: _builtins.bytes
     """128 random bits: of this attempt at a handover. Parts of another one are not taken."""
+    long_factors: _builtins.bool
+    """As of Open."""
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan: ...
     @_builtins.property
@@ -1384,10 +1393,11 @@ class Handover(_message.Message):
         transfer_id: _builtins.bytes = ...,
         capability: Global___SignedCapability | None = ...,
         adapter: _common_pb2.AdapterVersion | None = ...,
+        long_factors: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "long_factors", b"long_factors", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -256,6 +256,16 @@ def test_an_answer_that_goes_on_elsewhere_has_as_many_tokens_left() -> None:
     assert choice.sampled.is_last
 
 
+def test_a_text_that_pauses_does_so_before_the_end_of_the_answer() -> None:
+    record = SamplerRecord(SamplingParams(), 0, PROMPT, max_new_tokens=9)
+    record.pauses_at = len(PROMPT) + 3
+    for num_left in (3, 2, 1):
+        assert record.message().num_tokens_left == num_left
+        record.accept([1])
+    record.pauses_at = None
+    assert record.message().num_tokens_left == 6
+
+
 def test_a_drafter_that_fails_does_not_fail_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: PromptLookup, num_tokens: int) -> list[int]:
         raise MemoryError

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,13 @@ from corolla.models.families import FAMILIES
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
-from tests.checkpoints import RECURRENT_FAMILIES, YARN, make_tiny_checkpoint
+from tests.checkpoints import (
+    LONG_ROPE_LENGTH,
+    RECURRENT_FAMILIES,
+    YARN,
+    make_long_rope_checkpoint,
+    make_tiny_checkpoint,
+)
 
 UNEVEN = (Span(0, 1), Span(1, 4), Span(4, 5))
 
@@ -43,24 +49,36 @@ class Chain:
         with LOADING:
             self.unsplit = library.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def open(self) -> list[SessionCache]:
+    def open(self, num_tokens: int = 64) -> list[SessionCache]:
         caches = [runner.new_cache() for runner in self.runners]
         for cache in caches:
             # Pages in one run: then sums are made in the same order as over contiguous keys.
-            cache.allocate(64)
+            cache.allocate(num_tokens)
         return caches
 
-    def step(self, work: Sequence[tuple[list[SessionCache], int, Sequence[int]]]) -> list[Tensor]:
+    def step(
+        self,
+        work: Sequence[tuple[list[SessionCache], int, Sequence[int]]],
+        long_factors: Collection[int] = (),
+    ) -> list[Tensor]:
         """Runs (caches, position, new tokens) rows as one batch; gives each row's logits."""
         lengths = [len(new) for _, _, new in work]
-        return list(torch.split(self.edges.head(self.run(work)), lengths))
+        return list(torch.split(self.edges.head(self.run(work, long_factors)), lengths))
 
-    def run(self, work: Sequence[tuple[list[SessionCache], int, Sequence[int]]]) -> Tensor:
+    def run(
+        self,
+        work: Sequence[tuple[list[SessionCache], int, Sequence[int]]],
+        long_factors: Collection[int] = (),
+    ) -> Tensor:
+        """`long_factors`: the numbers of the rows with such texts."""
         token_ids = torch.tensor([token for _, _, new in work for token in new])
         positions = torch.cat([torch.arange(position, position + len(new)) for _, position, new in work])
         hidden = self.edges.embed(token_ids, positions)
         for hop, runner in enumerate(self.runners):
-            rows = [RowWork(caches[hop], position, len(new)) for caches, position, new in work]
+            rows = [
+                RowWork(caches[hop], position, len(new), long_factors=number in long_factors)
+                for number, (caches, position, new) in enumerate(work)
+            ]
             hidden = runner.forward(rows, hidden, runner.span)
         return hidden
 
@@ -346,20 +364,29 @@ def test_of_latent_attention_latents_are_kept(make_chain: MakeChain) -> None:
         assert [tuple(tensor.shape[1:]) for tensor in cache.store.layer(0)] == [(1, 16), (1, 8)]
 
 
-def test_call_wide_rotary_embeddings_keep_rows_apart(make_chain: MakeChain) -> None:
-    scaling = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 32,
-    }
-    chain = make_chain("phi3", rope_parameters=scaling, original_max_position_embeddings=32)
-    assert not chain.runners[0].model.packs_rows
-    short, long = tokens(10, seed=3), tokens(40, seed=4)
-    batch = chain.step([(chain.open(), 0, short), (chain.open(), 0, long)])
-    assert_close(batch[0], chain.truth(short))
-    assert_close(batch[1], chain.truth(long))
+@pytest.mark.parametrize("family, is_packed", [("phi3", True), ("phimoe", False)])
+def test_each_row_has_the_factors_of_its_own_text(tmp_path: Path, family: str, is_packed: bool) -> None:
+    """Also where a long text comes in chunks, of which the first ones alone would be short texts."""
+    chain = Chain(make_long_rope_checkpoint(family, tmp_path / family))
+    assert chain.runners[0].model.packs_rows == is_packed
+    short, long = tokens(50, seed=3), tokens(LONG_ROPE_LENGTH + 40, seed=4)
+    short_caches, long_caches = chain.open(), chain.open(160)
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for start in range(0, len(short), 10):
+        chunk = (short_caches, start, short[start : start + 10]), (long_caches, 2 * start, long[2 * start :][:20])
+        for row, logits in enumerate(chain.step(chunk, long_factors=[1])):
+            parts[row].append(logits)
+    parts[1].extend(chain.step([(long_caches, 100, long[100:])], long_factors=[0]))
+    assert_close(torch.cat(parts[0]), chain.truth(short))
+    assert_close(torch.cat(parts[1]), chain.truth(long))
+
+
+def test_a_text_with_short_factors_does_not_become_long(tmp_path: Path) -> None:
+    chain = Chain(make_long_rope_checkpoint("phi3", tmp_path / "phi3"))
+    caches = chain.open(160)
+    chain.step([(caches, 0, tokens(LONG_ROPE_LENGTH))])
+    with pytest.raises(ValueError, match="short factors has at most 64 tokens"):
+        chain.step([(caches, LONG_ROPE_LENGTH, tokens(1))])
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "deepseek_v3", "lfm2", "qwen3_next"])

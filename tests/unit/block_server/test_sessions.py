@@ -86,6 +86,7 @@ class Hop(RuleBasedStateMachine):
         max_tokens=st.integers(1, NUM_PAGES * PAGE_TOKENS + 8),
         blocks=st.sampled_from(BLOCKS),
         transient=st.booleans(),
+        long_factors=st.booleans(),
     )
     def open(self, session_id: bytes, **fields: Any) -> None:
         request = OpenRequest(session_id=session_id, lease_s=5.0, **fields)
@@ -95,7 +96,7 @@ class Hop(RuleBasedStateMachine):
         )
         room = self.table.pool.num_available + num_idle_pages + (held.num_pages if held else 0)
         tokens_before = held.cache.num_tokens if held else 0
-        blocks_before = held.request.blocks if held else None
+        way_before = (held.request.blocks, held.request.long_factors) if held else None
         epoch_before, idle_before = (held.request.epoch, held.is_idle) if held else (0, False)
         try:
             opened = self.table.open(request, self.now_s)
@@ -110,7 +111,7 @@ class Hop(RuleBasedStateMachine):
         except OutOfPages:
             assert self.table.pool.pages_for(request.max_tokens) > room
         else:
-            may_keep = request.resume and blocks_before == request.blocks
+            may_keep = request.resume and way_before == (request.blocks, request.long_factors)
             assert opened.cache.num_tokens == (min(tokens_before, request.max_tokens) if may_keep else 0)
             assert opened.num_pages == self.table.pool.pages_for(request.max_tokens)
             assert opened.request == request

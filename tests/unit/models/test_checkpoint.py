@@ -18,7 +18,14 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import FAMILIES
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
-from tests.checkpoints import CONTEXT_LENGTH, HIDDEN_SIZE, VOCAB_SIZE, make_tiny_checkpoint
+from tests.checkpoints import (
+    CONTEXT_LENGTH,
+    HIDDEN_SIZE,
+    LONG_ROPE_LENGTH,
+    VOCAB_SIZE,
+    make_long_rope_checkpoint,
+    make_tiny_checkpoint,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -207,6 +214,23 @@ def test_an_unsupported_model_is_refused(folder: Path, changes: dict[str, Any], 
     edit_json(folder / "config.json", **changes)
     with pytest.raises(UnsupportedFamily, match=advice):
         Checkpoint.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize(
+    "family, lengths",
+    [("phi3", (CONTEXT_LENGTH, LONG_ROPE_LENGTH)), ("phimoe", (CONTEXT_LENGTH, LONG_ROPE_LENGTH)),
+     ("llama", (LONG_ROPE_LENGTH, None)), ("qwen3", (LONG_ROPE_LENGTH, None))],
+)  # fmt: skip
+def test_long_texts_are_for_families_that_begin_them_anew(
+    tmp_path: Path, family: str, lengths: tuple[int, int | None]
+) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_long_rope_checkpoint(family, tmp_path / family)))
+    assert (checkpoint.context_length, checkpoint.short_factor_length) == lengths
+
+
+def test_where_no_text_is_long_there_are_no_long_factors(tmp_path: Path) -> None:
+    folder = make_long_rope_checkpoint("phi3", tmp_path / "phi3", max_position_embeddings=LONG_ROPE_LENGTH)
+    assert Checkpoint.from_pretrained(str(folder)).short_factor_length is None
 
 
 @pytest.mark.parametrize(

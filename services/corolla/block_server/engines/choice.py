@@ -13,7 +13,7 @@ from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.errors import StartupError
 from corolla.chassis.weight_formats import EngineName
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.families import attention_windows, packs_rows
+from corolla.models.families import LONG_ROPE, attention_windows, packs_rows, rope_types
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
 
@@ -98,6 +98,8 @@ def make_engine(
 
 def _objection(checkpoint: Checkpoint, device: str, quantization: str) -> str | None:
     family = checkpoint.family
+    if LONG_ROPE in rope_types(checkpoint.config):
+        return "vLLM chooses the factors of a longrope embedding for the model, and transformers for each text"
     if family.model_type not in VLLM_FAMILIES or not packs_rows(family, checkpoint.config):
         return f"its families are {', '.join(sorted(VLLM_FAMILIES))}, and this is {family.model_type}"
     if quantization != "none":

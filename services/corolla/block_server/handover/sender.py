@@ -136,6 +136,7 @@ def _offer(request: OpenRequest, transfer_id: bytes) -> tuple[pb.Handover, memor
         lease_ms=round(request.lease_s * 1000), transient=request.transient, keep_activations=request.keep_activations,
         transfer_id=transfer_id, capability=request.capability,
         adapter=None if request.adapter_version is None else request.adapter_version.to_message(),
+        long_factors=request.long_factors,
     )  # fmt: skip
     if request.prompts is None:
         return offer, b""

@@ -14,7 +14,7 @@ class PrefixKey:
     """What one whole page holds, given all the pages before it.
 
     Attributes:
-        salt: digest of tenant, run of blocks and adapter; pages of other tenants, blocks or adapters are never found.
+        salt: digest of tenant, run of blocks, adapter and factors; pages of others are never found.
         block_hash: chained hash of the page's tokens.
         group: of layers, which have pages of their own.
     """
@@ -29,7 +29,7 @@ class ExpectedText:
     """What a session says it will hold.
 
     Attributes:
-        salt: `salt_of` its tenant, blocks and adapter.
+        salt: `salt_of` its tenant, blocks, adapter and factors.
         hashes: chained, one for each whole page of the text.
         num_tokens: of the text; the last one is always left to be processed.
     """
@@ -39,9 +39,15 @@ class ExpectedText:
     num_tokens: int
 
 
-def salt_of(tenant: str, blocks: Span, adapter: AdapterVersion | None = None) -> bytes:
-    """Keeps tenants, runs of blocks and adapters apart. A server has one fingerprint, so weights need no salt."""
+def salt_of(tenant: str, blocks: Span, adapter: AdapterVersion | None = None, *, long_factors: bool = False) -> bytes:
+    """Keeps tenants, runs of blocks, adapters and factors apart. A server has one fingerprint: weights need no salt.
+
+    Args:
+        long_factors: of a longrope embedding.
+    """
     digest = "" if adapter is None else adapter.digest
+    if long_factors:
+        digest += "+long"
     text = f"{blocks.start}:{blocks.end}:{digest}:{tenant}".encode()
     return hashlib.blake2b(text, digest_size=HASH_BYTES).digest()
 
