@@ -15,7 +15,7 @@ from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.kv.attention import RAGGED, AttentionBackend, AttentionBatch, PackedRow
 from corolla.block_server.kv.backends import choose_backend
 from corolla.block_server.kv.codecs import CODECS
-from corolla.block_server.kv.latents import LATENT, PackedLatents, max_tokens_at_once, runs_within
+from corolla.block_server.kv.latents import LATENT, PackedLatents, leave_latents
 from corolla.block_server.kv.states import LayerState
 from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.prompts import BlockPrompts
@@ -120,6 +120,8 @@ class Runner:
         )  # fmt: skip
         if model.packs_rows:
             model.set_attention(LATENT if model.family.caches_latents else RAGGED)
+        if model.family.caches_latents:
+            leave_latents(self._base.modules())
 
     @property
     def span(self) -> Span:
@@ -188,8 +190,6 @@ class Runner:
         return BatchOutput(output, finite)
 
     def _forward_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        if self.model.family.caches_latents:
-            return self._forward_latents(rows, hidden, blocks)
         forward = self._forward_packed if self.model.packs_rows else self._forward_rows
         return forward(rows, hidden, blocks)
 
@@ -205,17 +205,6 @@ class Runner:
                 start += row.num_tokens
             hidden = self._forward_blocks(rows, hidden, Span(blocks.start + index, blocks.start + index + 1))
         return hidden
-
-    def _forward_latents(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        """In as many calls as keep the expanded latents within bounds: long sessions one by one."""
-        max_tokens = max_tokens_at_once(self.model.config, self.model.dtype.itemsize)
-        seen = [row.position + row.num_tokens for row in rows]
-        outputs: list[Tensor] = []
-        for run in runs_within(seen, max_tokens):
-            start = sum(row.num_tokens for row in rows[: run.start])
-            end = start + sum(row.num_tokens for row in rows[run])
-            outputs.append(self._forward_packed(rows[run], hidden[start:end], blocks))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         packed: list[PackedRow] = []

@@ -105,3 +105,11 @@ def merge(parts: Sequence[Part]) -> Tensor:
     weights = torch.stack([log_sum for _, log_sum in parts]).softmax(dim=0).unsqueeze(-1)
     outputs = torch.stack([output for output, _ in parts])
     return (outputs * weights.to(outputs.dtype)).sum(dim=0)
+
+
+def merge_two(first: Part, second: Part) -> Part:
+    """As `merge`, for parts that come one by one. Each query sees a key of `first`. The output is float32."""
+    (output, log_sum), (other, other_log_sum) = first, second
+    total = torch.logaddexp(log_sum, other_log_sum)
+    share = torch.exp(log_sum - total).unsqueeze(-1)
+    return output.float() * share + other.float() * torch.exp(other_log_sum - total).unsqueeze(-1), total

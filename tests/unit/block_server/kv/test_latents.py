@@ -1,4 +1,4 @@
-"""Latents are expanded for as many rows at once as memory allows, and rows give the same however they are divided."""
+"""Latents are expanded for as many tokens at once as memory allows, and rows give the same however they are divided."""
 
 import itertools
 from pathlib import Path
@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from corolla.block_server.kv import latents
-from corolla.block_server.kv.latents import expanded_token_bytes, runs_within
+from corolla.block_server.kv.attention import AttentionBatch, PackedRow
+from corolla.block_server.kv.latents import bytes_of_key, latent_attention, runs_within
 from corolla.block_server.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
@@ -18,32 +20,46 @@ from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 
 SPAN = Span(1, 4)
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
+# Heads as in DeepSeek-V3, fewer of them, of a shorter latent.
+WIDE = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))
-def test_runs_are_all_rows_in_order_and_within_bounds(num_tokens: list[int], max_tokens: int) -> None:
-    runs = [num_tokens[run] for run in runs_within(num_tokens, max_tokens)]
-    assert [count for run in runs for count in run] == num_tokens
-    assert all(run and (len(run) == 1 or sum(run) <= max_tokens) for run in runs)
+def test_runs_are_all_rows_in_order_and_within_bounds(costs: list[int], most: int) -> None:
+    runs = [costs[run] for run in runs_within(costs, most)]
+    assert [cost for run in runs for cost in run] == costs
+    assert all(run and (len(run) == 1 or sum(run) <= most) for run in runs)
     # No two neighbours would fit together with the next one's first row.
-    assert all(sum(run) + after[0] > max_tokens for run, after in itertools.pairwise(runs))
+    assert all(sum(run) + after[0] > most for run, after in itertools.pairwise(runs))
 
 
-def test_rows_give_the_same_in_one_call_and_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("deepseek_v3", tmp_path / "tiny")))
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_rows_give_the_same_together_apart_and_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / "tiny")))
     model = load_span(checkpoint, SPAN, dtype=torch.float32)
-    num_calls = 0
-    forward = model.forward
+    attention: Any = next(module for module in model.modules() if hasattr(module, "expand_kv"))
+    expand, expanded = type(attention).expand_kv, []
 
-    def counted(*given: Any, **more: Any) -> torch.Tensor:
-        nonlocal num_calls
-        num_calls += 1
-        return forward(*given, **more)
+    def counted(module: Any, given: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        expanded.append(given.shape[2])
+        keys, values = expand(module, given, rotated)
+        return keys, values
 
-    monkeypatch.setattr(model, "forward", counted)
-    outputs = []
-    for most_tokens in (10_000, 20):
-        monkeypatch.setattr(latents, "MAX_EXPANDED_BYTES", most_tokens * expanded_token_bytes(model.config, 4))
+    monkeypatch.setattr(type(attention), "expand_kv", counted)
+    outputs, sizes = [], []
+    for most_tokens in (10_000, 20, 5):
+        most = most_tokens * bytes_of_key(model.config, 4, num_queries=1)
+        monkeypatch.setattr(latents, "MAX_EXPANDED_BYTES", most)
         runner = Runner(model, num_pages=64, page_tokens=8, tuning_budget_s=0)
         caches = [runner.new_cache() for _ in range(3)]
         generator = torch.Generator().manual_seed(0)
@@ -55,6 +71,65 @@ def test_rows_give_the_same_in_one_call_and_in_several(tmp_path: Path, monkeypat
                 rows.append(RowWork(cache, cache.num_tokens, num_tokens))
             parts.append(runner.forward(rows, torch.randn(sum(numbers), 64, generator=generator), SPAN))
         outputs.append(torch.cat(parts))
-    # Three steps in one call each, then those of 7 and 12, of 30, and of single rows.
-    assert num_calls == 3 + (2 + 3 + 3)
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
+        sizes.append(expanded[:])
+        expanded.clear()
+    # All rows of three steps in three blocks.
+    assert sizes[0] == [49] * 3 + [52] * 3 + [59] * 3
+    assert max(sizes[1]) <= 21
+    assert len(sizes[1]) > 9
+    assert max(sizes[2]) <= 5
+    assert len(sizes[2]) > len(sizes[1])
+    for other in outputs[1:]:
+        torch.testing.assert_close(outputs[0], other, rtol=1e-4, atol=1e-4)
+
+
+def peak_bytes(num_tokens: int, num_queries: int, runner: Runner) -> tuple[int, Tensor]:
+    """What the attention of one row takes at most beyond what was there before, and what it gives."""
+    cache = runner.new_cache()
+    cache.reserve(num_tokens)
+    cache.prepare(0, num_tokens)
+    generator = torch.Generator().manual_seed(0)
+    whole = AttentionBatch(runner.store, [PackedRow(cache, 0, 0, num_tokens)], runner.backend)
+    dtype = runner.model.dtype
+    whole.write(0, *(torch.randn(num_tokens, 1, size, generator=generator).to(dtype) for size in (32, 64)))
+    cache.commit(num_tokens)
+    row = PackedRow(cache, num_tokens - num_queries, 0, num_queries)
+    batch = AttentionBatch(runner.store, [row], runner.backend)
+    query = torch.randn(1, 16, num_queries, 192, generator=generator).to(dtype)
+    module: Any = next(module for module in runner.model.modules() if hasattr(module, "expand_kv"))  # type: ignore[attr-defined]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = memory("VmRSS")
+    output, _ = latent_attention(module, query, query, query, None, batch=batch)
+    peak = memory("VmHWM") - before
+    cache.clear()
+    return peak, output
+
+
+def memory(name: str) -> int:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition(f"{name}:")[2].split()[0]) * 1024
+
+
+@pytest.mark.parametrize(
+    "num_queries, num_tokens, dtype, tolerance",
+    [(1, 6_000, torch.float32, 1e-5), (1, 10_000, torch.bfloat16, 2e-2), (200, 2_000, torch.float32, 1e-5)],
+)
+def test_one_long_row_takes_no_more_than_its_share(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_queries: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "tiny", config_changes=WIDE)
+    model = load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=dtype)
+    runner = Runner(model, num_pages=320, page_tokens=32, tuning_budget_s=0)
+    most = 32 << 20
+    assert num_tokens * bytes_of_key(model.config, dtype.itemsize, num_queries) > 4 * most
+    undivided_peak, expected = peak_bytes(num_tokens, num_queries, runner)
+    monkeypatch.setattr(latents, "MAX_EXPANDED_BYTES", most)
+    peak, output = peak_bytes(num_tokens, num_queries, runner)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=tolerance)
+    assert undivided_peak > 2.5 * most
+    assert peak < 1.5 * most
