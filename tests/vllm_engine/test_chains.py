@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from corolla.block_server.engines.vllm_layers import VLLM_FAMILIES
 from corolla.models.demo import demo_checkpoint
 from corolla.sdk.async_client import AsyncClient
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
 from tests.reference import Reference, Sampling, Unsplit
+from tests.vllm_engine.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.vllm
 
@@ -48,9 +50,9 @@ async def assert_equal(client: AsyncClient, references: list[Reference], **optio
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=len)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str, chain: list[str]) -> None:
-    folder = make_tiny_checkpoint(family, tmp_path / family)
+    folder = make_checkpoint(family, tmp_path / family)
     references = references_of(folder)
     async with Swarm(tmp_path, folder, chain, server=ENGINE, client={"prefill_chunk_tokens": 16}) as swarm:
         placement = await swarm.placement(family)
@@ -66,6 +68,17 @@ async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str, c
                 for index in range(3)
             ]
         await swarm.until_empty()
+
+
+@pytest.mark.parametrize("family", sorted(VLLM_FAMILIES))
+async def test_a_chain_of_every_family_answers_as_the_unsplit_model(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(family, tmp_path / family)
+    references = references_of(folder)
+    async with (
+        Swarm(tmp_path, folder, ["0:2", "2:5"], server=ENGINE, client={"prefill_chunk_tokens": 16}) as swarm,
+        swarm.connect() as client,
+    ):
+        await assert_equal(client, references)
 
 
 @pytest.mark.parametrize("ends", ["drained", "crashed"])

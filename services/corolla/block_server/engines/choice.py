@@ -9,22 +9,20 @@ import torch
 from corolla.block_server.engines import vllm_layers
 from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.engines.vllm_engine import VllmEngine
+from corolla.block_server.engines.vllm_layers import VLLM_FAMILIES
 from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.errors import StartupError
 from corolla.chassis.weight_formats import EngineName
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.families import LONG_ROPE, attention_windows, packs_rows, rope_types
+from corolla.models.families import LONG_ROPE, attention_windows, rope_types
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
 
-VLLM_FAMILIES: Final = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
-"""Families whose blocks by vLLM are compared with transformers', token by token, in `tests/vllm_engine`."""
-
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """How far a block's output may be from that of transformers, as a part of its largest number."""
-_CHECKED_TOKENS: Final = (5, 1)
+_CHECKED_TOKENS: Final = (15, 1)
 
 
 def choose_engine(
@@ -49,8 +47,9 @@ def choose_engine(
     if objection is None:
         try:
             vllm_layers.check_version()
-            # Whether a kernel has the format, only vLLM knows.
-            make_engine("vllm", checkpoint, Span(0, 1), dtype=dtype, device=device)
+            # Whether a kernel has the format, only vLLM knows. Where some blocks have experts, the last one does.
+            last = Span(checkpoint.num_blocks - 1, checkpoint.num_blocks)
+            make_engine("vllm", checkpoint, last, dtype=dtype, device=device)
             return "vllm"
         except StartupError as failure:
             objection = str(failure)
@@ -74,11 +73,14 @@ def load_engine(
     if name == "transformers":
         return load_span(checkpoint, span, dtype=dtype, device=device, quantization=quantization)
     engine = VllmEngine.load(checkpoint, span, dtype=dtype, device=torch.device(device))
-    windows = attention_windows(engine.config)
+    kinds = list(zip(attention_windows(engine.config), engine.has_experts, strict=True))
     # The first block of each kind.
-    for index in sorted(map(windows.index, set(windows))):
+    for index in sorted(map(kinds.index, set(kinds))):
         block = Span(span.start + index, span.start + index + 1)
-        difference = _largest_difference(engine, load_span(checkpoint, block, dtype=dtype, device=device), block)
+        reference = load_span(checkpoint, block, dtype=dtype, device=device)
+        # Where two experts are about equally good for a token, the last bit chooses, and few tokens differ by much.
+        of_median = engine.has_experts[index] and dtype != torch.float32
+        difference = _difference(engine, reference, block, of_median=of_median)
         if not difference <= _TOLERANCES[dtype]:
             raise StartupError(
                 f"vLLM's block {block.start} differs from that of transformers by {difference:.1e} of its size; set "
@@ -97,11 +99,15 @@ def make_engine(
 
 
 def _objection(checkpoint: Checkpoint, device: str, quantization: str) -> str | None:
-    family = checkpoint.family
-    if LONG_ROPE in rope_types(checkpoint.config):
+    config, model_type = checkpoint.config, checkpoint.family.model_type
+    family = VLLM_FAMILIES.get(model_type)
+    if family is None:
+        return f"its families are {', '.join(sorted(VLLM_FAMILIES))}, and this is {model_type}"
+    for name, value in family.required.items():
+        if getattr(config, name, value) != value:
+            return f"its layers of the family {model_type} know {name}={value} only"
+    if LONG_ROPE in rope_types(config):
         return "vLLM chooses the factors of a longrope embedding for the model, and transformers for each text"
-    if family.model_type not in VLLM_FAMILIES or not packs_rows(family, checkpoint.config):
-        return f"its families are {', '.join(sorted(VLLM_FAMILIES))}, and this is {family.model_type}"
     if quantization != "none":
         return f"it has no COROLLA_QUANTIZATION={quantization}"
     if torch.device(device).type != "cpu":
@@ -109,8 +115,11 @@ def _objection(checkpoint: Checkpoint, device: str, quantization: str) -> str | 
     return None
 
 
-def _largest_difference(engine: SpanEngine, reference: SpanEngine, block: Span) -> float:
-    """Between two engines' outputs of a block, for a short prompt and the next token, by the largest number."""
+def _difference(engine: SpanEngine, reference: SpanEngine, block: Span, *, of_median: bool) -> float:
+    """How far two engines' outputs of a block are from each other, as a part of their largest number.
+
+    They are of a short prompt and the next token; what counts is the median token, or else the worst.
+    """
     outputs = []
     for each in (engine, reference):
         runner = Runner(each, num_pages=len(each.span) + 1, tuning_budget_s=0)
@@ -127,4 +136,5 @@ def _largest_difference(engine: SpanEngine, reference: SpanEngine, block: Span) 
             parts.append(output.hidden.float())
         outputs.append(torch.cat(parts))
     ours, expected = outputs
-    return float((ours - expected).abs().max() / expected.abs().max())
+    of_tokens = (ours - expected).abs().amax(dim=-1)
+    return float((of_tokens.median() if of_median else of_tokens.max()) / expected.abs().max())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from corolla.block_server.engines.vllm_layers import VllmLayers, build_layers
-from corolla.chassis.errors import CheckpointError, StartupError
+from corolla.chassis.errors import CheckpointError
 from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import keep_layers_of_config
@@ -51,10 +51,7 @@ class VllmEngine:
         self.device = device
         self.adapters: AdapterBatch | None = None
         self._layers = layers
-        if attention_windows(config) != tuple(facts.window for facts in layers.facts):
-            raise StartupError(
-                "vLLM lets tokens of this model see others than transformers does. Set COROLLA_ENGINE to transformers."
-            )
+        self._windows = attention_windows(config)
         self._takes_adapters = False
 
     @classmethod
@@ -84,8 +81,8 @@ class VllmEngine:
         weights: Iterator[tuple[str, Tensor]] | None,
     ) -> "VllmEngine":
         layers = build_layers(
-            checkpoint.folder, span, dtype=dtype, device=device, context_length=checkpoint.context_length,
-            weights=weights,
+            checkpoint.folder, checkpoint.family.model_type, span, dtype=dtype, device=device,
+            context_length=checkpoint.context_length, weights=weights,
         )  # fmt: skip
         config = copy.deepcopy(checkpoint.config)
         keep_layers_of_config(config, range(span.start, span.end))
@@ -102,6 +99,11 @@ class VllmEngine:
     @property
     def nbytes(self) -> int:
         return self._layers.nbytes
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """For each block, whether it is a mixture."""
+        return self._layers.has_experts
 
     def modules(self) -> Iterator[nn.Module]:
         return (module for layer in self._layers.layers for module in layer.modules())
@@ -130,8 +132,8 @@ class VllmEngine:
         facts = self._layers.facts
 
         def attended(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            own = facts[index]
-            return attend(index, query, key, value, scaling=own.scaling, window=own.window, softcap=own.softcap)
+            own, window = facts[index], self._windows[index]
+            return attend(index, query, key, value, scaling=own.scaling, window=window, softcap=own.softcap)
 
         self.adapters = adapters
         try:

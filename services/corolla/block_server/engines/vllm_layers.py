@@ -4,14 +4,16 @@ Nothing else of vLLM runs: no scheduler, worker, engine, cache or network. One v
 one is seen by `tests/vllm_engine`.
 """
 
+import functools
+import inspect
 import logging
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +38,51 @@ _building = threading.Lock()
 # So is the memory that its products use meanwhile: two threads that compute would spoil each other's numbers.
 _computing = threading.Lock()
 _is_prepared = False
+
+
+@dataclass(frozen=True, slots=True)
+class VllmFamily:
+    """How vLLM's layers of one family are called.
+
+    Attributes:
+        gives_changes: whether a layer gives its last change and the residual that this is to be added to, and takes
+            both from the one before; otherwise it takes and gives their sum.
+        required: fields of the configuration that its layers do not read, and what they take them for.
+    """
+
+    gives_changes: bool = True
+    required: Mapping[str, Any] = field(default_factory=dict)
+
+
+_SILU: Final = {"hidden_act": "silu"}
+
+VLLM_FAMILIES: Final[Mapping[str, VllmFamily]] = {
+    "cohere": VllmFamily(gives_changes=False, required=_SILU),
+    "cohere2": VllmFamily(gives_changes=False, required=_SILU),
+    "ernie4_5": VllmFamily(),
+    "exaone4": VllmFamily(gives_changes=False),
+    "exaone_moe": VllmFamily(required=_SILU),
+    "gemma": VllmFamily(),
+    "gemma2": VllmFamily(),
+    "gemma3_text": VllmFamily(),
+    "glm4": VllmFamily(),
+    "granite": VllmFamily(gives_changes=False),
+    "granitemoe": VllmFamily(gives_changes=False, required=_SILU),
+    "granitemoeshared": VllmFamily(gives_changes=False, required=_SILU),
+    "llama": VllmFamily(),
+    "mistral": VllmFamily(),
+    "mixtral": VllmFamily(required=_SILU),
+    "nemotron": VllmFamily(),
+    "olmoe": VllmFamily(required={**_SILU, "clip_qkv": None, "norm_topk_prob": False, "rms_norm_eps": 1e-5}),
+    "phi3": VllmFamily(),
+    "qwen2": VllmFamily(),
+    "qwen2_moe": VllmFamily(required=_SILU),
+    "qwen3": VllmFamily(),
+    # A span without experts is refused.
+    "qwen3_moe": VllmFamily(required={**_SILU, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+    "stablelm": VllmFamily(gives_changes=False, required={**_SILU, "use_parallel_residual": False}),
+}
+"""Families whose blocks by vLLM are compared with transformers', token by token, in `tests/vllm_engine`."""
 
 AttentionOf = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Layer within the span; query, key and value `[N, heads, head size]`; gives `[N, heads, head size]`."""
@@ -62,13 +109,12 @@ def _outside_of_a_batch(*_given: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """Of one layer: `window` is how many tokens, itself included, a token sees; None for all before it."""
+    """Of one layer. Windows are those of the model's configuration."""
 
     num_heads: int
     num_key_heads: int
     head_size: int
     scaling: float
-    window: int | None
     softcap: float | None
 
 
@@ -76,18 +122,25 @@ class VllmLayers:
     """Decoder layers of vLLM, in the order of the span.
 
     Args:
-        layers: called with positions, hidden states and the residual, as vLLM's models call them.
+        layers: called with positions, hidden states and, where they take one, the residual.
         attentions: theirs, whose work is done by whoever is named in `run`.
+        family: how the layers are called.
         nbytes: of the weights.
 
     Attributes:
         facts: of their attention.
+        has_experts: for each layer, whether it is a mixture.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], attentions: Sequence[Any], nbytes: int) -> None:
+    def __init__(self, layers: Sequence[nn.Module], attentions: Sequence[Any], family: VllmFamily, nbytes: int) -> None:
         self.layers = tuple(layers)
         self.nbytes = nbytes
-        self.facts = tuple(_facts_of(each) for each in attentions)
+        self.facts = tuple(map(_facts_of, attentions))
+        mixtures = [_mixtures_of(layer) for layer in layers]
+        self.has_experts = tuple(map(bool, mixtures))
+        self._context = _context_of([each for found in mixtures for each in found])
+        self._run_each = self._run_changes if family.gives_changes else self._run_sums
+        self._takes_residual = "residual" in inspect.signature(type(layers[0]).forward).parameters
         self._attend: AttentionOf = _outside_of_a_batch
         for index, attention in enumerate(attentions):
             attention.forward = self._attention_of(index)
@@ -100,13 +153,25 @@ class VllmLayers:
     def _run(self, hidden: Tensor, position_ids: Tensor, indices: range, attend: AttentionOf) -> Tensor:
         self._attend = attend
         try:
-            # Layers add into the residual where it lies, and the first one's is what came in.
-            hidden, residual = hidden.clone(), None
-            for index in indices:
-                hidden, residual = self.layers[index](position_ids, hidden, residual)
+            # What vLLM would compile, a machine without a compiler computes as well.
+            with torch.compiler.set_stance("force_eager"), self._context():
+                # Layers write where their input lies.
+                return self._run_each(hidden.clone(), position_ids, indices)
         finally:
             self._attend = _outside_of_a_batch
+
+    def _run_changes(self, hidden: Tensor, position_ids: Tensor, indices: range) -> Tensor:
+        residual: Tensor | None = None
+        for index in indices:
+            hidden, residual = self.layers[index](position_ids, hidden, residual)
         return hidden if residual is None else hidden + residual
+
+    def _run_sums(self, hidden: Tensor, position_ids: Tensor, indices: range) -> Tensor:
+        for index in indices:
+            output = self.layers[index](position_ids, hidden, *((None,) if self._takes_residual else ()))
+            # Some give a pair, whose second part is their input.
+            hidden = output[0] if isinstance(output, tuple) else output
+        return hidden
 
     def _attention_of(self, index: int) -> Callable[..., Tensor]:
         facts = self.facts[index]
@@ -126,6 +191,7 @@ class VllmLayers:
 
 def build_layers(
     folder: Path,
+    family: str,
     span: Span,
     *,
     dtype: torch.dtype,
@@ -137,6 +203,7 @@ def build_layers(
 
     Args:
         folder: with the model's `config.json`.
+        family: its `model_type`, a key of `VLLM_FAMILIES`.
         weights: name in the whole model -> tensor, of this span only; None: made-up ones.
 
     Raises:
@@ -145,10 +212,10 @@ def build_layers(
     with _building, _computing, _own_environment():
         _prepare()
         try:
-            _join(folder, dtype, context_length)
+            _join()
             config = _config(folder, dtype, context_length)
             with _pipeline_part(span):
-                return _built(config, span, dtype, device, weights)
+                return _built(config, VLLM_FAMILIES[family], span, dtype, device, weights)
         except CorollaError:
             raise
         except Exception as failure:
@@ -160,25 +227,36 @@ def build_layers(
 
 
 def _built(
-    config: Any, span: Span, dtype: torch.dtype, device: torch.device, weights: Iterable[tuple[str, Tensor]] | None
+    config: Any,
+    family: VllmFamily,
+    span: Span,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: Iterable[tuple[str, Tensor]] | None,
 ) -> VllmLayers:
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    # Models share these by their numbers, and some families change theirs.
+    rotary_embedding._ROPE_DICT.clear()
+    if config.quant_config is not None and config.model_config.is_moe:
+        # Where it has some, these round activations to eight bits.
+        raise ValueError("it has no kernel for packed experts that takes activations as they are")
     with set_current_vllm_config(config):
         with set_default_torch_dtype(dtype), device:
             model = initialize_model(config)
+        layers = nn.ModuleList(each for each in model.model.layers if any(True for _ in each.parameters()))
         if weights is None:
-            for tensor in model.state_dict().values():
+            for tensor in layers.state_dict().values():
                 initialize_single_dummy_weight(tensor)
         else:
             given = _Counted(weights)
             model.load_weights(given)
-        layers = [each for each in model.model.layers if any(True for _ in each.parameters())]
-        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        parameters = list(layers.parameters())
         # Of packed weights it may not need all parts.
         if (
             weights is not None
@@ -187,8 +265,8 @@ def _built(
         ):
             raise ValueError("it has no place for all weights of its blocks, or more than they have")
         nbytes = sum(parameter.nbytes for parameter in parameters)
-        process_weights_after_loading(model, config.model_config, device)
-    model.eval()
+        process_weights_after_loading(layers, config.model_config, device)
+    layers.eval()
     attentions = [next(part for part in layer.modules() if isinstance(part, Attention)) for layer in layers]
     for layer in layers:
         _use_kernels(layer)
@@ -196,7 +274,7 @@ def _built(
         raise ValueError(f"{len(layers)} layers were built")
     # It would keep the layers for as long as the configuration is there.
     config.compilation_config.static_forward_context.clear()
-    return VllmLayers(layers, attentions, nbytes)
+    return VllmLayers(list(layers), attentions, family, nbytes)
 
 
 class _Counted:
@@ -212,17 +290,31 @@ class _Counted:
             yield name, tensor
 
 
+def _mixtures_of(layer: nn.Module) -> list[Any]:
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    return [part for part in layer.modules() if isinstance(part, MoERunner)]
+
+
+def _context_of(mixtures: Sequence[Any]) -> Callable[[], AbstractContextManager[None]]:
+    """Where mixtures of experts look themselves up, by name, whenever they run; other layers need none."""
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    if not mixtures:
+        return nullcontext
+    context = ForwardContext({each.layer_name: each for each in mixtures}, attn_metadata={}, slot_mapping={})
+    return functools.partial(override_forward_context, context)
+
+
 def _facts_of(attention: Any) -> AttentionFacts:
     if attention.has_sink or getattr(attention.impl, "alibi_slopes", None) is not None:
         raise ValueError("its attention has sinks or slopes")
-    window = attention.sliding_window
     softcap = getattr(attention.impl, "logits_soft_cap", None)
     return AttentionFacts(
         num_heads=attention.num_heads,
         num_key_heads=attention.num_kv_heads,
         head_size=attention.head_size,
         scaling=float(attention.impl.scale),
-        window=int(window) if window else None,
         softcap=float(softcap) if softcap else None,
     )
 
@@ -240,6 +332,8 @@ def _config(folder: Path, dtype: torch.dtype, context_length: int) -> Any:
     return EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
+        # Where it has no class of its own for a model, it would wrap that of transformers.
+        model_impl="vllm",
         trust_remote_code=False,
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=context_length,
@@ -325,20 +419,20 @@ def _own_environment() -> Iterator[None]:
         sys.excepthook = hook
 
 
-def _join(folder: Path, dtype: torch.dtype, context_length: int) -> None:
+def _join() -> None:
     """Makes this process a group of one, which vLLM's layers ask for its size."""
-    from vllm.config import set_current_vllm_config
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state, utils
+    from vllm.platforms import current_platform
 
     if parallel_state.model_parallel_is_initialized():
         return
-    # One of its own, which stays: what is built with a configuration lives as long.
-    config = _config(folder, dtype, context_length)
-    with tempfile.TemporaryDirectory(prefix="corolla-vllm-") as meeting, set_current_vllm_config(config):
+    # Of no model: that of a dense one would be a group without experts.
+    with tempfile.TemporaryDirectory(prefix="corolla-vllm-") as meeting, set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, f"file://{meeting}/group", 0, "gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
     utils.get_pp_indices = _indices_of_part
-    if config.device_config.device_type == "cpu":
+    if current_platform.is_cpu():
         from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
         _set_torch_accelerator_to_noop()
