@@ -17,7 +17,15 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from corolla.chassis.errors import CheckpointError
 from corolla.models.cache_folder import default_cache_folder
 from corolla.models.demo import DEMO_MODEL, demo_checkpoint
-from corolla.models.families import FAMILIES, Family, family_of, recurrent_layers, short_factor_length
+from corolla.models.families import (
+    FAMILIES,
+    LONG_ROPE,
+    Family,
+    family_of,
+    recurrent_layers,
+    rope_types,
+    short_factor_length,
+)
 from corolla.models.gguf.folder import settings_folder
 from corolla.models.gguf.header import part_names
 from corolla.models.gguf.header import read_header as read_header_of_gguf
@@ -276,6 +284,9 @@ class Checkpoint:
             digest.update(f" from {self.quantization}".encode())
         if kv_cache_dtype != "auto":
             digest.update(f" with keys and values in {kv_cache_dtype}".encode())
+        if LONG_ROPE in rope_types(self.config):
+            # Releases before chose the factors by each call: they would answer otherwise.
+            digest.update(b" with the factors of whole texts")
         return digest.hexdigest()[:16]
 
     @functools.cached_property
