@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint.fetch()
     names = [f"a{number}" for number in range(options.streams)]
     prompts = [random_ids(_PROMPT_TOKENS, checkpoint.vocab_size, seed) for seed in range(options.streams)]
-    with tempfile.TemporaryDirectory() as root, Chain(checkpoint.folder, options.servers) as chain:
+    with tempfile.TemporaryDirectory() as root, Chain(options.model, options.servers) as chain:
         for seed, name in enumerate(names):
             write_adapter(checkpoint, Path(root) / name, rank=options.rank, seed=seed)
             chain.add_adapter(name, Path(root) / name)
