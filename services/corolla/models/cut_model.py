@@ -2,13 +2,17 @@
 
 import contextlib
 import copy
+import functools
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, cast
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 
 from corolla.chassis.errors import CheckpointError
@@ -64,7 +68,8 @@ def build(
     try:
         with _quietly():
             pieces = {name: InPieces(stored, dtype) for name, stored in tensors.items()}
-            model, report = _fill(model_class, config, pieces, dtype, attention)
+            widening = cut_class(model_class, functools.partial(_widen, pieces=pieces, dtype=dtype))
+            model, report = _fill(widening, config, pieces, dtype, attention)
     except RuntimeError as error:
         raise CheckpointError(
             f"The weights of {checkpoint.name} do not fit its config.json; fetch the checkpoint again."
@@ -75,6 +80,35 @@ def build(
             f"{checkpoint.name} lacks {len(missing)} tensors, {missing[0]} among them; fetch the checkpoint again."
         )
     return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+
+def _widen(model: PreTrainedModel, pieces: Mapping[str, InPieces], dtype: torch.dtype) -> None:
+    """Has what the model keeps in another type, such as routers in float32, read so, as `from_pretrained` does."""
+    library = cast(Any, model)
+    plan = {re.compile(pattern.replace("*", ".*")): kept for pattern, kept in library._get_dtype_plan(dtype).items()}
+    state = model.state_dict()
+    dtypes = {
+        name: next((kept for pattern, kept in plan.items() if pattern.search(name)), empty.dtype)
+        for name, empty in state.items()
+    }
+    if set(dtypes.values()) <= {dtype}:
+        return
+    name_of = renaming(model)
+    for stored, piece in pieces.items():
+        piece.dtype = dtypes.get(name_of(stored)) or dtypes.get(stored, dtype)
+
+
+def renaming(model: PreTrainedModel) -> Callable[[str], str]:
+    """What gives the name in a model of a tensor that files may have under an older name, or one by one."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    state = model.state_dict()
+
+    def name_of(stored: str) -> str:
+        return rename_source_key(stored, renamings, converters, model.base_model_prefix, state)[0]
+
+    return name_of
 
 
 def make_up(

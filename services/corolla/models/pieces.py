@@ -25,21 +25,23 @@ class InPieces:
     Args:
         stored: gives `[start:end]` of its first dimension, and its shape by `get_shape`; else it is read as a whole.
         dtype: of the numbers of a large one, whatever the file holds.
+
+    Attributes:
+        dtype: what it was made with; another one may be set before it is read.
     """
 
     def __init__(self, stored: Any, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._stored = stored
-        self._dtype = dtype
 
     def __getitem__(self, index: Any) -> Tensor:
         shape = tuple(self._stored.get_shape()) if hasattr(self._stored, "get_shape") else ()
         num_bytes = math.prod(shape) * torch.float32.itemsize
-        # Norms, which some families keep in float32 whatever the rest is, are no matrices.
         if len(shape) < 2 or num_bytes <= PIECE_BYTES:
             whole: Tensor = self._stored[index]
             return whole
         num_rows = max(1, shape[0] * PIECE_BYTES // num_bytes)
-        read = torch.empty(shape, dtype=self._dtype)
+        read = torch.empty(shape, dtype=self.dtype)
         for start in range(0, shape[0], num_rows):
             end = min(start + num_rows, shape[0])
             read[start:end] = self._stored[start:end]

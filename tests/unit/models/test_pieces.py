@@ -2,17 +2,22 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.loading import MOST_PEAK, MOST_RESIDENT, loaded
 from corolla.chassis.errors import CheckpointError
 from corolla.models import pieces
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cut_model import model_class_of
 from corolla.models.demo import DEMO_MODEL
 from corolla.models.edges import load_edges
+from corolla.models.families import FAMILIES
+from corolla.models.loading import LOADING
 from corolla.models.pieces import InPieces
 from corolla.models.span_model import load_span
 from corolla.models.weights import find_weights, open_tensors
@@ -69,6 +74,45 @@ def assert_same_in_pieces(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
     in_pieces = states()
     assert all(torch.equal(one, other) for one, other in zip(whole, in_pieces, strict=True))
+
+
+# Those that name modules which stay in float32, and one whose routers are made so.
+_WIDE_FAMILIES = (
+    "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "hunyuan_v1_moe",
+    "solar_open",
+)  # fmt: skip
+
+
+def test_families_that_keep_modules_in_float32_are_known() -> None:
+    named = set()
+    for family in FAMILIES:
+        config = CONFIG_MAPPING[family]()
+        model_class: Any = model_class_of(AutoModelForCausalLM, config)
+        if model_class._keep_in_fp32_modules or model_class._keep_in_fp32_modules_strict:
+            named.add(family)
+    assert named == set(_WIDE_FAMILIES) - {"hunyuan_v1_moe"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", _WIDE_FAMILIES)
+def test_what_a_family_keeps_in_float32_is_read_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
+    folder = make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)
+    library: Any = AutoModelForCausalLM
+    with LOADING:
+        unsplit = library.from_pretrained(folder, dtype=dtype)
+    span = load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 4), dtype=dtype)
+    base = next(iter(span.modules()))
+    layers = FAMILIES[family].layers
+    found, expected = (each.get_submodule(layers).state_dict() for each in (base, unsplit.base_model))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+    is_wide = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    assert is_wide or (family == "gpt_oss" and dtype == torch.bfloat16)
 
 
 @pytest.mark.model
