@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -26,6 +26,9 @@ PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
 # Of made-up weights, as most families begin with.
 _SPREAD: Final = 0.02
+# They repeat after a prime number of them, so that rows of a matrix, and thereby experts, differ. To draw as many as a
+# block has may take minutes, and in float32 twice its memory.
+_NUM_MADE_UP: Final = (1 << 20) - 3
 
 
 def model_class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -119,10 +122,19 @@ def make_up(
         empty = cast(Any, model_class)(copy.deepcopy(config))  # which building may change
     shapes = {name: parameter.shape for name, parameter in empty.named_parameters()}
     source = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=source).mul_(_SPREAD).to(dtype) for name, shape in shapes.items()}
+    numbers = torch.randn(_NUM_MADE_UP, generator=source).mul_(_SPREAD).to(dtype)
+    tensors = {name: _filled(shape, numbers) for name, shape in shapes.items()}
     with _quietly(logging.ERROR):
         model, _ = _fill(model_class, config, tensors, dtype, attention)
     return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+
+def _filled(shape: torch.Size, numbers: Tensor) -> Tensor:
+    """A tensor of this shape that has these numbers, over and over."""
+    tensor = torch.empty(shape, dtype=numbers.dtype)
+    for piece in torch.split(tensor.view(-1), len(numbers)):
+        piece.copy_(numbers[: len(piece)])
+    return tensor
 
 
 def _fill(

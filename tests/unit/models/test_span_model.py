@@ -38,6 +38,25 @@ model = load_span(checkpoint, Span.parse(sys.argv[2]), dtype=torch.float32)
 print(peak() - before, model.nbytes)
 """
 
+# The same for a block with made-up weights in bfloat16.
+MEASURE_MAKING_UP = """
+import pathlib, sys, torch
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.span_model import make_span
+from corolla.wire.span import Span
+
+def now(name):
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition(name + ":")[2].split()[0]) * 1024
+
+checkpoint = Checkpoint.from_pretrained(sys.argv[1])
+make_span(checkpoint, Span(0, 1), dtype=torch.bfloat16)
+before = now("VmRSS")
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+model = make_span(checkpoint, Span(1, 2), dtype=torch.bfloat16)
+print(now("VmHWM") - before, model.nbytes)
+"""
+
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
@@ -84,6 +103,32 @@ def test_a_span_is_made_up_without_reading_weights(tmp_path: Path, family: str) 
     assert (made_up.nbytes, made_up.dtype) == (real.nbytes, real.dtype)
     output = made_up.forward(hidden.bfloat16(), torch.arange(20)[None])
     assert output.isfinite().all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_a_block_is_made_up_in_little_more_than_its_own_memory(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "model", num_blocks=2)
+    settings = json.loads((folder / "config.json").read_text())
+    # The second block has experts, of which the files know nothing: nothing is read.
+    large = {"first_k_dense_replace": 1, "n_routed_experts": 64, "moe_intermediate_size": 16384}
+    (folder / "config.json").write_text(json.dumps({**settings, **large}))
+    command = [sys.executable, "-c", MEASURE_MAKING_UP, str(folder)]
+    printed = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=True, timeout=120)
+    grown, held = (int(number) for number in printed.stdout.split())
+    assert held > 350 << 20
+    assert grown < held + (48 << 20)
+
+
+def test_rows_of_made_up_weights_differ(tmp_path: Path) -> None:
+    """Otherwise a router would find all experts alike, and rows would all go to the same few."""
+    folder = make_tiny_checkpoint("qwen3_moe", tmp_path / "model", num_blocks=2)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "num_experts": 256, "moe_intermediate_size": 128}))
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    model = make_span(checkpoint, Span(0, 1), dtype=torch.bfloat16)
+    for weight in (each for module in model.modules() for each in module.parameters(recurse=False)):
+        if weight.dim() > 1:
+            assert len(torch.unique(weight.flatten(0, -2), dim=0)) == weight.flatten(0, -2).shape[0]
 
 
 def test_blocks_behind_those_of_the_configuration_are_left(tmp_path: Path) -> None:
