@@ -21,13 +21,19 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from corolla.chassis.errors import InternalError
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.cut_model import build, cut_class, keep_layers, model_class_of
+from corolla.models.cut_model import (
+    build,
+    cut_class,
+    keep_layers,
+    keep_layers_of_config,
+    model_class_of,
+    renaming,
+)
 from corolla.models.families import Family
 from corolla.models.linear import replace_linears, tune
 from corolla.models.packed.choice import layouts_of
 from corolla.models.packed.modules import fill_packed, replace_packed
 
-_MAX_COPIED_BYTES: Final = 256 << 20
 # In every family of which there are GGUF files.
 _HEAD: Final = "lm_head.weight"
 
@@ -103,9 +109,8 @@ class Edges:
 
         A head that is tied to a large embedding has to do with the weights as they are for that.
         """
-        embedding = () if self._embedding_model is None else self._embedding_model.parameters()
-        large = [weight for weight in embedding if weight.nbytes > _MAX_COPIED_BYTES]
-        tune(replace_linears(_present(self._head_model)), shared=large, budget_s=budget_s)
+        embedding = () if self._embedding_model is None else tuple(self._embedding_model.parameters())
+        tune(replace_linears(_present(self._head_model)), shared=embedding, budget_s=budget_s)
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -234,9 +239,10 @@ def fetch_edges(checkpoint: Checkpoint, *, has_embedding: bool, has_head: bool) 
 
 
 def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head: bool = True) -> dict[str, str]:
-    """The tensors outside the blocks: name in the model that `load_edges` builds -> name in the files.
+    """The tensors of the model outside the blocks: name in the model that `load_edges` builds -> name in the files.
 
-    Without the head that is a base model, whose names lack the prefix that the files may have.
+    Without the head that is a base model, whose names lack the prefix that the files may have. What else the files
+    hold, such as blocks that predict further tokens, or a vision tower, is not among them.
     """
     family = checkpoint.family
     prefix = rf"(?:{re.escape(model_class_of(AutoModel, checkpoint.config).base_model_prefix)}\.)?"
@@ -244,8 +250,9 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
     parts = "|".join(re.escape(name) for name in _embedding_parts(family))
     embedding = re.compile(rf"{prefix}((?:{parts})\..+)")
     names: dict[str, str] = {}
+    is_of_ends = _ends_of(checkpoint) if has_head else embedding.fullmatch
     for stored in checkpoint.weight_index:
-        if layer.match(stored):
+        if layer.match(stored) or not is_of_ends(stored):
             continue
         match = embedding.fullmatch(stored)
         if match and has_embedding:
@@ -253,6 +260,23 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
         elif not match and has_head:
             names[stored] = stored
     return names
+
+
+def _ends_of(checkpoint: Checkpoint) -> Callable[[str], bool]:
+    """Whether a tensor of the files is one of the model's ends, or a part of one that is packed."""
+    config = copy.deepcopy(checkpoint.config)
+    keep_layers_of_config(config, range(0))
+    causal_class = model_class_of(AutoModelForCausalLM, config)
+    with torch.device("meta"):
+        ends = cast(Any, causal_class)(config)
+    name_of = renaming(ends)
+    modules = tuple({name.rpartition(".")[0] + "." for name in ends.state_dict()})
+
+    def is_of_ends(stored: str) -> bool:
+        names = (stored, f"{causal_class.base_model_prefix}.{stored}", name_of(stored))
+        return any(name.startswith(modules) for name in names)
+
+    return is_of_ends
 
 
 def _embedding_parts(family: Family) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from corolla.client.text.tokenizer import TextTokenizer
 from corolla.local import preparation
 from corolla.models.checked_files import CheckedFiles
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.edges import edge_tensors, load_edges
+from corolla.models.edges import edge_tensors, fetch_edges, load_edges
 from corolla.models.hub import Hub
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
@@ -102,6 +103,28 @@ def test_another_span_fetches_the_rest(hub: Hub, server: HubServer) -> None:
     load_span(checkpoint, Span(0, 4), dtype=torch.float32)
     load_span(checkpoint, Span(3, 8), dtype=torch.float32)
     assert server.sent_shards() == sorted(shards_of(checkpoint, Span(0, 8))), "each once"
+
+
+@pytest.mark.parametrize("has_embedding, has_head", [(True, True), (True, False), (False, True)])
+def test_what_no_server_needs_is_not_fetched(hub: Hub, server: HubServer, has_embedding: bool, has_head: bool) -> None:
+    """Such as blocks that predict further tokens, and a vision tower."""
+    more = {
+        "mtp.safetensors": ("mtp.embed_tokens.weight", "mtp.layers.0.mlp.up_proj.weight", "mtp.norm.weight"),
+        "mtp-head.safetensors": ("mtp.lm_head.weight", "model.layers.8.shared_head.norm.weight"),
+        "vision.safetensors": ("visual.patch_embed.proj.weight", "model.vision_tower.norm.weight"),
+    }
+    index_file = server.folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    for shard, names in more.items():
+        save_file({name: torch.zeros(2) for name in names}, server.folder / shard)
+        index["weight_map"].update(dict.fromkeys(names, shard))
+    index_file.write_text(json.dumps(index))
+    checkpoint = opened(hub)
+    fetch_edges(checkpoint, has_embedding=has_embedding, has_head=has_head)
+    load_edges(checkpoint, dtype=torch.float32, has_embedding=has_embedding, has_head=has_head)
+    needed = {"model.embed_tokens.weight"} if has_embedding else set()
+    needed |= {"model.norm.weight", "lm_head.weight"} if has_head else set()
+    assert server.sent_shards() == sorted({checkpoint.weight_index[name].name for name in needed})
 
 
 def test_a_client_fetches_its_ends_only(hub: Hub, server: HubServer) -> None:
