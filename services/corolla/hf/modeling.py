@@ -18,7 +18,7 @@ from corolla.hf.connection import DEFAULT_ROUTER, Connection, cache_salt
 from corolla.hf.generation import RemoteGenerationMixin
 from corolla.hf.hop_sessions import RemoteSpan
 from corolla.hf.vocabulary import num_tokens_of, require_token_ids
-from corolla.models.checkpoint import Checkpoint
+from corolla.models.checkpoint import GGUF_FILE, Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES
@@ -143,9 +143,10 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
     @classmethod
     def from_config(cls, config: PretrainedConfig, **options: Any) -> Self:
         """Like `from_pretrained`, for the checkpoint that the configuration was read from."""
-        if not config.name_or_path:
+        name = getattr(config, GGUF_FILE, config.name_or_path)
+        if not name:
             raise ValueError("The configuration does not say which checkpoint it belongs to; use `from_pretrained`.")
-        return cls.from_pretrained(config.name_or_path, **options)
+        return cls.from_pretrained(name, **options)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError("Most weights are on the block servers; copy the checkpoint instead.")

@@ -38,6 +38,9 @@ from corolla.models.weights import find_weights, open_tensors, read_header, samp
 # Raise it whenever two releases would not compute the same hidden states or read the same frames.
 PROTOCOL_VERSION = 8
 
+# In a configuration: the file that it was read from, where `name_or_path` is the folder that was made of it.
+GGUF_FILE = "gguf_file"
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILE = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>[\w.-]+\.gguf)")
 
@@ -148,6 +151,7 @@ class Checkpoint:
         header = read_header_of_gguf(path)
         folder = settings_folder(header, default_cache_folder())
         config, _ = _read_config(folder)
+        setattr(config, GGUF_FILE, str(path))
         weights = GgufWeights(path, header, config)
         return cls(weights.name, folder, config, family_of(config), weights.index, gguf=weights)
 
