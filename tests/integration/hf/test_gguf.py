@@ -32,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, stacks: Stacks) -> ModelPair:
 )
 def test_it_answers_as_the_unsplit_model(pair: ModelPair, make: Callable[[str, Any, str], Any]) -> None:
     config = pair.remote.config
-    assert Path(config.name_or_path).is_dir(), "there the tokenizer is"
+    assert Path(str(config.name_or_path)).is_dir(), "there the tokenizer is"
     model = make(config.gguf_file, config, pair.stack.router)
     prompt = draw_prompts(1, 15)
     expected = pair.unsplit.generate(prompt, max_new_tokens=10, do_sample=False)
