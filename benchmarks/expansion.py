@@ -1,16 +1,16 @@
-"""Loading packed checkpoints: the peak of memory while a span is expanded, what stays, and how long it takes.
+"""Loading packed safetensors checkpoints: the peak of memory while a span is loaded, what stays, and how long it takes.
 
-    python -m benchmarks.expansion --hidden-size 2048 --blocks 8
+    python -m benchmarks.expansion --hidden-size 2048 --blocks 8 --engines transformers vllm
 
-Each format is a checkpoint of random packed numbers, of which a process of its own reads all blocks, in bfloat16.
+Each format is a checkpoint of random packed numbers, of which a process of its own reads all blocks, in bfloat16: the
+engine `transformers` expands them, `vllm` multiplies by them as they are where it has a kernel.
 """
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,53 +20,38 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from benchmarks.command import progress, run
-from benchmarks.figures import Figure, at_most, figure
+from benchmarks.figures import Figure
+from benchmarks.loading import loading
 
 _GROUP: Final = 128
 _BLOCK: Final = 128
 _VOCABULARY: Final = 1000
-# What a first load takes that is no weight's, it takes before.
-_LOAD: Final = """
-import gc, json, pathlib, sys, time, torch
-from corolla.models.checkpoint import Checkpoint
-from corolla.models.span_model import load_span
-from corolla.wire.span import Span
-
-def now(name):
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(status.partition(name + ":")[2].split()[0]) * 1024
-
-checkpoint = Checkpoint.from_pretrained(sys.argv[1])
-load_span(checkpoint, Span(0, 1), dtype=torch.bfloat16)
-gc.collect()
-pathlib.Path("/proc/self/clear_refs").write_text("5")
-before, started = now("VmRSS"), time.perf_counter()
-model = load_span(checkpoint, Span(0, checkpoint.num_blocks), dtype=torch.bfloat16)
-seconds = time.perf_counter() - started
-print(json.dumps([now("VmHWM") - before, now("VmRSS") - before, model.nbytes, seconds]))
-"""
-
+_SCALE: Final = 1e-3
+# Eight numbers of four bits that stand for zero.
+_MIDDLE: Final = 0x77777777
+# Formats that vLLM multiplies by as they are, on processors.
+_KERNELS: Final = ("bfloat16", "AWQ", "GPTQ", "w4a16")
 Pack = Callable[[int, int], dict[str, Tensor]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden-size", type=int, default=2048, help="a multiple of 256")
     parser.add_argument("--formats", default=",".join(_FORMATS), help="separated by commas")
+    parser.add_argument("--engines", nargs="+", default=["transformers"], help="transformers, vllm")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=8, help="of the model, all of which are loaded")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
     for name in options.formats.split(","):
         config, pack = _FORMATS[name]
-        progress(name)
         with tempfile.TemporaryDirectory() as scratch:
             _write(Path(scratch), options.hidden_size, options.blocks, config, pack)
-            command = [sys.executable, "-c", _LOAD, scratch]
-            printed = subprocess.run(command, capture_output=True, text=True, check=True)
-        peak, resident, held, seconds = json.loads(printed.stdout)
-        yield figure(f"{name}, peak while loading / bytes of the span", "x", [peak / held], at_most(1.3))
-        yield figure(f"{name}, resident / bytes of the span", "x", [resident / held])
-        yield figure(f"{name}, loaded for each second", "MiB", [held / seconds / (1 << 20)])
+            for engine in options.engines:
+                if engine == "vllm" and name not in _KERNELS:
+                    continue
+                what, part = f"{name}, {engine}", f"blocks 0:{options.blocks}"
+                yield from loading(what, scratch, part, "bfloat16", engine=engine, rounds=options.rounds)
     progress("")
 
 
@@ -116,17 +101,18 @@ def _awq(num_outputs: int, num_inputs: int) -> dict[str, Tensor]:
     return {
         "qweight": _words(num_inputs, num_outputs // 8),
         "qzeros": _words(groups, num_outputs // 8),
-        "scales": torch.ones(groups, num_outputs, dtype=torch.float16),
+        "scales": torch.full((groups, num_outputs), _SCALE, dtype=torch.float16),
     }
 
 
-def _gptq(num_outputs: int, num_inputs: int) -> dict[str, Tensor]:
+def _gptq(num_outputs: int, num_inputs: int, *, is_ordered: bool) -> dict[str, Tensor]:
     groups = num_inputs // _GROUP
+    group_of = torch.arange(num_inputs) // _GROUP if is_ordered else torch.randint(0, groups, (num_inputs,))
     return {
         "qweight": _words(num_inputs // 8, num_outputs),
-        "qzeros": _words(groups, num_outputs // 8),
-        "scales": torch.ones(groups, num_outputs, dtype=torch.float16),
-        "g_idx": torch.randint(0, groups, (num_inputs,), dtype=torch.int32),
+        "qzeros": torch.full((groups, num_outputs // 8), _MIDDLE, dtype=torch.int32),
+        "scales": torch.full((groups, num_outputs), _SCALE, dtype=torch.float16),
+        "g_idx": group_of.to(torch.int32),
     }
 
 
@@ -140,7 +126,7 @@ def _fp8(num_outputs: int, num_inputs: int) -> dict[str, Tensor]:
 def _w4a16(num_outputs: int, num_inputs: int) -> dict[str, Tensor]:
     return {
         "weight_packed": _words(num_outputs, num_inputs // 8),
-        "weight_scale": torch.ones(num_outputs, num_inputs // _GROUP, dtype=torch.bfloat16),
+        "weight_scale": torch.full((num_outputs, num_inputs // _GROUP), _SCALE, dtype=torch.bfloat16),
         "weight_shape": torch.tensor([num_outputs, num_inputs]),
     }
 
@@ -157,14 +143,32 @@ def _nf4(num_outputs: int, num_inputs: int) -> dict[str, Tensor]:
 
 _FORMATS: Final[Mapping[str, tuple[Mapping[str, Any] | None, Pack]]] = {
     "bfloat16": (None, _plain),
-    "AWQ": ({"quant_method": "awq", "group_size": _GROUP}, _awq),
-    "GPTQ with activation order": ({"quant_method": "gptq", "group_size": _GROUP}, _gptq),
+    "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm"}, _awq),
+    "GPTQ": (
+        {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "sym": True, "desc_act": False},
+        partial(_gptq, is_ordered=True),
+    ),
+    "GPTQ with activation order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": True},
+        partial(_gptq, is_ordered=False),
+    ),
     "FP8 in blocks": ({"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}, _fp8),
     "w4a16": (
         {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
-            "config_groups": {"all": {"weights": {"num_bits": 4, "strategy": "group", "group_size": _GROUP}}},
+            "config_groups": {
+                "all": {
+                    "targets": ["Linear"],
+                    "weights": {
+                        "num_bits": 4,
+                        "type": "int",
+                        "symmetric": True,
+                        "strategy": "group",
+                        "group_size": _GROUP,
+                    },
+                }
+            },
         },
         _w4a16,
     ),

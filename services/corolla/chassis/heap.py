@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import mmap
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -48,7 +49,15 @@ def release() -> None:
     gc.collect()
 
 
-def _call(name: str, *arguments: int) -> None:
+def discard(address: int, num_bytes: int) -> None:
+    """The system gets a part of memory that is not freed yet, which nobody reads any more: it would find zeros."""
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end:
+        _call("madvise", ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+
+
+def _call(name: str, *arguments: Any) -> None:
     # Not every C library has it.
     function: Callable[..., Any] | None = getattr(ctypes.CDLL(None), name, None)
     if function is not None:

@@ -6,15 +6,19 @@ a long prompt, but not for every type, shape and machine. So the faster way is m
 with the weights that will be used; the plain ones are given up where it won.
 """
 
+import functools
+import itertools
 import math
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from corolla.chassis import heap
 
 _TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 # One session's step, those of many together, and a piece of a prompt.
@@ -26,7 +30,12 @@ _MAX_TIMED_LAYERS: Final = 32
 _MAX_TIMED_BYTES: Final = 1 << 28
 # But what is timed is there twice meanwhile: at most this share of a model, if that is more than caches hold.
 _MAX_TIMED_SHARE: Final = 0.2
-_MIN_TIMED_BYTES: Final = 16 << 20
+MIN_TIMED_BYTES: Final = 8 << 20
+# A layer that is more than that alone, as a model's head, is laid out in runs of its outputs.
+_MAX_PIECES: Final = 8
+_OUTPUTS_OF_LAYOUT: Final = 64
+# Of weights that others read, too.
+MAX_COPIED_BYTES: Final = 256 << 20
 # A tie goes to the plain weights.
 _MIN_GAIN: Final = 1.05
 # A difference of this size ends the measurement early.
@@ -44,8 +53,8 @@ class TunedLinear(nn.Module):
         weight: `[out, in]`, the very parameter of the layer that it replaces; on the meta device, with its shape and
             type and no numbers, once `relaid` has them.
         bias: `[out]` or None.
-        relaid: the weights for oneDNN's kernels: in its own layout, or as they are where others need them, too. None
-            where `nn.Linear`'s way is faster.
+        relaid: the weights for oneDNN's kernels, by runs of outputs: in its own layout, or as they are where others
+            need them, too. Empty where `nn.Linear`'s way is faster.
         parts: layers whose weights are views of this one's, and go with it.
     """
 
@@ -53,25 +62,33 @@ class TunedLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.relaid: Tensor | None = None
+        self.relaid: tuple[Tensor, ...] = ()
         self.parts = tuple(parts)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Multiplies `[..., in]` to `[..., out]`."""
-        if self.relaid is None:
+        if not self.relaid:
             return functional.linear(rows, self.weight, self.bias)
         if rows.dim() != 2:
             return self.forward(rows.flatten(0, -2)).reshape(*rows.shape[:-1], self.weight.shape[0])
         num_rows = rows.shape[0]
         num_padded = padded(num_rows)
         if num_padded == num_rows:
-            return multiply_relaid(rows, self.relaid, self.bias)
+            return self._multiply(rows)
         rows = functional.pad(rows, (0, 0, 0, num_padded - num_rows))
-        return multiply_relaid(rows, self.relaid, self.bias)[:num_rows]
+        return self._multiply(rows)[:num_rows]
 
-    def use(self, relaid: Tensor) -> None:
+    def _multiply(self, rows: Tensor) -> Tensor:
+        if len(self.relaid) == 1:
+            return multiply_relaid(rows, self.relaid[0], self.bias)
+        num_outputs = [piece.shape[0] for piece in self.relaid]
+        biases = (None,) * len(num_outputs) if self.bias is None else torch.split(self.bias, num_outputs)
+        parts = zip(self.relaid, biases, strict=True)
+        return torch.cat([multiply_relaid(rows, piece, bias) for piece, bias in parts], dim=-1)
+
+    def use(self, *relaid: Tensor) -> None:
         """Multiplies by these weights from now on; gives up its own where they are others."""
-        if relaid is not self.weight:
+        if relaid[0] is not self.weight:
             self.weight = _without_numbers(self.weight)
             for part in self.parts:
                 part.weight = _without_numbers(part.weight)
@@ -137,7 +154,8 @@ def tune(
 
     Args:
         layers: what is not on a CPU is left alone.
-        shared: weights that others read, too: they stay as they are, whichever way is faster.
+        shared: weights that others read, too: they stay as they are, and large ones are not copied, either, whichever
+            way is faster. All others are the layers' alone.
         budget_s: when it is spent, what was not measured is multiplied as `nn.Linear` does; on a very busy machine no
             measurement would mean anything.
         clock: seconds.
@@ -146,20 +164,46 @@ def tune(
     held = {id(weight) for weight in shared}
     layers = list(layers)
     share = int(_MAX_TIMED_SHARE * sum(layer.weight.nbytes for layer in layers))
-    max_bytes = min(_MAX_TIMED_BYTES, max(_MIN_TIMED_BYTES, share))
+    max_bytes = min(_MAX_TIMED_BYTES, max(MIN_TIMED_BYTES, share))
     alike: defaultdict[tuple[Any, ...], list[TunedLinear]] = defaultdict(list)
     for layer in layers:
         if layer.weight.device.type == "cpu" and layer.weight.dtype in _TYPES:
             alike[layer.weight.dtype, layer.weight.shape, id(layer.weight) in held].append(layer)
     for (*_, is_held), group in alike.items():
-        lay_out = _as_it_is if is_held else relay
-        num_timed = max(1, min(_MAX_TIMED_LAYERS, max_bytes // max(1, group[0].weight.nbytes)))
-        tried = _tried([layer.weight for layer in group[:num_timed]], lay_out, deadline_s, clock)
-        for layer, relaid in zip(group, tried, strict=False):
-            layer.use(relaid)
-        if tried:
-            for layer in group[len(tried) :]:
-                layer.use(lay_out(layer.weight))
+        is_copied = not is_held or group[0].weight.nbytes <= MAX_COPIED_BYTES
+        lay_out = relay if is_copied else _as_it_is
+        pieces_of = functools.partial(_pieces, max_bytes=max_bytes if is_copied else None)
+        num_timed = max(1, min(_MAX_TIMED_LAYERS, max_bytes // max(1, pieces_of(group[0])[0].nbytes)))
+        timed = itertools.islice(itertools.chain.from_iterable(map(pieces_of, group)), num_timed)
+        if tried := _tried(list(timed), lay_out, deadline_s, clock):
+            given = deque(tried)
+            for layer in group:
+                _replace(layer, pieces_of(layer), given, lay_out, is_held)
+
+
+def _replace(
+    layer: TunedLinear,
+    pieces: Sequence[Tensor],
+    given: deque[Tensor],
+    lay_out: Callable[[Tensor], Tensor],
+    is_held: bool,
+) -> None:
+    """Has a layer use what is given first, and then what is laid out piece by piece."""
+    relaid = []
+    for piece in pieces:
+        relaid.append(given.popleft() if given else lay_out(piece))
+        if len(pieces) > 1 and not is_held:
+            heap.discard(piece.data_ptr(), piece.nbytes)
+    layer.use(*relaid)
+
+
+def _pieces(layer: TunedLinear, max_bytes: int | None) -> tuple[Tensor, ...]:
+    """A layer's weight, or runs of its rows if it has more bytes: until one is laid out anew it is there twice."""
+    weight = layer.weight
+    if max_bytes is None or weight.nbytes <= max_bytes:
+        return (weight,)
+    num_rows = -(-weight.shape[0] // _MAX_PIECES)
+    return torch.split(weight.detach(), -(-num_rows // _OUTPUTS_OF_LAYOUT) * _OUTPUTS_OF_LAYOUT)
 
 
 def _as_it_is(weight: Tensor) -> Tensor:

@@ -1,7 +1,12 @@
 """What is settled is passed over, and freed once it is released."""
 
+import ctypes
 import gc
+import mmap
+import sys
 import weakref
+
+import pytest
 
 from corolla.chassis import heap
 
@@ -32,3 +37,15 @@ def test_what_is_garbage_already_is_not_kept() -> None:
     heap.settle()
     heap.release()
     assert gone() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back as Linux does")
+def test_only_whole_pages_of_a_range_are_given_back() -> None:
+    num_bytes = 4 * mmap.PAGESIZE
+    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory[:] = b"x" * num_bytes
+        held = ctypes.c_char.from_buffer(memory)
+        heap.discard(ctypes.addressof(held) + 1, 3 * mmap.PAGESIZE)
+        del held
+        expected = [b"x" * mmap.PAGESIZE, b"\0" * mmap.PAGESIZE, b"\0" * mmap.PAGESIZE, b"x" * mmap.PAGESIZE]
+        assert bytes(memory) == b"".join(expected)

@@ -87,15 +87,44 @@ def gain(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def test_the_faster_way_is_chosen_for_all_layers_of_a_shape(gain: Callable[[float], None]) -> None:
     layers = [TunedLinear(nn.Parameter(torch.randn(16, 16))) for _ in range(3)]
-    shared = TunedLinear(nn.Parameter(weight := torch.randn(16, 16)))
     gain(1.0)
-    tune([*layers, shared], shared=[shared.weight])
-    assert all(layer.relaid is None for layer in (*layers, shared))
+    tune(layers)
+    assert not any(layer.relaid for layer in layers)
     gain(2.0)
-    tune([*layers, shared], shared=[shared.weight])
-    assert all(layer.relaid is not None and layer.weight.is_meta for layer in layers)
-    assert shared.relaid is shared.weight
-    assert torch.equal(shared.weight, weight)
+    tune(layers)
+    assert all(layer.relaid and layer.weight.is_meta for layer in layers)
+
+
+def test_weights_that_others_read_stay(monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None]) -> None:
+    gain(2.0)
+    monkeypatch.setattr(linear, "MIN_TIMED_BYTES", 1000)
+    for most_copied in (1 << 20, 0):
+        monkeypatch.setattr(linear, "MAX_COPIED_BYTES", most_copied)
+        kept = nn.Parameter(weight := torch.randn(700, 24))
+        layer = TunedLinear(kept)
+        tune([layer], shared=[kept])
+        assert (layer.relaid[0] is kept) == (not most_copied)
+        assert torch.equal(kept, weight)
+        torch.testing.assert_close(layer(weight[:3]), functional.linear(weight[:3], weight), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_that_is_most_of_a_model_is_laid_out_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None], bias: bool
+) -> None:
+    gain(2.0)
+    monkeypatch.setattr(linear, "MIN_TIMED_BYTES", 1000)
+    plain = nn.Linear(256, 1000, bias=bias).requires_grad_(False)
+    layer = TunedLinear(nn.Parameter(plain.weight.clone()), plain.bias)
+    given_up = layer.weight.detach()
+    tune([layer, TunedLinear(nn.Parameter(torch.randn(16, 256)))])
+    assert [piece.shape[0] for piece in layer.relaid] == [128] * 7 + [104]
+    assert layer.weight.is_meta
+    # Each piece's memory is the system's again before the next piece is laid out.
+    assert (given_up == 0).float().mean() > 0.9
+    for num_rows in (1, 3, 100):
+        rows = torch.randn(num_rows, 256)
+        torch.testing.assert_close(layer(rows), plain(rows), rtol=0, atol=1e-5)
 
 
 def test_the_gain_is_the_ratio_of_the_best_times() -> None:
@@ -114,7 +143,7 @@ def test_the_gain_is_the_ratio_of_the_best_times() -> None:
 def test_a_spent_budget_leaves_the_librarys_order() -> None:
     layer = TunedLinear(nn.Parameter(torch.randn(16, 16)))
     tune([layer], budget_s=0.0)
-    assert layer.relaid is None
+    assert not layer.relaid
 
 
 def test_a_product_that_is_not_the_same_is_not_used(
@@ -124,7 +153,7 @@ def test_a_product_that_is_not_the_same_is_not_used(
     layer = TunedLinear(nn.Parameter(torch.randn(16, 16)))
     monkeypatch.setattr(linear, "relay", lambda weight: relay(weight.bfloat16().float()))
     tune([layer])
-    assert layer.relaid is None
+    assert not layer.relaid
 
 
 def test_a_type_without_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None]) -> None:
@@ -136,4 +165,4 @@ def test_a_type_without_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch, 
     layers = [TunedLinear(nn.Parameter(torch.ones(16, 16, dtype=each))) for each in (torch.float16, torch.float64)]
     monkeypatch.setattr(linear, "relay", fails)
     tune(layers)
-    assert all(layer.relaid is None for layer in layers)
+    assert not any(layer.relaid for layer in layers)

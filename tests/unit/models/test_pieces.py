@@ -118,7 +118,7 @@ def test_what_a_family_keeps_in_float32_is_read_so(
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 @pytest.mark.full
-@pytest.mark.parametrize("part", ["blocks 0:15", "embedding"])
+@pytest.mark.parametrize("part", ["blocks 0:15", "embedding", "head"])
 @pytest.mark.parametrize("source", ["safetensors", "GGUF"])
 def test_loading_takes_little_more_than_what_is_loaded(part: str, source: str) -> None:
     model = DEMO_MODEL if source == "GGUF" else str(unpacked_demo())

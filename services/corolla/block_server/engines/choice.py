@@ -1,10 +1,13 @@
 """Which engine computes a span: what was asked for, what this machine has, and what gives the right numbers."""
 
+import gc
 import logging
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from corolla.block_server.engines import vllm_layers
 from corolla.block_server.engines.span_engine import SpanEngine
@@ -72,15 +75,23 @@ def load_engine(
     """
     if name == "transformers":
         return load_span(checkpoint, span, dtype=dtype, device=device, quantization=quantization)
-    engine = VllmEngine.load(checkpoint, span, dtype=dtype, device=torch.device(device))
-    kinds = list(zip(attention_windows(engine.config), engine.has_experts, strict=True))
-    # The first block of each kind.
-    for index in sorted(map(kinds.index, set(kinds))):
+    windows = attention_windows(checkpoint.config)[span.start : span.end]
+
+    def expected_of(index: int) -> tuple[Span, Tensor]:
         block = Span(span.start + index, span.start + index + 1)
-        reference = load_span(checkpoint, block, dtype=dtype, device=device)
+        return block, _outputs(load_span(checkpoint, block, dtype=dtype, device=device), block)
+
+    expected: dict[int, tuple[Span, Tensor]] = {}
+    if checkpoint.quantization is not None:
+        # Before the span is there: expanded, a block is as large as several packed ones, of which none are mixtures.
+        expected = {index: expected_of(index) for index in _first_of_each(windows)}
+        gc.collect()
+    engine = VllmEngine.load(checkpoint, span, dtype=dtype, device=torch.device(device))
+    for index in _first_of_each(list(zip(windows, engine.has_experts, strict=True))):
+        block, outputs = expected.get(index) or expected_of(index)
         # Where two experts are about equally good for a token, the last bit chooses, and few tokens differ by much.
         of_median = engine.has_experts[index] and dtype != torch.float32
-        difference = _difference(engine, reference, block, of_median=of_median)
+        difference = _difference(_outputs(engine, block), outputs, of_median=of_median)
         if not difference <= _TOLERANCES[dtype]:
             raise StartupError(
                 f"vLLM's block {block.start} differs from that of transformers by {difference:.1e} of its size; set "
@@ -115,26 +126,27 @@ def _objection(checkpoint: Checkpoint, device: str, quantization: str) -> str | 
     return None
 
 
-def _difference(engine: SpanEngine, reference: SpanEngine, block: Span, *, of_median: bool) -> float:
-    """How far two engines' outputs of a block are from each other, as a part of their largest number.
+def _first_of_each(kinds: Sequence[object]) -> list[int]:
+    """The index of the first block of each kind."""
+    return sorted(map(kinds.index, set(kinds)))
 
-    They are of a short prompt and the next token; what counts is the median token, or else the worst.
-    """
-    outputs = []
-    for each in (engine, reference):
-        runner = Runner(each, num_pages=len(each.span) + 1, tuning_budget_s=0)
-        cache = runner.new_cache()
-        cache.reserve(sum(_CHECKED_TOKENS))
-        generator = torch.Generator().manual_seed(0)
-        parts = []
-        for num_tokens in _CHECKED_TOKENS:
-            hidden = torch.randn(num_tokens, each.hidden_size, generator=generator)
-            rows = [RowWork(cache, cache.num_tokens, num_tokens)]
-            output = runner.forward_each(rows, hidden, block)
-            if not all(output.finite):
-                return math.nan
-            parts.append(output.hidden.float())
-        outputs.append(torch.cat(parts))
-    ours, expected = outputs
-    of_tokens = (ours - expected).abs().amax(dim=-1)
+
+def _outputs(engine: SpanEngine, block: Span) -> Tensor:
+    """What a block gives for a short prompt and the next token, float32; NaN throughout if a number is not finite."""
+    runner = Runner(engine, num_pages=len(engine.span) + 1, tuning_budget_s=0)
+    cache = runner.new_cache()
+    cache.reserve(sum(_CHECKED_TOKENS))
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for num_tokens in _CHECKED_TOKENS:
+        hidden = torch.randn(num_tokens, engine.hidden_size, generator=generator)
+        rows = [RowWork(cache, cache.num_tokens, num_tokens)]
+        output = runner.forward_each(rows, hidden, block)
+        parts.append(output.hidden.float() if all(output.finite) else torch.full_like(hidden, math.nan))
+    return torch.cat(parts)
+
+
+def _difference(outputs: Tensor, expected: Tensor, *, of_median: bool) -> float:
+    """How far two outputs are from each other, as a part of the largest number: of the median token, or the worst."""
+    of_tokens = (outputs - expected).abs().amax(dim=-1)
     return float((of_tokens.median() if of_median else of_tokens.max()) / expected.abs().max())

@@ -256,15 +256,14 @@ def _built(
         else:
             given = _Counted(weights)
             model.load_weights(given)
-        parameters = list(layers.parameters())
         # Of packed weights it may not need all parts.
         if (
             weights is not None
             and config.quant_config is None
-            and given.num_values != sum(map(Tensor.numel, parameters))
+            and given.num_values != sum(parameter.numel() for parameter in layers.parameters())
         ):
             raise ValueError("it has no place for all weights of its blocks, or more than they have")
-        nbytes = sum(parameter.nbytes for parameter in parameters)
+        nbytes = sum(parameter.nbytes for parameter in layers.parameters())
         process_weights_after_loading(layers, config.model_config, device)
     layers.eval()
     attentions = [next(part for part in layer.modules() if isinstance(part, Attention)) for layer in layers]
