@@ -30,6 +30,7 @@ from corolla.block_server.sessions import SessionTable
 from corolla.block_server.speed import DecodeSpeed
 from corolla.block_server.step_admission import StepAdmission
 from corolla.block_server.step_spans import StepSpans
+from corolla.block_server.step_times import StepTimes
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, OutOfPages
 from corolla.chassis.handlers import where
@@ -79,6 +80,7 @@ class ProcessorUse:
         spin_s: so long the engine watches its sockets after an iteration, before its processor may sleep.
         max_microbatches: see `FirstHop`.
         compute_thread: closed with the engine; None: one of its own.
+        follows_lengths: whether the time of a row follows the tokens that it sees; see `StepTimes`.
     """
 
     max_inline_s: float = 0.0
@@ -86,6 +88,7 @@ class ProcessorUse:
     spin_s: float = 0.0
     max_microbatches: int = 0
     compute_thread: ComputeThread | None = None
+    follows_lengths: bool = False
 
 
 class Engine:
@@ -143,7 +146,7 @@ class Engine:
         self._compute_thread = self._use.compute_thread or ComputeThread()
         self.decode_step_seconds = 0.0
         self.decode_batch_rows = 0.0
-        self._row_s = 0.0
+        self._step_times = StepTimes(follows_lengths=self._use.follows_lengths)
         self.decode_speed = DecodeSpeed()
 
     def submit(self, queued: QueuedStep[StepWork]) -> None:
@@ -357,10 +360,10 @@ class Engine:
 
     def _is_short(self, steps: Sequence[QueuedStep[StepWork]], admitted: Sequence[Admitted]) -> bool:
         """Whether an iteration is expected to take less than a step that is computed on the event loop may."""
-        if not (0 < self._row_s < self._use.max_inline_s) or not _is_plain_decode(steps):
+        if not self._use.max_inline_s or not _is_plain_decode(steps):
             return False
-        num_rows = sum(len(batch.rows) for batch in admitted)
-        return num_rows * self._row_s < self._use.max_inline_s and not any(map(_samples_on_cpu, admitted))
+        seconds = self._step_times.predict(_num_seen(admitted))
+        return seconds is not None and seconds < self._use.max_inline_s and not any(map(_samples_on_cpu, admitted))
 
     async def _try_out(self) -> None:
         """After an iteration without any output: warms up once more, to see whether the rows are to blame."""
@@ -382,9 +385,7 @@ class Engine:
         is_decode = all(step.is_decode for step in steps)
         num_rows = sum(len(batch.rows) for batch in admitted)
         if _is_plain_decode(steps):
-            # More rows take longer, but less each: so this errs on the long side for batches that grow.
-            row_s = seconds / num_rows
-            self._row_s += (0.1 if self._row_s else 1.0) * (row_s - self._row_s)
+            self._step_times.observe(seconds, _num_seen(admitted))
             # What the planner reckons with is the blocks' time: every chain has the edges once.
             block_seconds = seconds - computed.edge_seconds
             self.decode_step_seconds += 0.1 * (block_seconds - self.decode_step_seconds)
@@ -403,6 +404,11 @@ class Engine:
 def _is_plain_decode(steps: Sequence[QueuedStep[StepWork]]) -> bool:
     """Whether each row is one next token."""
     return all(step.is_decode and step.num_tokens == len(step.session_ids) for step in steps)
+
+
+def _num_seen(admitted: Sequence[Admitted]) -> list[int]:
+    """How many tokens each row sees, its own ones among them."""
+    return [row.position + row.num_tokens for batch in admitted for row, _, _ in batch.rows]
 
 
 def _samples_on_cpu(admitted: Admitted) -> bool:

@@ -425,9 +425,15 @@ class BlockServer:
                 spin_s = measure_spin(step, num_threads, min(settings.tuning_budget_s, _SPIN_BUDGET_S))
             if spin_s:
                 log.info("sockets are watched after a step", extra={"microseconds": round(spin_s * 1e6)})
-        # The event loop's thread has no helpers.
-        max_inline_s = settings.max_inline_ms / 1000 if num_threads == 1 else 0.0
-        return ProcessorUse(max_inline_s, num_sampling_threads, spin_s, settings.max_microbatches, self._compute_thread)
+        return ProcessorUse(
+            # The event loop's thread has no helpers.
+            max_inline_s=settings.max_inline_ms / 1000 if num_threads == 1 else 0.0,
+            num_sampling_threads=num_sampling_threads,
+            spin_s=spin_s,
+            max_microbatches=settings.max_microbatches,
+            compute_thread=self._compute_thread,
+            follows_lengths=checkpoint.family.caches_latents,
+        )
 
     def _load_edges(self, checkpoint: Checkpoint, span: Span) -> Edges | None:
         ends = _ends_of(checkpoint, span)
