@@ -17,6 +17,7 @@ from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.engines.vllm_engine import VllmEngine
 from corolla.block_server.engines.vllm_layers import VERSION, VLLM_FAMILIES, check_version
 from corolla.block_server.runner import RowWork, Runner
+from corolla.block_server.speed import measure_speed
 from corolla.chassis.errors import StartupError
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.checkpoint import Checkpoint
@@ -96,7 +97,7 @@ def test_a_mixture_is_known_as_one(tmp_path: Path) -> None:
 
 def test_experts_without_a_kernel_are_left_to_transformers(tmp_path: Path) -> None:
     checkpoint = checkpoint_of("mixtral", tmp_path, hidden_size=48)
-    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu") == "transformers"
+    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu")[0] == "transformers"
     with pytest.raises(StartupError, match=r"vLLM cannot run .+\. Set COROLLA_ENGINE to transformers\."):
         load_engine("vllm", checkpoint, SPAN, dtype=torch.float32, device="cpu")
 
@@ -105,7 +106,7 @@ def test_experts_without_a_kernel_are_left_to_transformers(tmp_path: Path) -> No
 def test_packed_experts_are_left_to_transformers(name: str, tmp_path: Path) -> None:
     folder, _ = make_packed_checkpoint("mixtral", tmp_path, FORMATS[name](), changes=WIDE, plain=("gate.weight",))
     checkpoint = Checkpoint.from_pretrained(str(folder))
-    assert choose_engine("auto", checkpoint, dtype=torch.bfloat16, device="cpu") == "transformers"
+    assert choose_engine("auto", checkpoint, dtype=torch.bfloat16, device="cpu")[0] == "transformers"
     with pytest.raises(StartupError, match="it has no kernel for packed experts that takes activations as they are"):
         load_engine("vllm", checkpoint, SPAN, dtype=torch.bfloat16, device="cpu")
 
@@ -113,7 +114,7 @@ def test_packed_experts_are_left_to_transformers(name: str, tmp_path: Path) -> N
 def test_what_layers_of_a_family_do_not_read_is_refused(tmp_path: Path) -> None:
     """vLLM has no limit of queries and keys in this family, and says nothing."""
     checkpoint = checkpoint_of("olmoe", tmp_path, clip_qkv=2.0)
-    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu") == "transformers"
+    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu")[0] == "transformers"
     with pytest.raises(StartupError, match="its layers of the family olmoe know clip_qkv=None only"):
         choose_engine("vllm", checkpoint, dtype=torch.float32, device="cpu")
 
@@ -145,14 +146,14 @@ def test_kernels_multiply_by_published_weights(name: str, dtype: torch.dtype, tm
     assert largest_difference(checkpoint, dtype) < 1e-1
     packed = VllmEngine.load(checkpoint, SPAN, dtype=dtype, device=torch.device("cpu"))
     assert packed.nbytes < 0.4 * load_span(checkpoint, SPAN, dtype=dtype).nbytes
-    assert choose_engine("auto", checkpoint, dtype=dtype, device="cpu") == "vllm"
+    assert choose_engine("auto", checkpoint, dtype=dtype, device="cpu")[0] == "vllm"
 
 
 @pytest.mark.parametrize("name", ["gptq-act-order", "gptq-8-bits", "fp8-blocks", "bnb-nf4", "ct-mxfp4"])
 def test_formats_without_a_kernel_are_left_to_transformers(name: str, tmp_path: Path) -> None:
     folder, _ = make_packed_checkpoint("llama", tmp_path, FORMATS[name](), changes=WIDE)
     checkpoint = Checkpoint.from_pretrained(str(folder))
-    assert choose_engine("auto", checkpoint, dtype=torch.bfloat16, device="cpu") == "transformers"
+    assert choose_engine("auto", checkpoint, dtype=torch.bfloat16, device="cpu")[0] == "transformers"
     with pytest.raises(StartupError, match=r"vLLM cannot run .+\. Set COROLLA_ENGINE to transformers\."):
         load_engine("vllm", checkpoint, SPAN, dtype=torch.bfloat16, device="cpu")
 
@@ -213,7 +214,7 @@ def test_a_build_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_other_families_are_refused_or_left_to_transformers(tmp_path: Path) -> None:
     checkpoint = checkpoint_of("gpt2", tmp_path)
-    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu") == "transformers"
+    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu")[0] == "transformers"
     with pytest.raises(StartupError, match=r"does not serve this: its families are cohere, .* and this is gpt2"):
         choose_engine("vllm", checkpoint, dtype=torch.float32, device="cpu")
 
@@ -222,7 +223,7 @@ def test_factors_that_follow_each_text_are_left_to_transformers(tmp_path: Path) 
     model = Checkpoint.from_pretrained(str(make_long_rope_checkpoint("phi3", tmp_path / "phi3")))
     with pytest.raises(StartupError, match=r"does not serve this: vLLM chooses the factors of a longrope embedding"):
         choose_engine("vllm", model, dtype=torch.float32, device="cpu")
-    assert choose_engine("auto", model, dtype=torch.float32, device="cpu") == "transformers"
+    assert choose_engine("auto", model, dtype=torch.float32, device="cpu")[0] == "transformers"
 
 
 def test_weights_that_corolla_quantises_are_refused(tmp_path: Path) -> None:
@@ -254,5 +255,40 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_reference_is_the_default(tmp_path: Path) -> None:
     checkpoint = checkpoint_of("llama", tmp_path)
-    assert choose_engine("transformers", checkpoint, dtype=torch.float32, device="cpu") == "transformers"
-    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu") == "vllm"
+    assert choose_engine("transformers", checkpoint, dtype=torch.float32, device="cpu")[0] == "transformers"
+    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu")[0] == "vllm"
+
+
+def test_the_block_that_auto_tries_is_the_one_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, make = checkpoint_of("llama", tmp_path), VllmEngine.make
+    made: list[Span] = []
+
+    def make_and_note(checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, device: torch.device) -> VllmEngine:
+        made.append(span)
+        return make(checkpoint, span, dtype=dtype, device=device)
+
+    monkeypatch.setattr(VllmEngine, "make", make_and_note)
+    name, block = choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu")
+    assert measure_speed(checkpoint, torch.float32, "cpu", engine=name, model=block).decode_tokens_per_second > 0
+    assert made == [Span(checkpoint.largest_block, checkpoint.largest_block + 1)]
+
+
+def test_each_number_of_threads_is_tried_with_a_block_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's products go on with as many threads as they first had."""
+    checkpoint, make = checkpoint_of("llama", tmp_path), VllmEngine.make
+    made: list[Span] = []
+
+    def make_and_note(checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, device: torch.device) -> VllmEngine:
+        made.append(span)
+        return make(checkpoint, span, dtype=dtype, device=device)
+
+    monkeypatch.setattr(VllmEngine, "make", make_and_note)
+    monkeypatch.setattr("corolla.models.threads.available_cores", lambda: 2)
+    before = torch.get_num_threads()
+    try:
+        measure_speed(checkpoint, torch.float32, "cpu", num_threads=0, engine="vllm")
+    finally:
+        torch.set_num_threads(before)
+    assert len(made) == 3

@@ -191,14 +191,15 @@ class BlockServer:
         fingerprint = await asyncio.to_thread(
             checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
         )
-        engine_name = await self._compute_thread.run(
+        engine_name, block = await self._compute_thread.run(
             choose_engine, settings.engine, checkpoint,
             dtype=dtype, device=settings.device, quantization=settings.quantization,
         )  # fmt: skip
         speed = await self._compute_thread.run(
             measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
-            settings.kv_cache_dtype, engine_name,
+            settings.kv_cache_dtype, engine_name, block,
         )  # fmt: skip
+        del block
         description = await asyncio.to_thread(self._description, checkpoint, fingerprint, engine_name, speed)
         self._registration = Registration(settings.router, description, self._load, network.channels)
         self._rpc.announce(_SERVICE)

@@ -89,6 +89,7 @@ def measure_speed(
     num_threads: int = 1,
     kv_cache_dtype: str = "auto",
     engine: EngineName = "transformers",
+    model: SpanEngine | None = None,
 ) -> Speed:
     """Times the model's largest block with one token and with a short prompt; the best of a few runs each.
 
@@ -99,36 +100,66 @@ def measure_speed(
         num_threads: of this process, from now on; 0 takes those with which the block is fastest.
         kv_cache_dtype: see `Runner`.
         engine: see `choose_engine`.
+        model: the largest block, if it was made already.
     """
     block = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
-    model = make_engine(engine, checkpoint, block, dtype=dtype, device=device, quantization=quantization)
-    runner = Runner(
-        model,
-        num_pages=1,
-        page_tokens=2 * _PREFILL_TOKENS,
-        tuning_budget_s=_TUNING_BUDGET_S,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-    cache = runner.new_cache()
-    cache.reserve(_PREFILL_TOKENS + 1)
 
-    def a_step(position: int, num_tokens: int) -> Callable[[], object]:
-        hidden = torch.zeros(num_tokens, checkpoint.hidden_size, dtype=dtype)
-        # A text with long factors may have any length.
-        return lambda: runner.forward([RowWork(cache, position, num_tokens, long_factors=True)], hidden, block)
+    def made() -> SpanEngine:
+        return make_engine(engine, checkpoint, block, dtype=dtype, device=device, quantization=quantization)
 
-    prefill, decode = a_step(0, _PREFILL_TOKENS), a_step(_PREFILL_TOKENS, 1)
+    trial = _Trial(model or made(), kv_cache_dtype)
 
     def seconds() -> float:
+        nonlocal trial
+        if trial.has_run and trial.model.keeps_threads:
+            trial = _Trial(made(), kv_cache_dtype)
         # Both matter alike, and neither hides the other.
-        return math.sqrt(_best_seconds(prefill) * _best_seconds(decode))
+        return math.sqrt(trial.prefill_s() * trial.decode_s())
 
     num_threads = set_num_threads(num_threads, seconds)
-    prefill_s, decode_s = _best_seconds(prefill), _best_seconds(decode)
-    bytes_per_token = cache.nbytes // (2 * _PREFILL_TOKENS)
+    if trial.has_run and trial.model.keeps_threads:
+        trial = _Trial(made(), kv_cache_dtype)
+    prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
+    num_bytes = trial.model.nbytes
     # One row takes the time of reading the weights, so bytes tell it. To make a head up may take gigabytes.
-    head_blocks = head_bytes(checkpoint, dtype, quantization) / model.nbytes
-    return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads, head_blocks, model.nbytes)
+    head_blocks = head_bytes(checkpoint, dtype, quantization) / num_bytes
+    return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, trial.bytes_per_token, num_threads, head_blocks, num_bytes)
+
+
+class _Trial:
+    """A short prompt and the next token, through one block.
+
+    Attributes:
+        has_run: whether any of it was timed.
+    """
+
+    def __init__(self, model: SpanEngine, kv_cache_dtype: str) -> None:
+        self.model = model
+        self.has_run = False
+        self._runner = Runner(
+            model, num_pages=1, page_tokens=2 * _PREFILL_TOKENS, tuning_budget_s=_TUNING_BUDGET_S,
+            kv_cache_dtype=kv_cache_dtype,
+        )  # fmt: skip
+        self._cache = self._runner.new_cache()
+        self._cache.reserve(_PREFILL_TOKENS + 1)
+
+    def prefill_s(self) -> float:
+        return self._seconds(0, _PREFILL_TOKENS)
+
+    def decode_s(self) -> float:
+        return self._seconds(_PREFILL_TOKENS, 1)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values, once it has run."""
+        return self._cache.nbytes // (2 * _PREFILL_TOKENS)
+
+    def _seconds(self, position: int, num_tokens: int) -> float:
+        self.has_run = True
+        hidden = torch.zeros(num_tokens, self.model.hidden_size, dtype=self.model.dtype)
+        # A text with long factors may have any length.
+        rows = [RowWork(self._cache, position, num_tokens, long_factors=True)]
+        return _best_seconds(lambda: self._runner.forward(rows, hidden, self.model.span))
 
 
 def state_bytes(model: SpanEngine) -> int:

@@ -62,6 +62,7 @@ class SpanModel:
         config: the model's configuration, cut to the span.
         family: the row of the table of families.
         packs_rows: whether rows of different sessions may be packed into one call.
+        keeps_threads: see `SpanEngine`; torch's products do not.
         dtype: of the weights, as of hidden states.
         device: where they are.
         fused: a faster way to run the same blocks, once `make_fused` found one.
@@ -73,6 +74,7 @@ class SpanModel:
         self.span = span
         self.family = family
         self.packs_rows = packs_rows(family, base.config)
+        self.keeps_threads = False
         self.dtype: torch.dtype = base.dtype
         self.device: torch.device = base.device
         self.fused: FusedSpan | None = None

@@ -30,34 +30,36 @@ _CHECKED_TOKENS: Final = (15, 1)
 
 def choose_engine(
     wanted: str, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str, quantization: str = "none"
-) -> EngineName:
+) -> tuple[EngineName, SpanEngine | None]:
     """The engine for a checkpoint; `auto` is `vllm` where that is installed and knows family and format.
 
     Args:
         wanted: `transformers`, `vllm` or `auto`.
 
+    Returns:
+        Its name, and the largest block with made-up weights where one was made to find out.
+
     Raises:
         StartupError: `vllm` was asked for, and cannot serve this.
     """
     if wanted == "transformers":
-        return "transformers"
+        return "transformers", None
     objection = _objection(checkpoint, device, quantization)
     if wanted == "vllm":
         vllm_layers.check_version()
         if objection is not None:
             raise StartupError(f"COROLLA_ENGINE=vllm does not serve this: {objection}. Set it to transformers.")
-        return "vllm"
+        return "vllm", None
     if objection is None:
         try:
             vllm_layers.check_version()
-            # Whether a kernel has the format, only vLLM knows. Where some blocks have experts, the last one does.
-            last = Span(checkpoint.num_blocks - 1, checkpoint.num_blocks)
-            make_engine("vllm", checkpoint, last, dtype=dtype, device=device)
-            return "vllm"
+            # Whether a kernel has the format, only vLLM knows. Where some blocks have experts, the largest one does.
+            largest = checkpoint.largest_block
+            return "vllm", make_engine("vllm", checkpoint, Span(largest, largest + 1), dtype=dtype, device=device)
         except StartupError as failure:
             objection = str(failure)
     log.info("vLLM does not compute the blocks", extra={"reason": objection})
-    return "transformers"
+    return "transformers", None
 
 
 def load_engine(

@@ -18,6 +18,7 @@ class SpanEngine(Protocol):
     Attributes:
         config: the model's configuration, cut to the span.
         packs_rows: whether rows of different sessions may be packed into one call.
+        keeps_threads: whether products go on with as many threads as they first had.
         fused: runs packed rows; None where only the family's own code does.
         adapters: of the batch that the family's own code is about to run; None where no row has one.
     """
@@ -27,6 +28,7 @@ class SpanEngine(Protocol):
     dtype: torch.dtype
     device: torch.device
     packs_rows: bool
+    keeps_threads: bool
     adapters: AdapterBatch | None
 
     @property

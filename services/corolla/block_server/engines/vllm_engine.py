@@ -34,6 +34,7 @@ class VllmEngine:
     """
 
     packs_rows = True
+    keeps_threads = True
 
     def __init__(
         self,
