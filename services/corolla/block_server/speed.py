@@ -29,10 +29,10 @@ _TUNING_BUDGET_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of the largest block: tokens per second, and bytes that a token's keys and values take; with how many threads.
+    """Of the largest block with keys and values: tokens per second, and bytes that these take; with how many threads.
 
     `head_blocks`: as many blocks take the time of the model's head for one row, and its memory. `block_bytes`: of the
-    weights of one block.
+    weights of the largest block of any kind.
     """
 
     decode_tokens_per_second: float
@@ -102,9 +102,9 @@ def measure_speed(
         engine: see `choose_engine`.
         model: the largest block, if it was made already.
     """
-    block = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
 
-    def made() -> SpanEngine:
+    def made(number: int = checkpoint.largest_block) -> SpanEngine:
+        block = Span(number, number + 1)
         return make_engine(engine, checkpoint, block, dtype=dtype, device=device, quantization=quantization)
 
     trial = _Trial(model or made(), kv_cache_dtype)
@@ -120,10 +120,13 @@ def measure_speed(
     if trial.has_run and trial.model.keeps_threads:
         trial = _Trial(made(), kv_cache_dtype)
     prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
-    num_bytes = trial.model.nbytes
+    # The others have a recurrent state instead of keys and values.
+    block_bytes = max(trial.model.nbytes, *(made(other).nbytes for other in checkpoint.largest_blocks[1:]), 0)
     # One row takes the time of reading the weights, so bytes tell it. To make a head up may take gigabytes.
-    head_blocks = head_bytes(checkpoint, dtype, quantization) / num_bytes
-    return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, trial.bytes_per_token, num_threads, head_blocks, num_bytes)
+    head_blocks = head_bytes(checkpoint, dtype, quantization) / block_bytes
+    return Speed(
+        1 / decode_s, _PREFILL_TOKENS / prefill_s, trial.bytes_per_token, num_threads, head_blocks, block_bytes
+    )
 
 
 class _Trial:

@@ -36,7 +36,7 @@ from corolla.models.quantized.description import QUANTIZATION_KEYS, Quantization
 from corolla.models.weights import find_weights, open_tensors, read_header, sample_bytes
 
 # Raise it whenever two releases would not compute the same hidden states or read the same frames.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 7
 
 # In a configuration: the file that it was read from, where `name_or_path` is the folder that was made of it.
 GGUF_FILE = "gguf_file"
@@ -174,14 +174,19 @@ class Checkpoint:
 
     @functools.cached_property
     def largest_block(self) -> int:
-        """The first of the blocks with the most tensors: where some are dense and others have experts, one of these.
+        """Of the blocks with keys and values, the first with the most tensors: one with experts if some have them."""
+        return self.largest_blocks[0]
 
-        What is planned by its size suffices for any block. Those with a recurrent state are none: what a token's keys
-        and values take is measured with it, too.
+    @functools.cached_property
+    def largest_blocks(self) -> tuple[int, ...]:
+        """`largest_block` and, of a model with recurrent states, the like of the blocks that have them.
+
+        What is planned by the larger one of the two suffices for any block.
         """
         counts = collections.Counter(block for block, _ in self._block_tensors())
-        blocks = sorted(set(range(self.num_blocks)) - recurrent_layers(self.config)) or range(self.num_blocks)
-        return max(blocks, key=counts.__getitem__)
+        recurrent = recurrent_layers(self.config)
+        kinds = sorted(set(range(self.num_blocks)) - recurrent), sorted(recurrent)
+        return tuple(max(blocks, key=counts.__getitem__) for blocks in kinds if blocks)
 
     def _block_tensors(self) -> list[tuple[int, str]]:
         """Each block's tensors. Of lists of blocks it is the longest one: others may predict further tokens."""
@@ -196,18 +201,20 @@ class Checkpoint:
         """As many blocks have as many weights as the head: the time of a row, too, is that of reading them.
 
         Raises:
-            CheckpointError: the largest block's weights are not here, or cannot be read.
+            CheckpointError: the largest blocks' weights are not here, or cannot be read.
         """
+        return self.vocab_size * self.hidden_size / max(map(self._num_weights, self.largest_blocks))
+
+    def _num_weights(self, block: int) -> int:
         if self.gguf is not None:
-            return self.vocab_size * self.hidden_size / self.gguf.num_block_weights(self.largest_block)
-        names = [name for block, name in self._block_tensors() if block == self.largest_block]
+            return self.gguf.num_block_weights(block)
+        names = [name for of_block, name in self._block_tensors() if of_block == block]
         if self.quantization is not None:
             with self.open_tensors({name: name for name in names}) as tensors:
                 shapes = [getattr(tensor, "shape", None) or tensor.get_shape() for tensor in tensors.values()]
-            return self.vocab_size * self.hidden_size / sum(map(math.prod, shapes))
+            return sum(map(math.prod, shapes))
         headers = {shard: read_header(shard) for shard in {self.weight_index[name] for name in names}}
-        num_block_weights = sum(math.prod(headers[self.weight_index[name]][name].shape) for name in names)
-        return self.vocab_size * self.hidden_size / num_block_weights
+        return sum(math.prod(headers[self.weight_index[name]][name].shape) for name in names)
 
     def generation_config(self) -> GenerationConfig:
         """How answers are made unless somebody says otherwise: the checkpoint's own, else what its model's tells.
