@@ -1,7 +1,7 @@
 """The engine `vllm`: blocks of a span by vLLM's layers and kernels, over the server's own pages."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,15 +14,16 @@ from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import keep_layers_of_config
 from corolla.models.families import Family, attention_windows
-from corolla.models.fused import PLACES, Attend
+from corolla.models.fused import Attend
 from corolla.models.span_model import LinearPlace, prefix_of, span_tensors
 from corolla.models.weights import open_tensors
 from corolla.wire.span import Span
 
-_MERGED: Final[Mapping[str, Place]] = dict(
-    zip(("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"), PLACES, strict=True)
-)
-"""vLLM's linear layers, which compute several of transformers' together, and the places of their products."""
+_PARTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""vLLM's linear layers that compute several of most families."""
 
 
 class VllmEngine:
@@ -31,6 +32,7 @@ class VllmEngine:
     Args:
         config: the model's, cut to the span.
         layers: of the span.
+        stored: for each block, paths of what has weights in the checkpoint.
     """
 
     packs_rows = True
@@ -41,6 +43,7 @@ class VllmEngine:
         config: PretrainedConfig,
         family: Family,
         layers: VllmLayers,
+        stored: Sequence[frozenset[str]],
         span: Span,
         dtype: torch.dtype,
         device: torch.device,
@@ -53,6 +56,7 @@ class VllmEngine:
         self.adapters: AdapterBatch | None = None
         self._layers = layers
         self._windows = attention_windows(config)
+        self._places = tuple(map(_places_of, layers.linears, stored))
         self._takes_adapters = False
 
     @classmethod
@@ -87,7 +91,7 @@ class VllmEngine:
         )  # fmt: skip
         config = copy.deepcopy(checkpoint.config)
         keep_layers_of_config(config, range(span.start, span.end))
-        return cls(config, checkpoint.family, layers, span, dtype, device)
+        return cls(config, checkpoint.family, layers, _stored(checkpoint, span), span, dtype, device)
 
     @property
     def fused(self) -> "VllmEngine":
@@ -144,13 +148,11 @@ class VllmEngine:
 
     def linear_place(self, layer: int, path: str) -> LinearPlace | None:
         """See `SpanModel.linear_place`."""
-        modules = dict(self._layers.layers[layer].named_modules())
-        for merged, place in _MERGED.items():
-            if path in place and merged in modules:
+        for place, module in self._places[layer].items():
+            if path in place:
                 number = place.index(path)
-                sizes = list(getattr(modules[merged], "output_sizes", [modules[merged].output_size]))
-                shape = (int(modules[merged].input_size), int(sizes[number]))
-                return LinearPlace(place, sum(sizes[:number]), shape)
+                sizes = [int(module.output_size)] if len(place) == 1 else [int(each) for each in module.output_sizes]
+                return LinearPlace(place, sum(sizes[:number]), (int(module.input_size), sizes[number]))
         return None
 
     def take_adapters(self) -> None:
@@ -158,11 +160,9 @@ class VllmEngine:
         if self._takes_adapters:
             return
         self._takes_adapters = True
-        for index, layer in enumerate(self._layers.layers):
-            modules = dict(layer.named_modules())
-            for merged, place in _MERGED.items():
-                if merged in modules:
-                    modules[merged].register_forward_hook(self._adding(index, place))
+        for index, places in enumerate(self._places):
+            for place, module in places.items():
+                module.register_forward_hook(self._adding(index, place))
 
     def _adding(self, layer: int, place: Place) -> Any:
         def add(_module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
@@ -170,6 +170,25 @@ class VllmEngine:
                 self.adapters.add(layer, place, inputs[0], output[0])
 
         return add
+
+
+def _places_of(linears: Mapping[str, Any], stored: frozenset[str]) -> dict[Place, Any]:
+    """Of a block's linear layers, those that are one or several of the checkpoint's."""
+    places: dict[Place, Any] = {}
+    for path, module in linears.items():
+        parent, _, name = path.rpartition(".")
+        place = (path,) if path in stored else tuple(f"{parent}.{part}" for part in _PARTS.get(name, ()))
+        if place and stored.issuperset(place):
+            places[place] = module
+    return places
+
+
+def _stored(checkpoint: Checkpoint, span: Span) -> list[frozenset[str]]:
+    parts = [name.split(".", 2)[1:] for name in span_tensors(checkpoint, prefix_of(checkpoint), span)]
+    return [
+        frozenset(part.rpartition(".")[0] for number, part in parts if int(number) == index)
+        for index in range(len(span))
+    ]
 
 
 def _weights(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -129,6 +129,7 @@ class VllmLayers:
 
     Attributes:
         facts: of their attention.
+        linears: for each layer its linear layers, by path; those of experts and their router are none.
         has_experts: for each layer, whether it is a mixture.
     """
 
@@ -136,6 +137,7 @@ class VllmLayers:
         self.layers = tuple(layers)
         self.nbytes = nbytes
         self.facts = tuple(map(_facts_of, attentions))
+        self.linears = tuple(map(_linears_of, layers))
         mixtures = [_mixtures_of(layer) for layer in layers]
         self.has_experts = tuple(map(bool, mixtures))
         self._context = _context_of([each for found in mixtures for each in found])
@@ -287,6 +289,14 @@ class _Counted:
         for name, tensor in self._weights:
             self.num_values += tensor.numel()
             yield name, tensor
+
+
+def _linears_of(layer: nn.Module) -> dict[str, Any]:
+    from vllm.model_executor.layers.fused_moe import GateLinear
+    from vllm.model_executor.layers.linear import LinearBase
+
+    parts = layer.named_modules()
+    return {path: part for path, part in parts if isinstance(part, LinearBase) and not isinstance(part, GateLinear)}
 
 
 def _mixtures_of(layer: nn.Module) -> list[Any]:
