@@ -1,6 +1,7 @@
 """Blocks by vLLM's layers equal transformers': families, formats of weights, adapters, and what is refused."""
 
 import gc
+import json
 import os
 import sys
 import weakref
@@ -125,6 +126,15 @@ def test_an_architecture_that_vllm_does_not_know_is_refused(tmp_path: Path) -> N
     edit_config(checkpoint.folder, architectures=["OtherForCausalLM"])
     with pytest.raises(StartupError, match=r"Model architectures .+ are not supported"):
         load_engine("vllm", checkpoint, SPAN, dtype=torch.float32, device="cpu")
+
+
+def test_a_configuration_need_not_name_a_class(tmp_path: Path) -> None:
+    """That out of a GGUF file does not."""
+    folder = checkpoint_of("gemma3_text", tmp_path).folder
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("architectures") == ["Gemma3ForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert largest_difference(Checkpoint.from_pretrained(str(folder)), torch.float32) < 1e-5
 
 
 @pytest.mark.parametrize("blocks", [Span(1, 2), Span(2, 4), Span(3, 4)])

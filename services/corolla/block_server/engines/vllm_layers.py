@@ -6,6 +6,7 @@ one is seen by `tests/vllm_engine`.
 
 import functools
 import inspect
+import json
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corolla.chassis.errors import CorollaError, InternalError, StartupError
 from corolla.wire.span import Span
@@ -338,8 +340,11 @@ def _reason(failure: Exception) -> str:
 def _config(folder: Path, dtype: torch.dtype, context_length: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
+    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
     return EngineArgs(
         model=str(folder),
+        # Configurations out of GGUF files name none, and vLLM would take some for models that embed texts.
+        hf_overrides={"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]},
         skip_tokenizer_init=True,
         # Where it has no class of its own for a model, it would wrap that of transformers.
         model_impl="vllm",
