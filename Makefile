@@ -172,7 +172,7 @@ test-all: setup $(HELM) gemma http-clients browser fuzzing ## Runs all tests but
 	@$(PY) -m pytest -q -m "not promtool and not cluster and not vllm" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 
 .PHONY: test-vllm
-test-vllm: setup vllm ## Tests the engine `vllm`, block by block and in chains.
+test-vllm: setup vllm ## Tests the engine `vllm`: blocks, chains, and a real model next to vLLM itself.
 	@echo "==> Testing the engine vllm"
 	@PYTHONPATH=$(VENV)/vllm $(PY) -m pytest -q -m vllm tests/vllm_engine $(ARGS)
 

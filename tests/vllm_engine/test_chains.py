@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from corolla.block_server.engines.vllm_layers import VLLM_FAMILIES
-from corolla.models.demo import demo_checkpoint
 from corolla.sdk.async_client import AsyncClient
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
@@ -100,16 +99,3 @@ async def test_one_engine_takes_over_from_the_other(tmp_path: Path, ends: str) -
             assert formats[heir.address] == "float32"
         if ends == "drained":
             swarm.servers.remove(leaver)
-
-
-@pytest.mark.model
-async def test_the_demo_model_answers_as_unsplit(tmp_path: Path) -> None:
-    unsplit, checkpoint = Unsplit.demo(), demo_checkpoint()
-    async with (
-        Swarm(tmp_path, checkpoint, ["0:13", "13:30"], server={"engine": "vllm"}) as swarm,
-        swarm.connect() as client,
-    ):
-        for prompt in ("Once upon a time", "The capital of France is"):
-            answer = await client.generate(prompt, max_tokens=48, ignore_eos=True)
-            token_ids = unsplit.tokenizer(prompt).input_ids
-            assert list(answer.token_ids) == unsplit.generate(token_ids, 48, ignore_eos=True).token_ids
