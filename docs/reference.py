@@ -97,8 +97,9 @@ def families() -> Iterator[str]:
     yield from ("", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|")
     for name, family in sorted(FAMILIES.items()):
         rows = "in one call" if family.packs_rows and not family.keeps_states else "one by one"
-        cached = "latents" if family.caches_latents else "keys and values"
-        cached += ", states" if family.keeps_states else ""
+        tokens = "latents" if family.caches_latents else "keys and values"
+        kept = (tokens if family.keeps_tokens else "", "states" if family.keeps_states else "")
+        cached = ", ".join(filter(None, kept))
         fast = "fused" if family.is_fused else ""
         vllm = "yes" if name in VLLM_FAMILIES else ""
         yield f"| `{name}` | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]} | {rows} | {cached} | {fast} | {vllm} |"

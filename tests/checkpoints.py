@@ -31,6 +31,7 @@ _SHAPE: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 _HEAD_SIZE = {"head_dim": 16}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Short windows, so that short tests run past them.
 _WINDOW = {"sliding_window": 12}
@@ -57,6 +58,14 @@ _GRANITE = {
     "residual_multiplier": 0.7,
     "attention_multiplier": 0.3,
 }
+_DELTA_RULE = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 _ALPHA = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}}
 YARN = {
     "rope_type": "yarn",
@@ -74,14 +83,22 @@ _GPT2_SHAPE = {"vocab_size": VOCAB_SIZE, "n_embd": HIDDEN_SIZE, "n_head": 4, "n_
 # Families whose blocks differ in kind; no two spans of the tests begin alike.
 _MIXED_FAMILIES = frozenset(
     {
+        "afmoe",
         "cohere2",
+        "cohere2_moe",
         "cwm",
         "dots1",
         "exaone4",
         "exaone_moe",
+        "flint",
         "gemma2",
         "gemma3_text",
         "gpt_oss",
+        "granite_swa",
+        "granitemoe_swa",
+        "kolibri1",
+        "laguna",
+        "mellum",
         "ministral",
         "olmo3",
         "qwen2",
@@ -90,8 +107,21 @@ _MIXED_FAMILIES = frozenset(
 )
 _LAYER_TYPES = ("sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention")
 # Blocks with a recurrent state, between those with attention.
-_RECURRENT_KINDS: Mapping[str, str] = {"lfm2": "conv", "lfm2_moe": "conv", "qwen3_next": "linear_attention"}
-RECURRENT_FAMILIES = _RECURRENT_KINDS.keys()
+_RECURRENT_KINDS: Mapping[str, str] = {
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "conv"),
+    **dict.fromkeys(
+        (
+            "granitemoehybrid",
+            "kimi_linear",
+            "olmo_hybrid",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+        ),
+        "linear_attention",
+    ),
+}
+RECURRENT_FAMILIES = frozenset({*_RECURRENT_KINDS, "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2"})
 
 # What each family's configuration gets besides `_SHAPE`; together they cover every special case of the families.
 _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
@@ -110,7 +140,7 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {**_HEAD_SIZE, **_WINDOW, "query_pre_attn_scalar": 16},
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": _WINDOW,
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": _LOCAL_EXPERTS,
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
     "qwen3_moe": {**_HEAD_SIZE, **_EXPERTS, "mlp_only_layers": [1]},
     "olmo2": {},
@@ -122,8 +152,7 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": {
         **_HEAD_SIZE,
         **_WINDOW,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        **_LOCAL_EXPERTS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
     },
     "gpt_neox": {"rotary_pct": 0.5},
@@ -143,11 +172,10 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "olmo": {"clip_qkv": 2.0},
     "olmoe": {**_EXPERTS, "clip_qkv": 2.0},
     "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
-    "granitemoe": {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {**_GRANITE, **_LOCAL_EXPERTS},
     "granitemoeshared": {
         **_GRANITE,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        **_LOCAL_EXPERTS,
         "shared_intermediate_size": 48,
     },
     "arcee": _HEAD_SIZE,
@@ -169,11 +197,11 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "xglm": {"d_model": HIDDEN_SIZE, "attention_heads": 4, "ffn_dim": 96},
     "biogpt": {},
-    "minimax_m2": {**_HEAD_SIZE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "minimax_m2": {**_HEAD_SIZE, **_LOCAL_EXPERTS, "intermediate_size": 32},
     "deepseek_v2": {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
     "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
     "glm4_moe_lite": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
-    "phimoe": {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True},
+    "phimoe": {**_WINDOW, **_LOCAL_EXPERTS, "lm_head_bias": True},
     "persimmon": {},
     "ministral": {**_HEAD_SIZE, **_WINDOW},
     "ministral3": {**_HEAD_SIZE, "rope_parameters": YARN},
@@ -190,18 +218,129 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "youtu": _LATENT,
     "cwm": {**_HEAD_SIZE, **_WINDOW},
     "solar_open": {**_HEAD_SIZE, **_ROUTED, "n_group": 2, "topk_group": 1},
-    "lfm2": {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": {"conv_L_cache": 3, **_EXPERTS, "num_dense_layers": 1},
-    "qwen3_next": {
+    "bitnet": {},
+    "hyperclovax": {**_HEAD_SIZE, **_GRANITE},
+    "hy_v3": {**_HEAD_SIZE, **_EXPERTS},
+    "gpt_neox_japanese": {
+        "intermediate_multiple_size": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "minicpm3": {**_LATENT, "scale_emb": 3, "dim_model_base": 32},
+    "cohere2_moe": {
+        **_HEAD_SIZE,
+        **_WINDOW,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "logit_scale": 0.5,
+        "first_k_dense_replace": 1,
+        "prefix_dense_intermediate_size": 64,
+        "intermediate_size": 32,
+    },
+    "afmoe": {
         **_HEAD_SIZE,
         **_EXPERTS,
-        "shared_expert_intermediate_size": 48,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        **_WINDOW,
+        "mup_enabled": True,
+        "num_shared_experts": 1,
     },
+    "mellum": {
+        **_HEAD_SIZE,
+        **_WINDOW,
+        **_LOCAL_EXPERTS,
+        "moe_intermediate_size": 32,
+    },
+    "kolibri1": {
+        **_HEAD_SIZE,
+        **_WINDOW,
+        **_LOCAL_EXPERTS,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "laguna": {
+        **_HEAD_SIZE,
+        **_WINDOW,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 48,
+    },
+    "jetmoe": {
+        "num_key_value_heads": 2,
+        "kv_channels": 16,
+        **_LOCAL_EXPERTS,
+    },
+    "aria_text": {**_HEAD_SIZE, "moe_num_experts": 4, "moe_topk": 2, "intermediate_size": 32},
+    "dbrx": {
+        "d_model": HIDDEN_SIZE,
+        "n_heads": 4,
+        "max_seq_len": CONTEXT_LENGTH,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": HIDDEN_SIZE, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "axk1": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
+    "doge": {"keep_window_size": 12},
+    "granite_swa": {**_GRANITE, **_WINDOW},
+    "granitemoe_swa": {
+        **_GRANITE,
+        **_WINDOW,
+        **_LOCAL_EXPERTS,
+        "shared_intermediate_size": 48,
+    },
+    "flint": {
+        **_HEAD_SIZE,
+        **_WINDOW,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+    "lfm2": {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"conv_L_cache": 3, **_EXPERTS, "num_dense_layers": 1},
+    "qwen3_next": {**_HEAD_SIZE, **_EXPERTS, **_DELTA_RULE, "shared_expert_intermediate_size": 48},
+    "qwen3_5_text": {**_HEAD_SIZE, **_DELTA_RULE},
+    "qwen3_5_moe_text": {**_HEAD_SIZE, **_EXPERTS, **_DELTA_RULE, "shared_expert_intermediate_size": 48},
+    "olmo_hybrid": _DELTA_RULE,
+    "kimi_linear": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "model_max_length": CONTEXT_LENGTH,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+    },
+    "lfm3": {**_HEAD_SIZE, **_WINDOW, "conv_L_cache": 3},
+    "bamba": {**_MAMBA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "granitemoehybrid": {**_MAMBA, **_GRANITE, **_LOCAL_EXPERTS, "shared_intermediate_size": 48},
+    "jamba": {
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+    },
+    "falcon_h1": {
+        **_MAMBA,
+        **_HEAD_SIZE,
+        "mamba_d_ssm": 128,
+        "mamba_d_head": 32,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.7,
+        "ssm_multipliers": [0.9, 0.8, 0.7, 1.1, 1.2],
+        "mlp_multipliers": [0.9, 1.1],
+    },
+    "mamba": {"state_size": 8, "time_step_rank": 4, "residual_in_fp32": False},
+    "mamba2": {
+        "state_size": 8,
+        "num_heads": 4,
+        "head_dim": 32,
+        "n_groups": 1,
+        "chunk_size": 16,
+        "residual_in_fp32": False,
+    },
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "residual_in_fp32": False},
     "falcon": {"alibi": False, "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True},
 }
 
@@ -228,6 +367,8 @@ def make_long_rope_checkpoint(family: str, folder: Path, **config_changes: Any) 
 
 # Of weights with which an answer does not just repeat a token or two.
 _SEEDS: Mapping[str, int] = {"apertus": 1, "gptj": 1, "persimmon": 1}
+# Of weights whose products are multiplied once more by what states are read with: wider ones blow rounding up.
+_SPREADS: Mapping[str, float] = dict.fromkeys(("falcon_h1", "falcon_mamba", "jamba", "mamba"), 1.0)
 
 
 def make_tiny_checkpoint(
@@ -253,8 +394,12 @@ def make_tiny_checkpoint(
     if family in _RECURRENT_KINDS:
         kinds = (_RECURRENT_KINDS[family], "full_attention", _RECURRENT_KINDS[family], _RECURRENT_KINDS[family])
         facts = {**facts, "layer_types": [kinds[block % len(kinds)] for block in range(num_blocks)]}
+    if family == "bamba":
+        facts = {**facts, "attn_layer_indices": list(range(1, num_blocks, 4))}
     if family in ("gpt2", "gptj", "gpt_bigcode", "codegen"):
         facts = {**facts, **_GPT2_SHAPE}
+    if family == "laguna":
+        facts = {**facts, "num_attention_heads_per_layer": [(4, 2)[block % 2] for block in range(num_blocks)]}
     if family == "gpt_neo":
         scopes = ("local", "global", "global")
         facts = {**facts, "attention_types": [[[scopes[block % len(scopes)]], 1] for block in range(num_blocks)]}
@@ -263,7 +408,7 @@ def make_tiny_checkpoint(
     tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     library: Any = AutoModelForCausalLM
     model = library.from_config(AutoConfig.for_model(family, **{**facts, **tokens}))
-    _draw_weights(model, seed + _SEEDS.get(family, 0))
+    _draw_weights(model, seed + _SEEDS.get(family, 0), _SPREADS.get(family, 1.6))
     generation: Any = GenerationConfig
     model.generation_config = generation(**{**tokens, "pad_token_id": tokenizer.eos_token_id})
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -292,7 +437,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def _draw_weights(model: torch.nn.Module, seed: int) -> None:
+def _draw_weights(model: torch.nn.Module, seed: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -301,7 +446,7 @@ def _draw_weights(model: torch.nn.Module, seed: int) -> None:
                 parameter.uniform_(-5.0, -2.0, generator=generator)
             elif parameter.dim() >= 2:
                 fan_in = parameter.shape[-1]
-                parameter.normal_(0.0, 1.6 * fan_in**-0.5, generator=generator)
+                parameter.normal_(0.0, spread * fan_in**-0.5, generator=generator)
             else:
                 # Norm weights and biases: near what they were, but none of them trivial.
                 parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator))

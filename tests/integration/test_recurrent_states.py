@@ -18,11 +18,14 @@ from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.reference import Sampling, Unsplit
+from tests.tiers import quick
 
 PROMPT = "the thin man in the inner tent " * 6
 SPANS = ["0:2", "2:5"]
 SAMPLED: Sampling = {"temperature": 1.1, "top_p": 0.95, "seed": 7}
-every_kind = pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+# A short convolution, linear attention, a state beside attention, a scan that begins anew.
+KINDS = ("lfm2", "qwen3_next", "falcon_h1", "jamba")
+every_kind = pytest.mark.parametrize("family", quick(KINDS, *KINDS[:3]))
 
 
 def checkpoint(folder: Path, family: str, **changes: Any) -> Path:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.prompts import BlockPrompts
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
-from corolla.models.families import attention_windows, recurrent_layers
+from corolla.models.families import attention_windows, pageless_layers, recurrent_layers
 from corolla.models.span_model import SpanModel
 from corolla.wire.span import Span
 
@@ -116,7 +116,8 @@ class Runner:
         self.store = KVStore(
             num_pages, page_tokens, page_windows(model), max_step_tokens=max_step_tokens,
             has_scratch_page=has_scratch_page, codec=codec,
-            recurrent=recurrent_layers(model.config), num_state_pages=num_state_pages,
+            recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
+            num_state_pages=num_state_pages,
         )  # fmt: skip
         if model.packs_rows:
             model.set_attention(LATENT if model.family.caches_latents else RAGGED)
@@ -252,17 +253,25 @@ class Runner:
 
     def _forward_rows(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         outputs: list[Tensor] = []
+        windows, layers = attention_windows(self.model.config), self.model.layer_indices(blocks)
         for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
-            positions = torch.arange(row.position, row.position + row.num_tokens, device=hidden.device)
-            packed = PackedRow(row.cache, row.position, 0, row.num_tokens)
-            cache = _RowCache(AttentionBatch(self.store, [packed], self.backend), attention_windows(self.model.config))
-            cache.begin(self.model.layer_indices(blocks))
-            self.model.adapters = self._adapters([row])
-            self._tell_factors([row], part)
-            outputs.append(
-                self._base.forward(part.unsqueeze(0), positions.unsqueeze(0), blocks=blocks, past_key_values=cache)[0]
-            )
-            cache.keep_states()
+            cache: _RowCache | None = None
+            is_single = bool(row.position) and self.model.family.continues_singly
+            start = row.position
+            for tokens in torch.split(part, 1 if is_single else row.num_tokens):
+                end = start + len(tokens)
+                batch = AttentionBatch(self.store, [PackedRow(row.cache, start, 0, len(tokens))], self.backend)
+                cache = _RowCache(batch, windows, layers, cache)
+                positions = torch.arange(start, end, device=hidden.device).unsqueeze(0)
+                part_of_row = replace(row, position=start, num_tokens=len(tokens))
+                self.model.adapters = self._adapters([part_of_row])
+                self._tell_factors([part_of_row], tokens)
+                outputs.append(
+                    self._base.forward(tokens.unsqueeze(0), positions, blocks=blocks, past_key_values=cache)[0]
+                )
+                start = end
+            if cache is not None:
+                cache.keep_states()
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:
@@ -298,17 +307,28 @@ class _RowCache(Cache):
 
     Of keys and values it shows, where a layer has a window, what is within that. Recurrent layers get copies of their
     states, since they write to them in place: until the step is committed, the session has what it had before.
+
+    Args:
+        batch: of the one row.
+        windows: of all layers.
+        layers: those that run.
+        before: what the earlier tokens of the same step left; None where the step begins.
     """
 
-    def __init__(self, batch: AttentionBatch, windows: Sequence[int | None]) -> None:
+    def __init__(
+        self, batch: AttentionBatch, windows: Sequence[int | None], layers: range, before: "_RowCache | None"
+    ) -> None:
         super().__init__(layers=[DummyLayer() for _ in windows])
         self._batch = batch
         self._windows = windows
         (self._row,) = batch.rows
         self._position = self._row.position
+        if before is None:
+            self._begin(layers)
+        else:
+            self.layers = before.layers
 
-    def begin(self, layers: range) -> None:
-        """Copies the states of those of these layers that have one."""
+    def _begin(self, layers: range) -> None:
         states = self._row.cache.states
         if states is not None:
             held = states.at(self._position)
@@ -348,7 +368,7 @@ class _RowCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        return [layer in self._batch.store.recurrent for layer in range(len(self._windows))]
+        return [layer in self._batch.store.pageless for layer in range(len(self._windows))]
 
     @property
     def is_dummy(self) -> list[bool]:

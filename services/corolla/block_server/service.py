@@ -54,7 +54,7 @@ from corolla.chassis.weight_formats import EngineName, weight_format
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges
-from corolla.models.families import recurrent_layers
+from corolla.models.families import pageless_layers
 from corolla.models.hub import Hub
 from corolla.models.packed.choice import types_of
 from corolla.models.span_model import fetch_span
@@ -391,7 +391,7 @@ class BlockServer:
 
     def _make_runner(self, model: SpanEngine, cache_bytes_per_token: int) -> Runner:
         settings = self.settings
-        layers_per_group = LayerGroups.of(page_windows(model), recurrent_layers(model.config)).layers_per_group
+        layers_per_group = LayerGroups.of(page_windows(model), pageless_layers(model.config)).layers_per_group
         num_pages, num_state_pages = self._num_pages(cache_bytes_per_token * layers_per_group, state_bytes(model))
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
         runner = Runner(

@@ -17,6 +17,7 @@ from corolla.chassis.weight_formats import EngineName
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
 from corolla.models.families import recurrent_layers
+from corolla.models.span_model import make_span
 from corolla.models.threads import set_num_threads
 from corolla.wire.span import Span
 
@@ -120,13 +121,17 @@ def measure_speed(
     if trial.has_run and trial.model.keeps_threads:
         trial = _Trial(made(), kv_cache_dtype)
     prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
-    # The others have a recurrent state instead of keys and values.
-    block_bytes = max(trial.model.nbytes, *(made(other).nbytes for other in checkpoint.largest_blocks[1:]), 0)
+    others = (made(other).nbytes for other in checkpoint.largest_blocks if other != checkpoint.largest_block)
+    block_bytes = max(trial.model.nbytes, *others, 0)
+    # Where no block keeps keys and values, what pages stand for are states.
+    bytes_per_token = (
+        trial.page_bytes_per_token
+        or _page_bytes(checkpoint, dtype, device, kv_cache_dtype)
+        or max(1, trial.bytes_per_token)
+    )
     # One row takes the time of reading the weights, so bytes tell it. To make a head up may take gigabytes.
     head_blocks = head_bytes(checkpoint, dtype, quantization) / block_bytes
-    return Speed(
-        1 / decode_s, _PREFILL_TOKENS / prefill_s, trial.bytes_per_token, num_threads, head_blocks, block_bytes
-    )
+    return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads, head_blocks, block_bytes)
 
 
 class _Trial:
@@ -153,8 +158,13 @@ class _Trial:
         return self._seconds(_PREFILL_TOKENS, 1)
 
     @property
-    def bytes_per_token(self) -> int:
+    def page_bytes_per_token(self) -> int:
         """Of keys and values, once it has run."""
+        return self._runner.store.page_bytes // (2 * _PREFILL_TOKENS)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The same with recurrent states."""
         return self._cache.nbytes // (2 * _PREFILL_TOKENS)
 
     def _seconds(self, position: int, num_tokens: int) -> float:
@@ -163,6 +173,16 @@ class _Trial:
         # A text with long factors may have any length.
         rows = [RowWork(self._cache, position, num_tokens, long_factors=True)]
         return _best_seconds(lambda: self._runner.forward(rows, hidden, self.model.span))
+
+
+def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, kv_cache_dtype: str) -> int:
+    """Bytes of a token's keys and values in a block that keeps some; 0: none does."""
+    block = Span(checkpoint.caching_block, checkpoint.caching_block + 1)
+    model = make_span(checkpoint, block, dtype=dtype, device=device)
+    runner = Runner(model, num_pages=1, page_tokens=1, is_fused=False, kv_cache_dtype=kv_cache_dtype)
+    with decode_step(runner) as step:
+        step()
+    return runner.store.page_bytes
 
 
 def state_bytes(model: SpanEngine) -> int:

@@ -22,7 +22,7 @@ from corolla.models.families import (
     LONG_ROPE,
     Family,
     family_of,
-    recurrent_layers,
+    pageless_layers,
     rope_types,
     short_factor_length,
 )
@@ -173,20 +173,29 @@ class Checkpoint:
         return bool(self.config.tie_word_embeddings)
 
     @functools.cached_property
+    def largest_blocks(self) -> tuple[int, ...]:
+        """Of the blocks with keys and values, and of those without, the first with the most tensors.
+
+        Where some have experts, it is one of these. What is planned by the larger one of the two suffices for any.
+        """
+        counts, pageless = self._num_tensors, pageless_layers(self.config)
+        kinds = sorted(set(range(self.num_blocks)) - pageless), sorted(pageless)
+        return tuple(max(blocks, key=counts.__getitem__) for blocks in kinds if blocks)
+
+    @property
     def largest_block(self) -> int:
-        """Of the blocks with keys and values, the first with the most tensors: one with experts if some have them."""
+        """That of `largest_blocks` with more tensors."""
+        return max(self.largest_blocks, key=self._num_tensors.__getitem__)
+
+    @property
+    def caching_block(self) -> int:
+        """That of `largest_blocks` that keeps keys and values, if any block does."""
         return self.largest_blocks[0]
 
     @functools.cached_property
-    def largest_blocks(self) -> tuple[int, ...]:
-        """`largest_block` and, of a model with recurrent states, the like of the blocks that have them.
-
-        What is planned by the larger one of the two suffices for any block.
-        """
-        counts = collections.Counter(block for block, _ in self._block_tensors())
-        recurrent = recurrent_layers(self.config)
-        kinds = sorted(set(range(self.num_blocks)) - recurrent), sorted(recurrent)
-        return tuple(max(blocks, key=counts.__getitem__) for blocks in kinds if blocks)
+    def _num_tensors(self) -> collections.Counter[int]:
+        """Of each block."""
+        return collections.Counter(block for block, _ in self._block_tensors())
 
     def _block_tensors(self) -> list[tuple[int, str]]:
         """Each block's tensors. Of lists of blocks it is the longest one: others may predict further tokens."""

@@ -22,7 +22,14 @@ from corolla.models.loading import LOADING
 from corolla.models.pieces import InPieces
 
 # Lists of the configuration with one entry for each layer that a base model's forward indexes by position.
-PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+PER_LAYER_LISTS = (
+    "layer_types",
+    "layers_block_type",
+    "mlp_layer_types",
+    "no_rope_layers",
+    "layer_rope_theta",
+    "num_attention_heads_per_layer",
+)
 LAYER_INDEX_NAMES = ("layer_idx", "layer_id")
 # Of made-up weights, as most families begin with.
 _SPREAD: Final = 0.02
@@ -120,7 +127,7 @@ def make_up(
     """Builds a model on the meta device and fills it at random, with numbers that nobody else in the process misses."""
     with torch.device("meta"):
         empty = cast(Any, model_class)(copy.deepcopy(config))  # which building may change
-    shapes = {name: parameter.shape for name, parameter in empty.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if tensor.is_floating_point()}
     source = torch.Generator().manual_seed(0)
     numbers = torch.randn(_NUM_MADE_UP, generator=source).mul_(_SPREAD).to(dtype)
     tensors = {name: _filled(shape, numbers) for name, shape in shapes.items()}
@@ -164,11 +171,15 @@ def _fill(
 
 def keep_layers_of_config(config: PretrainedConfig, indices: range) -> None:
     """Cuts the configuration, in place, to the layers `indices` of those that it describes."""
-    for name in PER_LAYER_LISTS:
-        entries = getattr(config, name, None)
-        if entries is not None:
-            setattr(config, name, [entries[index] for index in indices])
+    lists = {name: getattr(config, name, None) for name in PER_LAYER_LISTS if name not in config.attribute_map}
+    kept = {name: [entries[index] for index in indices] for name, entries in lists.items() if entries is not None}
+    computed = [name for name in kept if isinstance(getattr(type(config), name, None), property)]
+    if computed:
+        # From the number of a layer in the whole model, which a cut one no longer knows.
+        config.__class__ = type(type(config).__name__, (type(config),), dict.fromkeys(computed))
     config.num_hidden_layers = len(indices)
+    for name, entries in kept.items():
+        setattr(config, name, entries)
 
 
 def keep_layers(base: PreTrainedModel, family: Family, indices: range) -> None:

@@ -65,7 +65,9 @@ class Edges:
         self._head_model = head_model
         self._embedding = None if embedding_model is None else embedding_model.get_submodule(family.embedding)
         # Then the base model's forward adds nothing but its own overhead, half a millisecond for each token.
-        self.is_lookup = not (family.learned_positions or family.bypassed or family.unit_scalars)
+        self.is_lookup = not (
+            family.learned_positions or family.bypassed or family.unit_scalars or family.unit_settings
+        )
 
     @property
     def config(self) -> PretrainedConfig:
@@ -179,7 +181,10 @@ def load_edges(
     norm = base.get_submodule(family.norm)
     base.set_submodule(family.norm, nn.Identity())
     around_layers = family.layers.split(".")[:-1]
-    causal_model.set_submodule(causal_model.base_model_prefix, _at(around_layers, _NormOnly(norm)))
+    only_norm = _NormOnly(norm)
+    for name in family.head_scalars:
+        setattr(only_norm, name, getattr(base, name))
+    causal_model.set_submodule(causal_model.base_model_prefix, _at(around_layers, only_norm))
     return Edges(family, base if has_embedding else None, causal_model, dtype)
 
 
@@ -312,9 +317,10 @@ def _present(part: Part | None) -> Part:
 
 @dataclass
 class _NormedOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """A base model's output as every family's head may read it, mixtures of experts included."""
+    """A base model's output as every family's head may read it, mixtures of experts and state space models included."""
 
     router_logits: tuple[Tensor, ...] | None = None
+    cache_params: None = None
 
 
 class _NormOnly(nn.Module):

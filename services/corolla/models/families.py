@@ -16,8 +16,9 @@ from transformers import PretrainedConfig
 
 from corolla.chassis.errors import UnsupportedFamily
 
-# Kinds of layers, as configurations call them, that keep a state of fixed size instead of keys and values.
-RECURRENT_KINDS = frozenset({"conv", "linear_attention"})
+# Kinds of layers, as configurations call them, that keep a state of fixed size; and those that keep no keys and values.
+RECURRENT_KINDS = frozenset({"conv", "linear_attention", "hybrid"})
+PAGELESS_KINDS = frozenset({"conv", "linear_attention"})
 
 # Rotary embeddings with other factors for long texts. The library looks at the longest position of the whole call.
 LONG_ROPE = "longrope"
@@ -38,9 +39,16 @@ class Family:
         bypassed: further modules that run before block 0 and map hidden states to hidden states.
         learned_positions: the module that is added to the embedding by position, or None.
         unit_scalars: attributes of the base model that multiply the embedding; 1.0 in a span.
+        unit_settings: flags of the configuration that have the base model scale the embedding; off in a span.
+        head_scalars: attributes of the base model that multiply the logits.
         packs_rows: whether attention goes through transformers' AttentionInterface, so that rows of different sessions
             may be packed into one call.
         caches_latents: whether what is cached is expanded to keys and values after it was read.
+        continues_singly: whether a call of several tokens takes up no state, so that they run one by one behind the
+            first call of a session.
+        read_weights: names of linear layers whose weights its code reads without calling them.
+        cache_argument: what the base model's forward calls its cache.
+        keeps_tokens: whether some of its blocks keep keys and values.
         keeps_states: whether some of its blocks keep a recurrent state; see `recurrent_layers`.
         is_fused: whether the blocks have the shape that `fused` knows.
         has_rope_alpha: whether a rotary embedding that calls itself dynamic is fixed where it has an `alpha`.
@@ -56,8 +64,14 @@ class Family:
     bypassed: tuple[str, ...] = ()
     learned_positions: str | None = None
     unit_scalars: tuple[str, ...] = ()
+    unit_settings: tuple[str, ...] = ()
+    head_scalars: tuple[str, ...] = ()
     packs_rows: bool = True
     caches_latents: bool = False
+    continues_singly: bool = False
+    read_weights: tuple[str, ...] = ()
+    cache_argument: str = "past_key_values"
+    keeps_tokens: bool = True
     keeps_states: bool = False
     is_fused: bool = False
     has_rope_alpha: bool = False
@@ -149,9 +163,72 @@ _FAMILIES = (
     Family("youtu", caches_latents=True),
     Family("cwm", is_fused=True),
     Family("solar_open"),
+    Family("bitnet"),
+    Family("hyperclovax", unit_scalars=("embedding_multiplier",)),
+    Family("hy_v3"),
+    Family("gpt_neox_japanese", embedding="embed_in", norm="final_layer_norm", packs_rows=False),
+    Family("minicpm3", caches_latents=True),
+    Family("cohere2_moe"),
+    Family("afmoe", unit_settings=("mup_enabled",)),
+    Family("mellum"),
+    Family("kolibri1"),
+    Family("laguna"),
+    Family("jetmoe"),
+    Family("aria_text"),
+    Family("dbrx", layers="blocks", embedding="wte", norm="norm_f"),
+    Family("axk1", caches_latents=True),
+    # Each token sees the keys that its mask picks.
+    Family("doge", packs_rows=False),
+    # Their attention has sinks.
+    Family("granite_swa", unit_scalars=("embedding_multiplier",), packs_rows=False),
+    Family("granitemoe_swa", unit_scalars=("embedding_multiplier",), packs_rows=False),
+    Family("flint", packs_rows=False),
     Family("lfm2", norm="embedding_norm", keeps_states=True),
     Family("lfm2_moe", norm="embedding_norm", keeps_states=True),
     Family("qwen3_next", keeps_states=True),
+    Family("qwen3_5_text", keeps_states=True),
+    Family("qwen3_5_moe_text", keeps_states=True),
+    Family("olmo_hybrid", keeps_states=True),
+    Family("kimi_linear", caches_latents=True, keeps_states=True),
+    Family("lfm3", norm="embedding_norm", keeps_states=True),
+    Family("bamba", norm="final_layernorm", keeps_states=True),
+    Family("granitemoehybrid", unit_scalars=("embedding_multiplier",), keeps_states=True),
+    Family("jamba", norm="final_layernorm", continues_singly=True, read_weights=("dt_proj",), keeps_states=True),
+    Family(
+        "falcon_h1",
+        norm="final_layernorm",
+        unit_scalars=("embedding_multiplier",),
+        head_scalars=("lm_head_multiplier",),
+        keeps_states=True,
+    ),
+    Family(
+        "mamba",
+        embedding="embeddings",
+        norm="norm_f",
+        cache_argument="cache_params",
+        continues_singly=True,
+        read_weights=("dt_proj",),
+        keeps_tokens=False,
+        keeps_states=True,
+    ),
+    Family(
+        "mamba2",
+        embedding="embeddings",
+        norm="norm_f",
+        cache_argument="cache_params",
+        keeps_tokens=False,
+        keeps_states=True,
+    ),
+    Family(
+        "falcon_mamba",
+        embedding="embeddings",
+        norm="norm_f",
+        cache_argument="cache_params",
+        continues_singly=True,
+        read_weights=("dt_proj",),
+        keeps_tokens=False,
+        keeps_states=True,
+    ),
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
@@ -208,12 +285,21 @@ def short_factor_length(config: PretrainedConfig) -> int | None:
 
 
 def recurrent_layers(config: PretrainedConfig) -> frozenset[int]:
-    """Indices of the layers of a configuration that keep a recurrent state, and no keys and values.
+    """Indices of the layers of a configuration that keep a recurrent state, most of them no keys and values.
 
     A state is that of one position: a session of a model with such layers goes back only to where a state was kept.
     """
-    kinds = getattr(config, "layer_types", None) or ()
-    return frozenset(index for index, kind in enumerate(kinds) if kind in RECURRENT_KINDS)
+    return _layers_of_kinds(config, RECURRENT_KINDS)
+
+
+def pageless_layers(config: PretrainedConfig) -> frozenset[int]:
+    """Indices of the layers of a configuration that keep no keys and values."""
+    return _layers_of_kinds(config, PAGELESS_KINDS)
+
+
+def _layers_of_kinds(config: PretrainedConfig, kinds: frozenset[str]) -> frozenset[int]:
+    given = getattr(config, "layer_types", None) or ()
+    return frozenset(index for index, kind in enumerate(given) if kind in kinds)
 
 
 def rope_types(config: PretrainedConfig) -> Iterator[str]:

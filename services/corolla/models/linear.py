@@ -130,12 +130,16 @@ def is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and type(module.weight.data) is Tensor
 
 
-def replace_linears(root: nn.Module) -> list[TunedLinear]:
-    """Puts a TunedLinear, with the same parameters, in place of every plain layer below `root`. Returns them."""
+def replace_linears(root: nn.Module, kept: Collection[str] = ()) -> list[TunedLinear]:
+    """Puts a TunedLinear, with the same parameters, in place of every plain layer below `root`. Returns them.
+
+    Args:
+        kept: names within their blocks of layers that stay, since others read their weights.
+    """
     replaced: list[TunedLinear] = []
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
-            if is_plain(child):
+            if is_plain(child) and name not in kept:
                 tuned = TunedLinear(cast(nn.Parameter, child.weight), cast(nn.Parameter | None, child.bias))
                 setattr(parent, name, tuned)
                 replaced.append(tuned)

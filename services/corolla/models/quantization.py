@@ -4,6 +4,7 @@ Only weights are quantised; hidden states, the KV cache and what travels between
 keeps its class and gets another kind of tensor as its weight, so the family's own code runs as before.
 """
 
+from collections.abc import Collection
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,7 @@ INT4_GROUP_SIZE: Final = 32
 _LEAST_SHARE: Final = 0.5
 
 
-def quantize(model: nn.Module, quantization: str) -> None:
+def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) -> None:
     """Quantises every linear layer of `model`, in place, where it lies; `"none"` and `"packed"` leave all as it is.
 
     `int8` is symmetric with one scale for each output channel. `int4` is asymmetric with a scale and a zero point for
@@ -26,6 +27,7 @@ def quantize(model: nn.Module, quantization: str) -> None:
     Args:
         model: in its final dtype, on its final device.
         quantization: `"none"`, `"int8"`, `"int4"` or `"packed"`.
+        kept: names within their blocks of layers that stay, since others read their weights.
 
     Raises:
         StartupError: torchao is not installed.
@@ -34,7 +36,8 @@ def quantize(model: nn.Module, quantization: str) -> None:
     """
     if quantization in ("none", PACKED):
         return
-    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    modules = model.named_modules()
+    layers = [each for path, each in modules if type(each) is nn.Linear and path.rpartition(".")[2] not in kept]
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     quantizable = [layer for layer in layers if layer.in_features % INT4_GROUP_SIZE == 0 or quantization == "int8"]
     if sum(layer.weight.numel() for layer in quantizable) < _LEAST_SHARE * num_weights:

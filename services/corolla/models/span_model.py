@@ -119,7 +119,8 @@ class SpanModel:
         layers = list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
         if self.family.is_fused and self.packs_rows and all(map(fits, layers)):
             self.fused = FusedSpan(layers, self._base.get_submodule("rotary_emb"), self.config)
-        tune(replace_linears(self._base) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
+        kept = self.family.read_weights
+        tune(replace_linears(self._base, kept) if self.fused is None else self.fused.linears, budget_s=tuning_budget_s)
 
     def linear_place(self, layer: int, path: str) -> LinearPlace | None:
         """Where the output of a linear layer is; None: the layer has none of this path that sees each token once.
@@ -127,7 +128,7 @@ class SpanModel:
         Args:
             path: within the block, such as `self_attn.q_proj`.
         """
-        if self.family.caches_latents and path == _EXPANSION:
+        if (self.family.caches_latents and path == _EXPANSION) or path.endswith(self.family.read_weights):
             return None
         modules = dict(self._layer(layer).named_modules())
         if (shape := _features(modules.get(path))) is None:
@@ -197,9 +198,9 @@ class SpanModel:
         output = self._view(blocks or self.span)(
             inputs_embeds=hidden,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             attention_mask=attention_mask,
             use_cache=past_key_values is not None,
+            **{self.family.cache_argument: past_key_values},
             **attention_kwargs,
         )
         return cast(Tensor, output.last_hidden_state)
@@ -342,7 +343,7 @@ def _cut_class_of(
 
 def _finished(base: PreTrainedModel, span: Span, family: Family, device: torch.device, quantization: str) -> SpanModel:
     base = cast(Any, base).to(device)
-    quantize(base, quantization)
+    quantize(base, quantization, family.read_weights)
     return SpanModel(base, span, family)
 
 
@@ -372,3 +373,5 @@ def _cut_to_span(base: PreTrainedModel, *, family: Family, span: Span) -> None:
         base.set_submodule(family.learned_positions, _NoPositions())
     for name in family.unit_scalars:
         setattr(base, name, 1.0)
+    for name in family.unit_settings:
+        setattr(base.config, name, False)

@@ -41,6 +41,7 @@ class Chain:
 
     def __init__(self, folder: Path, spans: Sequence[Span] = UNEVEN, **runner_options: Any) -> None:
         checkpoint = Checkpoint.from_pretrained(str(folder))
+        self.family = checkpoint.family
         self.edges: Edges = load_edges(checkpoint, dtype=torch.float32)
         self.runners = [
             Runner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=8, **runner_options) for span in spans
@@ -89,9 +90,17 @@ class Chain:
 
     @torch.inference_mode()
     def truth_in_chunks(self, tokens: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Tensor:
+        if self.family.continues_singly:
+            # In chunks the unsplit model forgets what was before.
+            return self.truth(tokens)
         cache = DynamicCache(config=self.unsplit.config)
-        ids = torch.tensor([tokens])
-        parts = [self.unsplit(input_ids=ids[:, start:end], past_key_values=cache).logits[0] for start, end in bounds]
+        held = {self.family.cache_argument: cache}
+        parts = [
+            self.unsplit(
+                input_ids=torch.tensor([tokens[start:end]]), position_ids=torch.arange(start, end)[None], **held
+            ).logits[0]
+            for start, end in bounds
+        ]
         return torch.cat(parts)
 
 

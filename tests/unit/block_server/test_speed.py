@@ -20,6 +20,7 @@ from tests.checkpoints import make_tiny_checkpoint
         pytest.param("deepseek_v3", 16 + 8, id="experts behind dense blocks, and latents"),
         pytest.param("qwen3_moe", 2 * 2 * 16, id="a dense block among experts"),
         pytest.param("lfm2", 2 * 2 * 16, id="larger blocks with a recurrent state"),
+        pytest.param("jamba", 2 * 2 * 16, id="experts in blocks with states only"),
     ],
 )
 def test_the_largest_block_is_measured(tmp_path: Path, family: str, numbers_per_token: int) -> None:

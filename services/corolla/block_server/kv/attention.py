@@ -201,7 +201,8 @@ def ragged_attention(
         window=sliding_window,
         softcap=softcap,
     )
-    return output.unsqueeze(0), None
+    # As the library's own functions give it: some families make a view of it.
+    return output.contiguous().unsqueeze(0), None
 
 
 AttentionInterface.register(RAGGED, ragged_attention)

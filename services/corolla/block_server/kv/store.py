@@ -34,11 +34,11 @@ class LayerGroups:
     layers_per_group: int
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], recurrent: Collection[int] = ()) -> "LayerGroups":
-        """Args: windows of the span's layers, in order; which of these keep a recurrent state."""
+    def of(cls, windows: Sequence[int | None], pageless: Collection[int] = ()) -> "LayerGroups":
+        """Args: windows of the span's layers, in order; which of these keep no keys and values."""
         layers_by_window: dict[int | None, list[int]] = {}
         for layer, window in enumerate(windows):
-            if layer not in recurrent:
+            if layer not in pageless:
                 layers_by_window.setdefault(window, []).append(layer)
         if not layers_by_window:
             # Tokens are counted by pages all the same.
@@ -68,7 +68,8 @@ class KVStore:
         max_step_tokens: new tokens of one step of one session, at most.
         has_scratch_page: whether there is one more page, for what no session will read. It is none of the pool's.
         codec: how keys and values are stored; None: as they are. What `layer` gives is encoded, then.
-        recurrent: layers of the span that keep a recurrent state, and no keys and values.
+        recurrent: layers of the span that keep a recurrent state.
+        pageless: those that keep no keys and values.
         num_state_pages: pages that stand for the memory of one session's recurrent states.
 
     Attributes:
@@ -86,14 +87,16 @@ class KVStore:
         has_scratch_page: bool = False,
         codec: KVCodec | None = None,
         recurrent: Collection[int] = (),
+        pageless: Collection[int] = (),
         num_state_pages: int = 0,
     ) -> None:
         self.codec = codec
         self.recurrent = frozenset(recurrent)
+        self.pageless = frozenset(pageless)
         self.num_state_pages = num_state_pages
         self.state_shapes: dict[int, LayerState] = {}
         self.pool = PagePool(num_pages, page_tokens)
-        self.groups = LayerGroups.of(windows, self.recurrent)
+        self.groups = LayerGroups.of(windows, self.pageless)
         self.rules = tuple(GroupRule(window, max_step_tokens) for window in self.groups.windows)
         self.scratch_page = num_pages if has_scratch_page else None
         self._num_pages = num_pages + int(has_scratch_page)
@@ -110,7 +113,7 @@ class KVStore:
         return sum(keys.nbytes + values.nbytes for keys, values in made) // self._num_pages
 
     def group_of(self, layer: int) -> int:
-        """Which of a session's page tables a layer uses; a recurrent one uses none."""
+        """Which of a session's page tables a layer uses; a pageless one uses none."""
         return self.groups.layer_indices[layer][0]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

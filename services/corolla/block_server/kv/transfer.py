@@ -19,7 +19,7 @@ class TokenCopy:
 
     Attributes:
         first_tokens: for each layer the first token that is still held; those before were given back.
-        payload: for each layer keys, then values, `[tokens, key heads, head_dim]`, as the cache stores them; recurrent
+        payload: for each layer keys, then values, `[tokens, key heads, head_dim]`, as the cache stores them; pageless
             layers have none.
         has_states: whether the payload ends with the states of recurrent layers at `end`, which is all of the session.
     """
@@ -46,7 +46,7 @@ def state_bytes(store: KVStore, layers: range) -> int:
 
 
 def _paged(store: KVStore, layers: range) -> list[int]:
-    return [layer for layer in layers if layer not in store.recurrent]
+    return [layer for layer in layers if layer not in store.pageless]
 
 
 @torch.inference_mode()
@@ -68,11 +68,11 @@ def read_tokens(
         raise ValueError("states are those of the newest token")
     store = cache.store
     first_tokens = tuple(
-        0 if layer in store.recurrent else cache.tables[store.group_of(layer)].first_token for layer in layers
+        0 if layer in store.pageless else cache.tables[store.group_of(layer)].first_token for layer in layers
     )
     parts: list[Tensor] = []
     for layer, first in zip(layers, first_tokens, strict=True):
-        if layer in store.recurrent:
+        if layer in store.pageless:
             continue
         start = max(position, first)
         if start < position + num_tokens:
@@ -143,7 +143,7 @@ def _states(store: KVStore, layers: range, payload: Tensor) -> dict[int, LayerSt
 def _paged_firsts(store: KVStore, layers: range, copy: TokenCopy) -> list[tuple[int, int]]:
     """Of layers with keys and values: the layer, and its first token."""
     firsts = zip(layers, copy.first_tokens, strict=True)
-    return [(layer, first) for layer, first in firsts if layer not in store.recurrent]
+    return [(layer, first) for layer, first in firsts if layer not in store.pageless]
 
 
 def _are_finite(store: KVStore, layers: range, copy: TokenCopy, payload: Tensor) -> bool:
@@ -163,7 +163,7 @@ def _are_finite(store: KVStore, layers: range, copy: TokenCopy, payload: Tensor)
 def give_back(cache: SessionCache, layers: range, first_tokens: Sequence[int]) -> None:
     """Gives back the pages of tokens that the session did not hold where it came from."""
     for layer, first in zip(layers, first_tokens, strict=True):
-        if layer not in cache.store.recurrent:
+        if layer not in cache.store.pageless:
             cache.tables[cache.store.group_of(layer)].release_before(first)
 
 
@@ -171,9 +171,9 @@ def _check_first_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> 
     """Layers of one group give back the same tokens, whole pages of this cache, and only behind a window."""
     firsts: dict[int, int] = {}
     for layer, first in zip(layers, copy.first_tokens, strict=True):
-        if layer in cache.store.recurrent:
+        if layer in cache.store.pageless:
             if first:
-                raise MalformedMessage("first_tokens", "a layer with a recurrent state has no tokens")
+                raise MalformedMessage("first_tokens", "a layer without keys and values has no tokens")
             continue
         group = cache.store.group_of(layer)
         if firsts.setdefault(group, first) != first:
