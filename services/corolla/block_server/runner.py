@@ -119,8 +119,9 @@ class Runner:
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
             num_state_pages=num_state_pages,
         )  # fmt: skip
-        if model.packs_rows:
-            model.set_attention(LATENT if model.family.caches_latents else RAGGED)
+        if not model.packs_rows:
+            return
+        model.set_attention(LATENT if model.family.caches_latents else RAGGED)
         if model.family.caches_latents:
             leave_latents(self._base.modules())
 

@@ -78,8 +78,8 @@ def assert_same_in_pieces(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatc
 
 # Those that name modules which stay in float32, and one whose routers are made so.
 _WIDE_FAMILIES = (
-    "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "hunyuan_v1_moe",
-    "solar_open",
+    "afmoe", "axk1", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe", "glm4_moe_lite",
+    "gpt_oss", "hunyuan_v1_moe", "hy_v3", "kolibri1", "solar_open",
 )  # fmt: skip
 
 
