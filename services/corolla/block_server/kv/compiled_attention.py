@@ -1,6 +1,7 @@
-"""Attention of next tokens by compiled functions, for all rows of a batch in one call; for CPUs.
+"""Attention by compiled functions, for all rows of a batch in one call or two; for CPUs.
 
-torch's flash attention takes a call for each row, and with few keys a call takes longer than its work.
+torch's flash attention takes a call for each row, and with few keys a call takes longer than its work. With many, it
+has half of the speed of these.
 """
 
 import ctypes
@@ -13,9 +14,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from corolla.block_server.kv import chunk_source, next_token_source
 from corolla.block_server.kv.attention import AttentionBatch, LayerInput, PackedRow
-from corolla.block_server.kv.attention_source import JOB, HeadShape, module_source
+from corolla.block_server.kv.attention_text import CONSTANTS, HeadShape
+from corolla.block_server.kv.chunk_source import block_tokens
 from corolla.block_server.kv.kernels import flash_cpu
+from corolla.block_server.kv.next_token_source import JOB
 from corolla.block_server.kv.run_attention import RunAttention
 from corolla.chassis.errors import StartupError
 from corolla.models.compiler import Compiled, has_openmp, objection
@@ -26,7 +30,7 @@ _ELEMENTS: Final[Mapping[torch.dtype, str]] = {
 }  # fmt: skip
 
 _MAX_TOKENS: Final = 8
-"""New tokens of a row, at most: each goes through the row's keys by itself."""
+"""Of a row whose new tokens go through its keys each by itself; those of a longer one are a chunk."""
 
 _PIECE_TOKENS: Final = 1024
 """Keys that one thread goes through at once; a multiple of every tile."""
@@ -34,28 +38,37 @@ _PIECE_TOKENS: Final = 1024
 _LEAST_KEYS_OF_THREADS: Final = 256
 """Fewer, over all queries, take less time than it takes to wake another thread."""
 
+_ALL_KEYS: Final = 1 << 30
+"""The window of those that see all before them."""
+
+_CONSTANTS: Final = torch.tensor(CONSTANTS, dtype=torch.float32)
+
 _Job: Final = ctypes.c_int64 * len(JOB)
+_ChunkJob: Final = ctypes.c_int64 * len(chunk_source.JOB)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """The short rows of a batch for one group of layers, int32.
+    """The rows of a batch for one group of layers, int32.
 
     Attributes:
         pieces: `[pieces, 4]`: query, first key, end, and where the row's pages begin; keys count from the first page.
         queries: `[queries, 3]`: query, first piece and end.
+        blocks: of the chunks, `[blocks, 4]`: first token, how many, key of the first one, and where the row's pages
+            begin.
         pages: ids of all rows' pages.
         num_keys: of all queries together.
     """
 
     pieces: Tensor
     queries: Tensor
+    blocks: Tensor
     pages: Tensor
     num_keys: int
 
 
 class CompiledAttention:
-    """Rows of few new tokens by compiled functions, all else by torch's flash attention.
+    """Compiled functions where they know the heads and the cache, and torch's flash attention elsewhere.
 
     Raises:
         StartupError: nothing can be compiled here.
@@ -77,33 +90,59 @@ class CompiledAttention:
         group = batch.store.group_of(given.layer)
         tables = batch.prepared.get(group)
         if tables is None:
-            tables = batch.prepared[group] = _tables(batch.rows, group, given.window, page_tokens)
-        if not len(tables.queries):
-            return self._runs.attend(batch, given)
+            tables = batch.prepared[group] = _tables(batch.rows, group, given.window, page_tokens, block_tokens(shape))
         keys, values = batch.write(given.layer, given.key, given.value)
-        output = self._attend(shape, given, keys, values, tables, page_tokens)
-        for number, row in enumerate(batch.rows):
-            if row.num_tokens > _MAX_TOKENS:
-                output[row.start : row.end] = self._runs.attend_row(batch, number, given, keys, values)
-        return output
-
-    def _attend(
-        self, shape: HeadShape, given: LayerInput, keys: Tensor, values: Tensor, tables: _Tables, page_tokens: int
-    ) -> Tensor:
         query = given.query.contiguous()
-        num_key_heads = keys.shape[1]
         output = torch.empty(*query.shape[:2], shape.value_size)
-        states = torch.empty(len(tables.pieces) * num_key_heads * shape.state_floats)
+        call = _Call(shape, query, keys, values, output, tables, page_tokens, _float_bits(given.scaling))
+        if len(tables.queries):
+            call.attend_next_tokens()
+        if len(tables.blocks):
+            call.attend_chunks(given.window)
+        return output.to(query.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What both functions work on; `output` is float32."""
+
+    shape: HeadShape
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    output: Tensor
+    tables: _Tables
+    page_tokens: int
+    scaling_bits: int
+
+    def attend_next_tokens(self) -> None:
+        tables, num_key_heads = self.tables, self.keys.shape[1]
+        states = torch.empty(len(tables.pieces) * num_key_heads * self.shape.state_floats)
         job: Any = _Job(
-            query.data_ptr(), keys.data_ptr(), values.data_ptr(), output.data_ptr(), states.data_ptr(),
-            tables.pieces.data_ptr(), tables.pages.data_ptr(), tables.queries.data_ptr(), 0, num_key_heads, page_tokens,
-            keys.stride(0) * shape.element_bytes, keys.stride(1) * shape.element_bytes,
-            values.stride(0) * shape.element_bytes, values.stride(1) * shape.element_bytes, _float_bits(given.scaling),
-            0, len(tables.pieces) * num_key_heads, len(tables.queries) * num_key_heads,
+            self.query.data_ptr(), self.keys.data_ptr(), self.values.data_ptr(), self.output.data_ptr(),
+            states.data_ptr(), tables.pieces.data_ptr(), tables.pages.data_ptr(),
+            _CONSTANTS.data_ptr(), tables.queries.data_ptr(), 0,
+            num_key_heads, self.page_tokens, *self._strides(), self.scaling_bits, 0,
+            len(tables.pieces) * num_key_heads, len(tables.queries) * num_key_heads,
         )  # fmt: skip
         num_threads = torch.get_num_threads() if tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
-        _function(shape)(job, num_threads)
-        return output.to(query.dtype)
+        _next_token_function(self.shape)(job, num_threads)
+
+    def attend_chunks(self, window: int | None) -> None:
+        tables, num_key_heads = self.tables, self.keys.shape[1]
+        job: Any = _ChunkJob(
+            self.query.data_ptr(), self.keys.data_ptr(), self.values.data_ptr(), self.output.data_ptr(),
+            tables.blocks.data_ptr(), tables.pages.data_ptr(), _CONSTANTS.data_ptr(), 0, num_key_heads,
+            self.page_tokens, *self._strides(), self.scaling_bits, min(window or _ALL_KEYS, _ALL_KEYS),
+            len(tables.blocks) * num_key_heads,
+        )  # fmt: skip
+        _chunk_function(self.shape)(job, torch.get_num_threads())
+
+    def _strides(self) -> tuple[int, int, int, int]:
+        """In bytes, of keys and of values: from slot to slot, and from head to head."""
+        size = self.shape.element_bytes
+        key_slot, key_head, value_slot, value_head = *self.keys.stride()[:2], *self.values.stride()[:2]
+        return key_slot * size, key_head * size, value_slot * size, value_head * size
 
 
 def _shape_of(given: LayerInput) -> HeadShape | None:
@@ -123,32 +162,46 @@ def _float_bits(number: float) -> int:
 
 
 @functools.cache
-def _function(shape: HeadShape) -> Any:
+def _next_token_function(shape: HeadShape) -> Any:
     """The process's only one for a shape."""
-    return Compiled(module_source(shape, has_threads=has_openmp())).function("attend", _Job, ctypes.c_int64)
+    source = next_token_source.module_source(shape, has_threads=has_openmp())
+    return Compiled(source).function("attend", _Job, ctypes.c_int64)
 
 
-def _tables(rows: Sequence[PackedRow], group: int, window: int | None, page_tokens: int) -> _Tables:
+@functools.cache
+def _chunk_function(shape: HeadShape) -> Any:
+    """Likewise."""
+    source = chunk_source.module_source(shape, has_threads=has_openmp())
+    return Compiled(source).function("attend", _ChunkJob, ctypes.c_int64)
+
+
+def _tables(
+    rows: Sequence[PackedRow], group: int, window: int | None, page_tokens: int, num_block_tokens: int
+) -> _Tables:
     pieces: list[tuple[int, int, int, int]] = []
     queries: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, int, int]] = []
     pages: list[int] = []
     num_keys = 0
     for row in rows:
-        if row.num_tokens > _MAX_TOKENS:
-            continue
         table = row.cache.tables[group]
-        for token in range(row.num_tokens):
-            end = row.position + token + 1
-            start = 0 if window is None else max(0, end - window)
-            num_keys += end - start
-            first_piece = len(pieces)
-            for cut in range(start - start % _PIECE_TOKENS, end, _PIECE_TOKENS):
-                first, last = max(start, cut) - table.first_token, min(end, cut + _PIECE_TOKENS) - table.first_token
-                pieces.append((row.start + token, first, last, len(pages)))
-            queries.append((row.start + token, first_piece, len(pieces)))
+        if row.num_tokens > _MAX_TOKENS:
+            for token in range(0, row.num_tokens, num_block_tokens):
+                count = min(num_block_tokens, row.num_tokens - token)
+                blocks.append((row.start + token, count, row.position + token - table.first_token, len(pages)))
+        else:
+            for token in range(row.num_tokens):
+                end = row.position + token + 1
+                start = 0 if window is None else max(0, end - window)
+                num_keys += end - start
+                first_piece = len(pieces)
+                for cut in range(start - start % _PIECE_TOKENS, end, _PIECE_TOKENS):
+                    first, last = max(start, cut), min(end, cut + _PIECE_TOKENS)
+                    pieces.append((row.start + token, first - table.first_token, last - table.first_token, len(pages)))
+                queries.append((row.start + token, first_piece, len(pieces)))
         pages.extend(table.pages)
 
     def integers(values: Sequence[object]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    return _Tables(integers(pieces), integers(queries), integers(pages), num_keys)
+    return _Tables(integers(pieces), integers(queries), integers(blocks), integers(pages), num_keys)

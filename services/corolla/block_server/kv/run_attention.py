@@ -26,16 +26,12 @@ class RunAttention:
         numbers = range(len(batch.rows))
         if len(given.query) == len(numbers):
             return self._attend_next_tokens(batch, numbers, given, keys, values)
-        outputs = [self.attend_row(batch, number, given, keys, values) for number in numbers]
+        outputs = [self._attend_row(batch, number, given, keys, values) for number in numbers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def attend_row(self, batch: AttentionBatch, number: int, given: LayerInput, keys: Tensor, values: Tensor) -> Tensor:
-        """Of one row only, whose keys and values are written already: `[num_tokens, heads, value head size]`.
-
-        Args:
-            number: of the row in the batch.
-            keys: of the layer; values likewise, see `AttentionBatch.write`.
-        """
+    def _attend_row(
+        self, batch: AttentionBatch, number: int, given: LayerInput, keys: Tensor, values: Tensor
+    ) -> Tensor:
         row = batch.rows[number]
         own = given if len(batch.rows) == 1 else given.part(row)
         if row.num_tokens == 1:

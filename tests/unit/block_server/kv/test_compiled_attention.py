@@ -1,4 +1,4 @@
-"""Compiled attention of next tokens: right for every shape of heads, and the same in every bit in whatever company."""
+"""Compiled attention: right for every shape of heads, and the same in every bit in whatever company."""
 
 from collections.abc import Iterator, Sequence
 
@@ -99,7 +99,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)], ids=str
+    "dtype, tolerance", [(torch.float32, 3e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)], ids=str
 )
 def test_every_shape_of_heads_is_right(
     heads: int, key_heads: int, sizes: tuple[int, int], dtype: torch.dtype, tolerance: float
@@ -107,24 +107,28 @@ def test_every_shape_of_heads_is_right(
     rows = Rows([1, 16, 17, 100], heads=heads, key_heads=key_heads, sizes=sizes, dtype=dtype)
     for number, output in enumerate(rows.attended(range(4))):
         assert (output - rows.expected(number)).abs().max() < tolerance
+    for num_new in (9, 50, 100):
+        (output,) = rows.attended([3], num_new)
+        assert (output - rows.expected(3, num_new)).abs().max() < tolerance
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 100, 1500])
-@pytest.mark.parametrize("num_new", [1, 5])
+@pytest.mark.parametrize("num_new", [1, 5, 9, 300])
 def test_windows_and_pieces_of_long_rows_are_right(window: int | None, num_new: int, num_threads: int) -> None:
-    rows = Rows([1023, 1024, 1025, 3000, 8], window=window)
+    rows = Rows([1023, 1024, 1025, 3000, max(8, num_new)], window=window)
     for number, output in enumerate(rows.attended(range(5), num_new)):
-        assert (output - rows.expected(number, num_new)).abs().max() < 1e-6
+        assert (output - rows.expected(number, num_new)).abs().max() < 3e-6
 
 
-def test_a_row_is_the_same_in_every_bit_in_whatever_company_and_place(num_threads: int) -> None:
-    rows = Rows([40, 2100, 1300, 7])
-    alone = [rows.attended([number])[0] for number in range(4)]
+@pytest.mark.parametrize("num_new", [1, 7, 33])
+def test_a_row_is_the_same_in_every_bit_in_whatever_company_and_place(num_new: int, num_threads: int) -> None:
+    rows = Rows([40, 2100, 1300, 37])
+    alone = [rows.attended([number], num_new)[0] for number in range(4)]
     torch.set_num_threads(3 - num_threads)
     hole = rows.store.new_cache()
     hole.reserve(3 * PAGE_TOKENS)
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0]):
-        for number, output in zip(order, rows.attended(order), strict=True):
+        for number, output in zip(order, rows.attended(order, num_new), strict=True):
             assert torch.equal(output, alone[number])
 
 
@@ -133,21 +137,23 @@ def test_chunks_and_next_tokens_stand_in_one_batch() -> None:
     caches = {0: rows.filled(0, 100), 1: rows.filled(1, 59)}
     outputs = rows.attend(caches, {0: 100, 1: 1})
     for number, num_new in ((0, 100), (1, 1)):
-        assert (outputs[number] - rows.expected(number, num_new)).abs().max() < 1e-6
+        assert (outputs[number] - rows.expected(number, num_new)).abs().max() < 3e-6
 
 
+@pytest.mark.parametrize("num_new", [1, 20])
 @pytest.mark.parametrize("spoilt", ["keys", "values"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_seen_in_its_own_row_only(spoilt: str, number: float) -> None:
+def test_what_is_not_finite_is_seen_in_its_own_row_only(spoilt: str, number: float, num_new: int) -> None:
     rows = Rows([40, 50])
     getattr(rows, spoilt)[0][20] = number
-    first, second = rows.attended([0, 1])
+    first, second = rows.attended([0, 1], num_new)
     assert not torch.isfinite(first).all()
     assert torch.isfinite(second).all()
 
 
-def test_scores_of_any_size_are_right() -> None:
+@pytest.mark.parametrize("num_new", [1, 20])
+def test_scores_of_any_size_are_right(num_new: int) -> None:
     rows = Rows([40])
     rows.queries[0] *= 1000
-    (output,) = rows.attended([0])
-    assert (output - rows.expected(0)).abs().max() < 1e-3
+    (output,) = rows.attended([0], num_new)
+    assert (output - rows.expected(0, num_new)).abs().max() < 1e-3

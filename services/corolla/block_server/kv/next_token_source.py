@@ -7,66 +7,19 @@ several threads share one row, and pieces become one by the same rule (Flash-Dec
 in every bit wherever its pages lie, whichever other queries there are, and however many threads compute.
 """
 
-import struct
-from dataclasses import dataclass
 from typing import Final
 
+from corolla.block_server.kv.attention_text import (
+    HEAD,
+    LEAST,
+    HeadShape,
+    exponential_of_difference,
+    field,
+    field_place,
+    largest_of,
+    numbers_of,
+)
 from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
-
-# Sums of the value heads and the tile's values are to fit 32 registers.
-_MAX_SUMS: Final = 24
-_LOG2_E: Final = 1.4426950408889634
-# Cody and Waite's two parts of the logarithm of 2, and the polynomial of Cephes' `expf`.
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-_POLYNOMIAL: Final = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
-_LEAST_EXPONENT: Final = -87.0
-_LEAST: Final = "splat (float 0xFFF0000000000000)"
-
-_HEAD: Final = f"""\
-declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
-declare {FLOATS} @llvm.rint.v16f32({FLOATS})
-declare {INTS} @llvm.fptosi.sat.v16i32.v16f32({FLOATS})
-declare float @llvm.vector.reduce.fmax.v16f32({FLOATS})
-declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
-declare i64 @llvm.umax.i64(i64, i64)
-declare i64 @llvm.umin.i64(i64, i64)
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """What the functions are made for.
-
-    Attributes:
-        element: of queries, keys and values: `float`, `bfloat` or `half`.
-        key_size, value_size: numbers of a head of keys and of values, multiples of 16.
-        num_shared: query heads that share a key head.
-    """
-
-    element: str
-    key_size: int
-    value_size: int
-    num_shared: int
-
-    @property
-    def element_bytes(self) -> int:
-        return 4 if self.element == "float" else 2
-
-    @property
-    def state_floats(self) -> int:
-        """Of one piece of a key head's row: for each query head its sums of values, then sums of weights and the
-        largest score, the same number in all lanes."""
-        return self.num_shared * self.head_floats
-
-    @property
-    def head_floats(self) -> int:
-        return self.value_size + 2 * LANES
-
-    @property
-    def num_at_once(self) -> int:
-        """Query heads that are computed together."""
-        most = max(1, _MAX_SUMS // (self.value_size // LANES))
-        return max(each for each in range(1, most + 1) if self.num_shared % each == 0)
 
 
 def module_source(shape: HeadShape, *, has_threads: bool) -> str:
@@ -74,7 +27,7 @@ def module_source(shape: HeadShape, *, has_threads: bool) -> str:
 
     `attend(job, threads)`, where a job is numbers of 64 bits, see `JOB`, and is written to.
     """
-    parts = [_HEAD, OPENMP if has_threads else "", _exponential(), _tile(shape), _piece(shape), _merge(shape)]
+    parts = [HEAD, OPENMP if has_threads else "", _tile(shape), _piece(shape), _merge(shape)]
     return "\n".join([*parts, _share(), _attend(has_threads), ATTRIBUTES])
 
 
@@ -86,6 +39,7 @@ JOB: Final = (
     ("ptr", "states"),  # float32 [pieces, key heads, state_floats]
     ("ptr", "pieces"),  # of each piece: its query, first key, end, and where its row's pages begin
     ("ptr", "pages"),
+    ("ptr", "constants"),  # see `CONSTANTS`
     ("ptr", "first_pieces"),  # of each query that is computed: its number, first piece and end
     ("i64", "taken"),  # how many items threads have taken, 0 at first
     ("i64", "key_heads"),
@@ -99,58 +53,6 @@ JOB: Final = (
     ("i64", "items"),  # pieces times key heads
     ("i64", "merges"),  # queries times key heads
 )
-
-_KINDS: Final = {name: kind for kind, name in JOB}
-
-
-def _job_place(function: Function, name: str) -> str:
-    return function.at("%job", 8 * next(number for number, (_, each) in enumerate(JOB) if each == name))
-
-
-def _job_field(function: Function, name: str) -> str:
-    return function.let(f"load {_KINDS[name]}, ptr {_job_place(function, name)}")
-
-
-def _float(number: float) -> str:
-    """A constant of LLVM's: a float32 is written as the float64 of the same value."""
-    (rounded,) = struct.unpack("f", struct.pack("f", number))
-    return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"
-
-
-def _all(number: float) -> str:
-    return f"splat (float {_float(number)})"
-
-
-def _exponential() -> str:
-    """`e` to the power of numbers up to 0; below -87 it is that of -87, and NaN stays what it is."""
-    function = Function()
-    lines = function.lines
-    lines.append(f"define internal {FLOATS} @exponential({FLOATS} %given) alwaysinline #0 {{")
-    small = function.let(f"fcmp olt {FLOATS} %given, {_all(_LEAST_EXPONENT)}")
-    x = function.let(f"select <{LANES} x i1> {small}, {FLOATS} {_all(_LEAST_EXPONENT)}, {FLOATS} %given")
-    scaled = function.let(f"fmul {FLOATS} {x}, {_all(_LOG2_E)}")
-    whole = function.let(f"call {FLOATS} @llvm.rint.v16f32({FLOATS} {scaled})")
-    rest = function.sum_of_product(whole, _all(-_LN2_HIGH), x)
-    rest = function.sum_of_product(whole, _all(-_LN2_LOW), rest)
-    value = _all(_POLYNOMIAL[0])
-    for factor in _POLYNOMIAL[1:]:
-        value = function.sum_of_product(value, rest, _all(factor))
-    square = function.let(f"fmul {FLOATS} {rest}, {rest}")
-    value = function.sum_of_product(value, square, rest)
-    value = function.let(f"fadd {FLOATS} {value}, {_all(1.0)}")
-    exponent = function.let(f"call {INTS} @llvm.fptosi.sat.v16i32.v16f32({FLOATS} {whole})")
-    biased = function.let(f"add {INTS} {exponent}, splat (i32 127)")
-    bits = function.let(f"shl {INTS} {biased}, splat (i32 23)")
-    power = function.let(f"bitcast {INTS} {bits} to {FLOATS}")
-    lines.append(f"  ret {FLOATS} {function.let(f'fmul {FLOATS} {value}, {power}')}\n}}")
-    return "\n".join(lines)
-
-
-def _numbers(function: Function, shape: HeadShape, base: str, index: int) -> str:
-    """The vector `index` of a head, as float32."""
-    kind = f"<{LANES} x {shape.element}>"
-    stored = function.load(kind, base, index * LANES * shape.element_bytes, shape.element_bytes)
-    return stored if shape.element == "float" else function.let(f"fpext {kind} {stored} to {FLOATS}")
 
 
 def _lane_sums(function: Function, vectors: list[str]) -> str:
@@ -179,7 +81,7 @@ def _tile(shape: HeadShape) -> str:
     lines = function.lines
     lines.append(
         "define internal void @tile(ptr noalias %query, ptr noalias %keys, ptr noalias %values, i64 %key_slot, "
-        "i64 %value_slot, i64 %low, i64 %high, float %scaling, ptr noalias %state) #0 {\nentry:"
+        "i64 %value_slot, i64 %low, i64 %high, float %scaling, ptr noalias %constants, ptr noalias %state) #0 {\nentry:"
     )
     heads, parts = range(shape.num_at_once), range(shape.value_size // LANES)
     weights_at = function.let(f"alloca [{LANES * shape.num_at_once} x float], align 64")
@@ -209,9 +111,9 @@ def _tile(shape: HeadShape) -> str:
         function.splat(function.let(f"load float, ptr {function.at(weight_at, 4 * LANES * head)}")) for head in heads
     ]
     for part in parts:
-        numbers_of = _numbers(function, shape, value, part)
+        numbers = numbers_of(function, shape, value, part)
         for head in heads:
-            arguments = f"{FLOATS} {numbers_of}, {FLOATS} {weights_of[head]}, {FLOATS} %sum_{head}_{part}"
+            arguments = f"{FLOATS} {numbers}, {FLOATS} {weights_of[head]}, {FLOATS} %sum_{head}_{part}"
             lines.append(f"  %new_{head}_{part} = call {FLOATS} @{FMA}({arguments})")
     lines.append("  %next = add i64 %number, 1\n  %is_more = icmp ult i64 %next, %high")
     lines.append("  br i1 %is_more, label %loop, label %done\ndone:")
@@ -226,25 +128,25 @@ def _weigh(
     """Stores how much one query head weighs the tile's keys, and adds that to its state; gives what its sums so far are
     to be multiplied by."""
     query = function.at("%query", head * shape.key_size * shape.element_bytes)
-    queries = [_numbers(function, shape, query, index) for index in range(shape.key_size // LANES)]
+    queries = [numbers_of(function, shape, query, index) for index in range(shape.key_size // LANES)]
     products = []
     for key in keys:
         total = "zeroinitializer"
         for index, part in enumerate(queries):
-            total = function.sum_of_product(part, _numbers(function, shape, key, index), total)
+            total = function.sum_of_product(part, numbers_of(function, shape, key, index), total)
         products.append(total)
     scores = function.let(f"fmul {FLOATS} {_lane_sums(function, products)}, {scaling}")
-    scores = function.let(f"select <{LANES} x i1> {seen}, {FLOATS} {scores}, {FLOATS} {_LEAST}")
+    scores = function.let(f"select <{LANES} x i1> {seen}, {FLOATS} {scores}, {FLOATS} {LEAST}")
     state = function.at("%state", 4 * head * shape.head_floats)
     sums_at = function.at(state, 4 * shape.value_size)
     largest_at = function.at(state, 4 * (shape.value_size + LANES))
     before = function.load(FLOATS, largest_at, align=4)
-    of_tile = function.splat(function.let(f"call float @llvm.vector.reduce.fmax.v16f32({FLOATS} {scores})"))
+    of_tile = function.splat(largest_of(function, scores))
     # Of what is not a number the largest stays as it was, and the weights are none either.
     is_more = function.let(f"fcmp ogt {FLOATS} {of_tile}, {before}")
     largest = function.let(f"select <{LANES} x i1> {is_more}, {FLOATS} {of_tile}, {FLOATS} {before}")
-    correction = _exponential_of_difference(function, before, largest)
-    raised = _exponential_of_difference(function, scores, largest)
+    correction = exponential_of_difference(function, "%constants", before, largest)
+    raised = exponential_of_difference(function, "%constants", scores, largest)
     weights = function.let(f"select <{LANES} x i1> {seen}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
     sums = function.sum_of_product(function.load(FLOATS, sums_at, align=4), correction, weights)
     for value, place in ((largest, largest_at), (sums, sums_at)):
@@ -253,44 +155,40 @@ def _weigh(
     return correction
 
 
-def _exponential_of_difference(function: Function, left: str, right: str) -> str:
-    difference = function.let(f"fsub {FLOATS} {left}, {right}")
-    return function.let(f"call {FLOATS} @exponential({FLOATS} {difference})")
-
-
 def _piece(shape: HeadShape) -> str:
     """A piece of a row's keys, for the queries of one key head: a state, whatever was there before."""
     function = Function()
     lines = function.lines
     lines.append("define internal void @piece(ptr %job, i64 %number, i64 %head) #0 {\nentry:")
-    key_heads, page_tokens = _job_field(function, "key_heads"), _job_field(function, "page_tokens")
-    piece = function.at(_job_field(function, "pieces"), function.let("mul i64 %number, 16"))
+    key_heads, page_tokens = field(function, JOB, "key_heads"), field(function, JOB, "page_tokens")
+    piece = function.at(field(function, JOB, "pieces"), function.let("mul i64 %number, 16"))
     query, first, end, page_at = (
         function.let(f"zext i32 {function.load('i32', piece, 4 * index, 4)} to i64") for index in range(4)
     )
     state_number = function.let(f"add i64 {function.let(f'mul i64 %number, {key_heads}')}, %head")
     state = function.at(
-        _job_field(function, "states"), function.let(f"mul i64 {state_number}, {shape.state_floats}"), "float"
+        field(function, JOB, "states"), function.let(f"mul i64 {state_number}, {shape.state_floats}"), "float"
     )
     for head in range(shape.num_shared):
         base = function.at(state, 4 * head * shape.head_floats)
         for index in range(shape.head_floats // LANES):
             is_largest = index == shape.head_floats // LANES - 1
-            value = _LEAST if is_largest else "zeroinitializer"
+            value = LEAST if is_largest else "zeroinitializer"
             lines.append(f"  store {FLOATS} {value}, ptr {function.at(base, 4 * LANES * index)}, align 4")
     query_row = function.let(f"add i64 {function.let(f'mul i64 {query}, {key_heads}')}, %head")
     queries = function.at(
-        _job_field(function, "query"),
+        field(function, JOB, "query"),
         function.let(f"mul i64 {query_row}, {shape.num_shared * shape.key_size * shape.element_bytes}"),
     )
-    pages = function.at(_job_field(function, "pages"), page_at, "i32")
-    key_slot, value_slot = _job_field(function, "key_slot"), _job_field(function, "value_slot")
-    keys = function.at(_job_field(function, "keys"), function.let(f"mul i64 %head, {_job_field(function, 'key_head')}"))
+    pages = function.at(field(function, JOB, "pages"), page_at, "i32")
+    key_slot, value_slot = field(function, JOB, "key_slot"), field(function, JOB, "value_slot")
+    keys = function.at(field(function, JOB, "keys"), function.let(f"mul i64 %head, {field(function, JOB, 'key_head')}"))
     values = function.at(
-        _job_field(function, "values"), function.let(f"mul i64 %head, {_job_field(function, 'value_head')}")
+        field(function, JOB, "values"), function.let(f"mul i64 %head, {field(function, JOB, 'value_head')}")
     )
-    bits = function.let(f"trunc i64 {_job_field(function, 'scaling')} to i32")
+    bits = function.let(f"trunc i64 {field(function, JOB, 'scaling')} to i32")
     scaling = function.let(f"bitcast i32 {bits} to float")
+    constants = field(function, JOB, "constants")
     first_tile = function.let(f"and i64 {first}, {-LANES}")
     lines.append("  br label %tiles\ntiles:")
     lines.append(f"  %tile = phi i64 [{first_tile}, %entry], [%tile_after, %tile_done]")
@@ -307,7 +205,7 @@ def _piece(shape: HeadShape) -> str:
     head_state = function.at(state, function.let(f"mul i64 %shared, {shape.head_floats}"), "float")
     lines.append(
         f"  call void @tile(ptr {head_query}, ptr {tile_keys}, ptr {tile_values}, i64 {key_slot}, i64 {value_slot}, "
-        f"i64 {low}, i64 {high}, float {scaling}, ptr {head_state})"
+        f"i64 {low}, i64 {high}, float {scaling}, ptr {constants}, ptr {head_state})"
     )
     lines.append(
         f"""\
@@ -330,26 +228,27 @@ def _merge(shape: HeadShape) -> str:
     function = Function()
     lines = function.lines
     lines.append("define internal void @merge(ptr %job, i64 %number, i64 %head) #0 {\nentry:")
-    key_heads = _job_field(function, "key_heads")
-    row = function.at(_job_field(function, "first_pieces"), function.let("mul i64 %number, 12"))
+    key_heads = field(function, JOB, "key_heads")
+    constants = field(function, JOB, "constants")
+    row = function.at(field(function, JOB, "first_pieces"), function.let("mul i64 %number, 12"))
     query, first, end = (
         function.let(f"zext i32 {function.load('i32', row, 4 * index, 4)} to i64") for index in range(3)
     )
     query_row = function.let(f"add i64 {function.let(f'mul i64 {query}, {key_heads}')}, %head")
     output = function.at(
-        _job_field(function, "output"),
+        field(function, JOB, "output"),
         function.let(f"mul i64 {query_row}, {shape.num_shared * shape.value_size}"),
         "float",
     )
     step = function.let(f"mul i64 {key_heads}, {4 * shape.state_floats}")
     head_states = function.at(
-        _job_field(function, "states"), function.let(f"mul i64 %head, {shape.state_floats}"), "float"
+        field(function, JOB, "states"), function.let(f"mul i64 %head, {shape.state_floats}"), "float"
     )
     lines.append("  br label %heads\nheads:\n  %shared = phi i64 [0, %entry], [%shared_after, %head_done]")
     states = function.at(head_states, function.let(f"mul i64 %shared, {shape.head_floats}"), "float")
     lines.append("  br label %largest_of\nlargest_of:")
     lines.append(f"  %seen = phi i64 [{first}, %heads], [%seen_after, %largest_of]")
-    lines.append(f"  %so_far = phi {FLOATS} [{_LEAST}, %heads], [%largest, %largest_of]")
+    lines.append(f"  %so_far = phi {FLOATS} [{LEAST}, %heads], [%largest, %largest_of]")
     state = function.at(states, function.let(f"mul i64 %seen, {step}"))
     of_piece = function.load(FLOATS, state, 4 * (shape.value_size + LANES), 4)
     is_larger = function.let(f"fcmp ogt {FLOATS} {of_piece}, %so_far")
@@ -361,7 +260,7 @@ def _merge(shape: HeadShape) -> str:
     lines += [f"  %{name} = phi {FLOATS} [zeroinitializer, %largest_of], [%{name}_now, %pieces]" for name in names]
     state = function.at(states, function.let(f"mul i64 %piece, {step}"))
     own_largest = function.load(FLOATS, state, 4 * (shape.value_size + LANES), 4)
-    weight = _exponential_of_difference(function, own_largest, "%largest")
+    weight = exponential_of_difference(function, constants, own_largest, "%largest")
     for index, name in enumerate(names):
         arguments = f"{FLOATS} {function.load(FLOATS, state, 4 * LANES * index, 4)}, {FLOATS} {weight}"
         lines.append(f"  %{name}_now = call {FLOATS} @{FMA}({arguments}, {FLOATS} %{name})")
@@ -390,8 +289,8 @@ def _share() -> str:
     function = Function()
     lines = function.lines
     lines.append("define internal void @share(ptr %job) #0 {\nentry:")
-    taken, items = _job_place(function, "taken"), _job_field(function, "items")
-    key_heads, is_merge = _job_field(function, "key_heads"), _job_field(function, "is_merge")
+    taken, items = field_place(function, JOB, "taken"), field(function, JOB, "items")
+    key_heads, is_merge = field(function, JOB, "key_heads"), field(function, JOB, "is_merge")
     merges = function.let(f"icmp ne i64 {is_merge}, 0")
     lines.append("  br label %take\ntake:")
     item = function.let(f"atomicrmw add ptr {taken}, i64 1 monotonic")
@@ -432,8 +331,8 @@ together:
     else:
         lines.append("  br label %alone")
     lines.append("alone:\n  call void @share(ptr %job)\n  br label %merging\nmerging:")
-    merges = _job_field(function, "merges")
+    merges = field(function, JOB, "merges")
     for name, value in (("taken", "0"), ("is_merge", "1"), ("items", merges)):
-        lines.append(f"  store i64 {value}, ptr {_job_place(function, name)}")
+        lines.append(f"  store i64 {value}, ptr {field_place(function, JOB, name)}")
     lines.append("  call void @share(ptr %job)\n  ret void\n}")
     return "\n".join(lines)

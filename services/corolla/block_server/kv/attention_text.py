@@ -1,0 +1,128 @@
+"""What all compiled attention has in common: the shape of heads, the exponential function, and jobs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from corolla.models.llvm_text import FLOATS, FMA, INTS, LANES, Function
+
+# Sums of the value heads and the tile's values are to fit 32 registers.
+MAX_SUMS: Final = 24
+CONSTANTS: Final = (
+    -87.0,  # below, the result would have fewer bits
+    1.4426950408889634,
+    1.5 * 2**23,
+    # Cody and Waite's two parts of the logarithm of 2, and the polynomial of Cephes' `expf`.
+    -0.693359375,
+    2.12194440e-4,
+    1.0,
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    0.5,
+)
+"""Of the exponential function, float32."""
+LEAST: Final = "splat (float 0xFFF0000000000000)"
+
+HEAD: Final = f"""\
+declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
+declare float @llvm.vector.reduce.fmax.v16f32({FLOATS})
+declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
+declare i64 @llvm.umax.i64(i64, i64)
+declare i64 @llvm.umin.i64(i64, i64)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What the functions are made for.
+
+    Attributes:
+        element: of queries, keys and values: `float`, `bfloat` or `half`.
+        key_size, value_size: numbers of a head of keys and of values, multiples of 16.
+        num_shared: query heads that share a key head.
+    """
+
+    element: str
+    key_size: int
+    value_size: int
+    num_shared: int
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.element == "float" else 2
+
+    @property
+    def state_floats(self) -> int:
+        """Of one piece of a key head's row: for each query head its sums of values, then sums of weights and the
+        largest score, the same number in all lanes."""
+        return self.num_shared * self.head_floats
+
+    @property
+    def head_floats(self) -> int:
+        return self.value_size + 2 * LANES
+
+    @property
+    def num_at_once(self) -> int:
+        """Query heads that are computed together."""
+        most = max(1, MAX_SUMS // (self.value_size // LANES))
+        return max(each for each in range(1, most + 1) if self.num_shared % each == 0)
+
+
+Fields = Sequence[tuple[str, str]]
+"""Of a job, 64 bits each: the kind, `ptr` or `i64`, and the name."""
+
+
+def field_place(function: Function, fields: Fields, name: str) -> str:
+    """Where a field of `%job` lies."""
+    return function.at("%job", 8 * next(number for number, (_, each) in enumerate(fields) if each == name))
+
+
+def field(function: Function, fields: Fields, name: str) -> str:
+    """The value of a field of `%job`."""
+    kind = next(kind for kind, each in fields if each == name)
+    return function.let(f"load {kind}, ptr {field_place(function, fields, name)}")
+
+
+def exponential_of_difference(function: Function, constants: str, left: str, right: str) -> str:
+    """`e` to the power of `left - right`, of numbers up to 0; below -87 it is that of -87, and NaN stays what it is.
+
+    Written out where it is needed: nothing puts a called function in its place.
+
+    Args:
+        constants: where `CONSTANTS` lie. In the code each would take an instruction for its address.
+    """
+
+    def constant(index: int) -> str:
+        return function.splat(function.load("float", constants, 4 * index, 4))
+
+    least, log2_e, to_whole, ln2_high, ln2_low, one, *polynomial = map(constant, range(len(CONSTANTS)))
+    given = function.let(f"fsub {FLOATS} {left}, {right}")
+    small = function.let(f"fcmp olt {FLOATS} {given}, {least}")
+    x = function.let(f"select <{LANES} x i1> {small}, {FLOATS} {least}, {FLOATS} {given}")
+    # The sum with a number so large has no bits behind the point, and the whole number in its lowest ones.
+    shifted = function.sum_of_product(x, log2_e, to_whole)
+    whole = function.let(f"fsub {FLOATS} {shifted}, {to_whole}")
+    rest = function.sum_of_product(whole, ln2_low, function.sum_of_product(whole, ln2_high, x))
+    value = polynomial[0]
+    for factor in polynomial[1:]:
+        value = function.sum_of_product(value, rest, factor)
+    square = function.let(f"fmul {FLOATS} {rest}, {rest}")
+    value = function.let(f"fadd {FLOATS} {function.sum_of_product(value, square, rest)}, {one}")
+    exponent = function.let(f"shl {INTS} {function.let(f'bitcast {FLOATS} {shifted} to {INTS}')}, splat (i32 23)")
+    bits = function.let(f"add {INTS} {exponent}, {function.let(f'bitcast {FLOATS} {one} to {INTS}')}")
+    return function.let(f"fmul {FLOATS} {value}, {function.let(f'bitcast {INTS} {bits} to {FLOATS}')}")
+
+
+def largest_of(function: Function, vector: str) -> str:
+    """The largest number of a vector; of one that holds NaN, any of it."""
+    return function.let(f"call nnan float @llvm.vector.reduce.fmax.v16f32({FLOATS} {vector})")
+
+
+def numbers_of(function: Function, shape: HeadShape, base: str, index: int) -> str:
+    """The vector `index` of a head, as float32."""
+    kind = f"<{LANES} x {shape.element}>"
+    stored = function.load(kind, base, index * LANES * shape.element_bytes, shape.element_bytes)
+    return stored if shape.element == "float" else function.let(f"fpext {kind} {stored} to {FLOATS}")
