@@ -174,18 +174,18 @@ class Checkpoint:
 
     @functools.cached_property
     def largest_blocks(self) -> tuple[int, ...]:
-        """Of the blocks with keys and values, and of those without, the first with the most tensors.
+        """Of the blocks with keys and values, and of those without, the first of the largest.
 
         Where some have experts, it is one of these. What is planned by the larger one of the two suffices for any.
         """
-        counts, pageless = self._num_tensors, pageless_layers(self.config)
+        pageless = pageless_layers(self.config)
         kinds = sorted(set(range(self.num_blocks)) - pageless), sorted(pageless)
-        return tuple(max(blocks, key=counts.__getitem__) for blocks in kinds if blocks)
+        return tuple(max(blocks, key=self._sizes.__getitem__) for blocks in kinds if blocks)
 
     @property
     def largest_block(self) -> int:
-        """That of `largest_blocks` with more tensors."""
-        return max(self.largest_blocks, key=self._num_tensors.__getitem__)
+        """The larger one of `largest_blocks`."""
+        return max(self.largest_blocks, key=self._sizes.__getitem__)
 
     @property
     def caching_block(self) -> int:
@@ -193,9 +193,11 @@ class Checkpoint:
         return self.largest_blocks[0]
 
     @functools.cached_property
-    def _num_tensors(self) -> collections.Counter[int]:
-        """Of each block."""
-        return collections.Counter(block for block, _ in self._block_tensors())
+    def _sizes(self) -> dict[int, tuple[int, int]]:
+        """What tells a larger block from a smaller one: its number of tensors, and its heads where these differ."""
+        counts = collections.Counter(block for block, _ in self._block_tensors())
+        heads = dict(enumerate(getattr(self.config, "num_attention_heads_per_layer", None) or ()))
+        return {block: (counts[block], heads.get(block, 0)) for block in range(self.num_blocks)}
 
     def _block_tensors(self) -> list[tuple[int, str]]:
         """Each block's tensors. Of lists of blocks it is the longest one: others may predict further tokens."""

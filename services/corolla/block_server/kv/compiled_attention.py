@@ -17,7 +17,7 @@ from torch import Tensor
 from corolla.block_server.kv import chunk_source, next_token_source
 from corolla.block_server.kv.attention import AttentionBatch, LayerInput, PackedRow
 from corolla.block_server.kv.attention_text import CONSTANTS, HeadShape
-from corolla.block_server.kv.chunk_source import block_tokens
+from corolla.block_server.kv.chunk_source import TILE_KEYS, block_tokens
 from corolla.block_server.kv.kernels import flash_cpu
 from corolla.block_server.kv.next_token_source import JOB
 from corolla.block_server.kv.run_attention import RunAttention
@@ -186,9 +186,13 @@ def _tables(
     for row in rows:
         table = row.cache.tables[group]
         if row.num_tokens > _MAX_TOKENS:
+            # Tiles begin at multiples of positions, whatever pages a window has given back: one page stands in.
+            stand_ins = list(table.pages[:1]) if table.first_token % TILE_KEYS else []
+            first_key = table.first_token - len(stand_ins) * page_tokens
             for token in range(0, row.num_tokens, num_block_tokens):
                 count = min(num_block_tokens, row.num_tokens - token)
-                blocks.append((row.start + token, count, row.position + token - table.first_token, len(pages)))
+                blocks.append((row.start + token, count, row.position + token - first_key, len(pages)))
+            pages.extend(stand_ins)
         else:
             for token in range(row.num_tokens):
                 end = row.position + token + 1

@@ -157,3 +157,24 @@ def test_scores_of_any_size_are_right(num_new: int) -> None:
     rows.queries[0] *= 1000
     (output,) = rows.attended([0], num_new)
     assert (output - rows.expected(0, num_new)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("num_new", [1, 33])
+def test_pages_that_a_window_gave_back_change_no_bit(num_new: int) -> None:
+    """Tiles of keys begin at the same positions, whatever page comes first."""
+
+    def attended(num_taken_back: int) -> tuple[int, Tensor]:
+        rows = Rows([420], window=100)
+        rows.store = KVStore(64, PAGE_TOKENS, [100], max_step_tokens=64)
+        cache = rows.store.new_cache()
+        cache.reserve(420)
+        for position in range(0, 300 + num_taken_back, 50):
+            rows.attend({0: cache}, {0: min(50, 300 + num_taken_back - position)})
+        cache.truncate(300)
+        first_token = cache.tables[0].first_token
+        return first_token, rows.attend({0: cache}, {0: num_new})[0]
+
+    found = [attended(num_taken_back) for num_taken_back in (0, 16, 32)]
+    assert len({first_token % 32 for first_token, _ in found}) == 2
+    for _, output in found[1:]:
+        assert torch.equal(output, found[0][1])
