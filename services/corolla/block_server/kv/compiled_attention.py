@@ -87,10 +87,13 @@ class CompiledAttention:
         page_tokens = batch.store.pool.page_tokens
         if shape is None or batch.store.codec is not None or page_tokens % LANES:
             return self._runs.attend(batch, given)
-        group = batch.store.group_of(given.layer)
-        tables = batch.prepared.get(group)
+        group, num_block_tokens = batch.store.group_of(given.layer), block_tokens(shape)
+        # Layers of one group may differ in their number of heads, and so in the tokens of a block.
+        prepared: dict[int, _Tables] = batch.prepared.setdefault(group, {})
+        tables = prepared.get(num_block_tokens)
         if tables is None:
-            tables = batch.prepared[group] = _tables(batch.rows, group, given.window, page_tokens, block_tokens(shape))
+            tables = _tables(batch.rows, group, given.window, page_tokens, num_block_tokens)
+            prepared[num_block_tokens] = tables
         keys, values = batch.write(given.layer, given.key, given.value)
         query = given.query.contiguous()
         output = torch.empty(*query.shape[:2], shape.value_size)

@@ -178,3 +178,17 @@ def test_pages_that_a_window_gave_back_change_no_bit(num_new: int) -> None:
     assert len({first_token % 32 for first_token, _ in found}) == 2
     for _, output in found[1:]:
         assert torch.equal(output, found[0][1])
+
+
+def test_layers_of_one_group_may_differ_in_their_query_heads() -> None:
+    """A block of few heads has more tokens than one of many has room for."""
+    few, many = Rows([300], heads=2), Rows([300], heads=16)
+    store = KVStore(32, PAGE_TOKENS, [None, None], max_step_tokens=300)
+    cache = store.new_cache()
+    cache.reserve(300)
+    cache.prepare(0, 300)
+    batch = AttentionBatch(store, [PackedRow(cache, 0, 0, 300)], CompiledAttention())
+    for layer, rows in enumerate((few, many, few)):
+        query, key, value = rows.queries[0], rows.keys[0], rows.values[0]
+        output = batch.attend(min(layer, 1), query, key, value, scaling=rows.scaling)
+        assert (output - rows.expected(0, 300)).abs().max() < 3e-6
