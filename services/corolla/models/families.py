@@ -9,7 +9,7 @@ norm, head and logit cap or scale after the last block.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -78,6 +78,17 @@ class Family:
     begins_anew: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
 
+
+_MAMBA = Family(
+    "mamba",
+    embedding="embeddings",
+    norm="norm_f",
+    cache_argument="cache_params",
+    continues_singly=True,
+    read_weights=("dt_proj",),
+    keeps_tokens=False,
+    keeps_states=True,
+)
 
 _FAMILIES = (
     Family("llama", is_fused=True),
@@ -201,34 +212,9 @@ _FAMILIES = (
         head_scalars=("lm_head_multiplier",),
         keeps_states=True,
     ),
-    Family(
-        "mamba",
-        embedding="embeddings",
-        norm="norm_f",
-        cache_argument="cache_params",
-        continues_singly=True,
-        read_weights=("dt_proj",),
-        keeps_tokens=False,
-        keeps_states=True,
-    ),
-    Family(
-        "mamba2",
-        embedding="embeddings",
-        norm="norm_f",
-        cache_argument="cache_params",
-        keeps_tokens=False,
-        keeps_states=True,
-    ),
-    Family(
-        "falcon_mamba",
-        embedding="embeddings",
-        norm="norm_f",
-        cache_argument="cache_params",
-        continues_singly=True,
-        read_weights=("dt_proj",),
-        keeps_tokens=False,
-        keeps_states=True,
-    ),
+    _MAMBA,
+    replace(_MAMBA, model_type="falcon_mamba"),
+    replace(_MAMBA, model_type="mamba2", continues_singly=False, read_weights=()),
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
