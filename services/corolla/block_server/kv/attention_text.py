@@ -32,6 +32,7 @@ declare float @llvm.vector.reduce.fmax.v16f32({FLOATS})
 declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
 declare i64 @llvm.umax.i64(i64, i64)
 declare i64 @llvm.umin.i64(i64, i64)
+declare i64 @llvm.smax.i64(i64, i64)
 """
 
 
@@ -74,6 +75,25 @@ class HeadShape:
 Fields = Sequence[tuple[str, str]]
 """Of a job, 64 bits each: the kind, `ptr` or `i64`, and the name."""
 
+COMMON_FIELDS: Final[Fields] = (
+    ("ptr", "query"),  # [tokens, heads, key size]
+    ("ptr", "keys"),  # [slots, key heads, key size], strided; values likewise
+    ("ptr", "values"),
+    ("ptr", "output"),  # float32 [tokens, heads, value size]
+    ("ptr", "pages"),
+    ("ptr", "constants"),  # see `CONSTANTS`
+    ("i64", "taken"),  # how many items threads have taken, 0 at first
+    ("i64", "items"),  # pieces or blocks, times key heads
+    ("i64", "key_heads"),
+    ("i64", "page_tokens"),  # a multiple of 16
+    ("i64", "key_slot"),  # bytes from slot to slot, and from head to head
+    ("i64", "key_head"),
+    ("i64", "value_slot"),
+    ("i64", "value_head"),
+    ("i64", "scaling"),  # the bits of a float32
+)
+"""The first ones of every job."""
+
 
 def field_place(function: Function, fields: Fields, name: str) -> str:
     """Where a field of `%job` lies."""
@@ -84,6 +104,46 @@ def field(function: Function, fields: Fields, name: str) -> str:
     """The value of a field of `%job`."""
     kind = next(kind for kind, each in fields if each == name)
     return function.let(f"load {kind}, ptr {field_place(function, fields, name)}")
+
+
+def slot_of(function: Function, pages: str, key: str, page_tokens: str) -> str:
+    """The slot of a key, by its number from the first of a row's pages on."""
+    page = function.load("i32", function.at(pages, function.let(f"udiv i64 {key}, {page_tokens}"), "i32"), align=4)
+    first_slot = function.let(f"mul i64 {function.let(f'zext i32 {page} to i64')}, {page_tokens}")
+    return function.let(f"add i64 {first_slot}, {function.let(f'urem i64 {key}, {page_tokens}')}")
+
+
+def items_source(work: str, *, has_threads: bool) -> str:
+    """`WORK_all(job, threads)`, which calls `WORK(job, number, head)` for all items, by so many threads.
+
+    The last ones are the first that are taken: of a chunk they see most keys.
+    """
+    function = Function()
+    lines = function.lines
+    lines.append(f"define internal void @{work}_items(ptr %job) #0 {{\nentry:")
+    taken = field_place(function, COMMON_FIELDS, "taken")
+    items, key_heads = (field(function, COMMON_FIELDS, name) for name in ("items", "key_heads"))
+    lines.append("  br label %take\ntake:")
+    item = function.let(f"atomicrmw add ptr {taken}, i64 1 monotonic")
+    is_one = function.let(f"icmp ult i64 {item}, {items}")
+    lines.append(f"  br i1 {is_one}, label %one, label %done\none:")
+    left = function.let(f"sub i64 {function.let(f'sub i64 {items}, {item}')}, 1")
+    number, head = function.let(f"udiv i64 {left}, {key_heads}"), function.let(f"urem i64 {left}, {key_heads}")
+    lines.append(f"  call void @{work}(ptr %job, i64 {number}, i64 {head})\n  br label %take\ndone:\n  ret void\n}}")
+    lines.append(f"define internal void @{work}_all(ptr %job, i64 %threads) #0 {{\nentry:")
+    if has_threads:
+        lines.append(
+            f"""\
+  %is_alone = icmp ule i64 %threads, 1
+  br i1 %is_alone, label %alone, label %together
+together:
+  %threads32 = trunc i64 %threads to i32
+  call void @GOMP_parallel(ptr @{work}_items, ptr %job, i32 %threads32, i32 0)
+  ret void
+alone:"""
+        )
+    lines.append(f"  call void @{work}_items(ptr %job)\n  ret void\n}}")
+    return "\n".join(lines)
 
 
 def exponential_of_difference(function: Function, constants: str, left: str, right: str) -> str:

@@ -10,15 +10,17 @@ chunk begins.
 from typing import Final
 
 from corolla.block_server.kv.attention_text import (
+    COMMON_FIELDS,
     HEAD,
     LEAST,
     MAX_SUMS,
     HeadShape,
     exponential_of_difference,
     field,
-    field_place,
+    items_source,
     largest_of,
     numbers_of,
+    slot_of,
 )
 from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
 
@@ -29,26 +31,10 @@ _ROWS: Final = 12
 _BLOCK_ROWS: Final = 48
 
 JOB: Final = (
-    ("ptr", "query"),  # [tokens, heads, key size]
-    ("ptr", "keys"),  # [slots, key heads, key size], strided; values likewise
-    ("ptr", "values"),
-    ("ptr", "output"),  # float32 [tokens, heads, value size]
-    (
-        "ptr",
-        "blocks",
-    ),  # of each block: first token, how many, the key of the first one, where its row's pages begin
-    ("ptr", "pages"),
-    ("ptr", "constants"),  # see `CONSTANTS`
-    ("i64", "taken"),  # how many items threads have taken, 0 at first
-    ("i64", "key_heads"),
-    ("i64", "page_tokens"),  # a multiple of 16
-    ("i64", "key_slot"),  # bytes from slot to slot, and from head to head
-    ("i64", "key_head"),
-    ("i64", "value_slot"),
-    ("i64", "value_head"),
-    ("i64", "scaling"),  # the bits of a float32
+    *COMMON_FIELDS,
+    # Of each block: its first token, how many, the key of the first one, and where its row's pages begin.
+    ("ptr", "blocks"),
     ("i64", "window"),  # how many keys a token sees, its own included
-    ("i64", "items"),  # blocks times key heads
 )
 
 
@@ -63,7 +49,9 @@ def module_source(shape: HeadShape, *, has_threads: bool) -> str:
     `attend(job, threads)`, where a job is numbers of 64 bits, see `JOB`, and is written to.
     """
     parts = [HEAD, OPENMP if has_threads else "", _transpose(shape), _scores(shape), _values(shape)]
-    return "\n".join([*parts, _Block(shape).source(), _share(), _attend(has_threads), ATTRIBUTES])
+    return "\n".join(
+        [*parts, _Block(shape).source(), items_source("block", has_threads=has_threads), _ATTEND, ATTRIBUTES]
+    )
 
 
 def _num_rows(shape: HeadShape) -> int:
@@ -310,11 +298,7 @@ tile_done:
         # Behind the newest key there may be no page; what is read instead is seen by nobody.
         held = function.let(f"call i64 @llvm.umin.i64(i64 {position}, i64 {function.let(f'sub i64 {end}, 1')})")
         held = function.let(f"and i64 {held}, {-LANES}")
-        page_tokens = fields["page_tokens"]
-        page_at = function.at(self._pages, function.let(f"udiv i64 {held}, {page_tokens}"), "i32")
-        page = function.let(f"zext i32 {function.load('i32', page_at, align=4)} to i64")
-        page_slot = function.let(f"mul i64 {page}, {page_tokens}")
-        slot = function.let(f"add i64 {page_slot}, {function.let(f'urem i64 {held}, {page_tokens}')}")
+        slot = slot_of(function, self._pages, held, fields["page_tokens"])
         keys, values = (self._of_slot(name, slot) for name in ("key", "value"))
         left = function.let(f"call i64 @llvm.smax.i64(i64 {function.let(f'sub i64 {end}, {position}')}, i64 0)")
         place = function.at(self._scratch["keys"], 4 * LANES * half)
@@ -381,37 +365,9 @@ out:
         self._function.lines.append(lines)
 
 
-def _share() -> str:
-    """What each thread does: it takes items until there are none left, the last ones first, which see most keys."""
-    function = Function()
-    lines = function.lines
-    lines.append("declare i64 @llvm.smax.i64(i64, i64)\ndefine internal void @share(ptr %job) #0 {\nentry:")
-    taken, items = field_place(function, JOB, "taken"), field(function, JOB, "items")
-    key_heads = field(function, JOB, "key_heads")
-    lines.append("  br label %take\ntake:")
-    item = function.let(f"atomicrmw add ptr {taken}, i64 1 monotonic")
-    is_one = function.let(f"icmp ult i64 {item}, {items}")
-    lines.append(f"  br i1 {is_one}, label %one, label %done\none:")
-    left = function.let(f"sub i64 {function.let(f'sub i64 {items}, {item}')}, 1")
-    number, head = function.let(f"udiv i64 {left}, {key_heads}"), function.let(f"urem i64 {left}, {key_heads}")
-    lines.append(f"  call void @block(ptr %job, i64 {number}, i64 {head})\n  br label %take\ndone:\n  ret void\n}}")
-    return "\n".join(lines)
-
-
-def _attend(has_threads: bool) -> str:
-    together = """\
-  %is_alone = icmp ule i64 %threads, 1
-  br i1 %is_alone, label %alone, label %together
-together:
-  %threads32 = trunc i64 %threads to i32
-  call void @GOMP_parallel(ptr @share, ptr %job, i32 %threads32, i32 0)
-  ret void"""
-    return f"""\
-define void @attend(ptr %job, i64 %threads) #0 {{
-entry:
-{together if has_threads else "  br label %alone"}
-alone:
-  call void @share(ptr %job)
+_ATTEND: Final = """\
+define void @attend(ptr %job, i64 %threads) #0 {
+  call void @block_all(ptr %job, i64 %threads)
   ret void
-}}
+}
 """

@@ -122,30 +122,26 @@ class _Call:
         tables, num_key_heads = self.tables, self.keys.shape[1]
         states = torch.empty(len(tables.pieces) * num_key_heads * self.shape.state_floats)
         job: Any = _Job(
-            self.query.data_ptr(), self.keys.data_ptr(), self.values.data_ptr(), self.output.data_ptr(),
-            states.data_ptr(), tables.pieces.data_ptr(), tables.pages.data_ptr(),
-            _CONSTANTS.data_ptr(), tables.queries.data_ptr(), 0,
-            num_key_heads, self.page_tokens, *self._strides(), self.scaling_bits, 0,
-            len(tables.pieces) * num_key_heads, len(tables.queries) * num_key_heads,
+            *self._common_fields(len(tables.pieces)), states.data_ptr(), tables.pieces.data_ptr(),
+            tables.queries.data_ptr(), len(tables.queries) * num_key_heads,
         )  # fmt: skip
         num_threads = torch.get_num_threads() if tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
         _next_token_function(self.shape)(job, num_threads)
 
     def attend_chunks(self, window: int | None) -> None:
-        tables, num_key_heads = self.tables, self.keys.shape[1]
-        job: Any = _ChunkJob(
-            self.query.data_ptr(), self.keys.data_ptr(), self.values.data_ptr(), self.output.data_ptr(),
-            tables.blocks.data_ptr(), tables.pages.data_ptr(), _CONSTANTS.data_ptr(), 0, num_key_heads,
-            self.page_tokens, *self._strides(), self.scaling_bits, min(window or _ALL_KEYS, _ALL_KEYS),
-            len(tables.blocks) * num_key_heads,
-        )  # fmt: skip
+        blocks = self.tables.blocks
+        job: Any = _ChunkJob(*self._common_fields(len(blocks)), blocks.data_ptr(), min(window or _ALL_KEYS, _ALL_KEYS))
         _chunk_function(self.shape)(job, torch.get_num_threads())
 
-    def _strides(self) -> tuple[int, int, int, int]:
-        """In bytes, of keys and of values: from slot to slot, and from head to head."""
-        size = self.shape.element_bytes
-        key_slot, key_head, value_slot, value_head = *self.keys.stride()[:2], *self.values.stride()[:2]
-        return key_slot * size, key_head * size, value_slot * size, value_head * size
+    def _common_fields(self, num_parts: int) -> tuple[int, ...]:
+        """See `COMMON_FIELDS`. Args: pieces or blocks of each key head."""
+        size, num_key_heads = self.shape.element_bytes, self.keys.shape[1]
+        strides = (*self.keys.stride()[:2], *self.values.stride()[:2])
+        return (
+            self.query.data_ptr(), self.keys.data_ptr(), self.values.data_ptr(), self.output.data_ptr(),
+            self.tables.pages.data_ptr(), _CONSTANTS.data_ptr(), 0, num_parts * num_key_heads, num_key_heads,
+            self.page_tokens, *(stride * size for stride in strides), self.scaling_bits,
+        )  # fmt: skip
 
 
 def _shape_of(given: LayerInput) -> HeadShape | None:

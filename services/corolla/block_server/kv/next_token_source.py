@@ -10,14 +10,17 @@ in every bit wherever its pages lie, whichever other queries there are, and howe
 from typing import Final
 
 from corolla.block_server.kv.attention_text import (
+    COMMON_FIELDS,
     HEAD,
     LEAST,
     HeadShape,
     exponential_of_difference,
     field,
     field_place,
+    items_source,
     largest_of,
     numbers_of,
+    slot_of,
 )
 from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
 
@@ -28,29 +31,15 @@ def module_source(shape: HeadShape, *, has_threads: bool) -> str:
     `attend(job, threads)`, where a job is numbers of 64 bits, see `JOB`, and is written to.
     """
     parts = [HEAD, OPENMP if has_threads else "", _tile(shape), _piece(shape), _merge(shape)]
-    return "\n".join([*parts, _share(), _attend(has_threads), ATTRIBUTES])
+    parts += [items_source("piece", has_threads=has_threads), items_source("merge", has_threads=False)]
+    return "\n".join([*parts, _attend(), ATTRIBUTES])
 
 
 JOB: Final = (
-    ("ptr", "query"),  # [queries, heads, key size]
-    ("ptr", "keys"),  # [slots, key heads, key size], strided; values likewise
-    ("ptr", "values"),
-    ("ptr", "output"),  # float32 [queries, heads, value size]
+    *COMMON_FIELDS,
     ("ptr", "states"),  # float32 [pieces, key heads, state_floats]
     ("ptr", "pieces"),  # of each piece: its query, first key, end, and where its row's pages begin
-    ("ptr", "pages"),
-    ("ptr", "constants"),  # see `CONSTANTS`
     ("ptr", "first_pieces"),  # of each query that is computed: its number, first piece and end
-    ("i64", "taken"),  # how many items threads have taken, 0 at first
-    ("i64", "key_heads"),
-    ("i64", "page_tokens"),  # a multiple of 16
-    ("i64", "key_slot"),  # bytes from slot to slot, and from head to head
-    ("i64", "key_head"),
-    ("i64", "value_slot"),
-    ("i64", "value_head"),
-    ("i64", "scaling"),  # the bits of a float32
-    ("i64", "is_merge"),  # 0 at first
-    ("i64", "items"),  # pieces times key heads
     ("i64", "merges"),  # queries times key heads
 )
 
@@ -192,9 +181,7 @@ def _piece(shape: HeadShape) -> str:
     first_tile = function.let(f"and i64 {first}, {-LANES}")
     lines.append("  br label %tiles\ntiles:")
     lines.append(f"  %tile = phi i64 [{first_tile}, %entry], [%tile_after, %tile_done]")
-    page = function.load("i32", function.at(pages, function.let(f"udiv i64 %tile, {page_tokens}"), "i32"), align=4)
-    page_slot = function.let(f"mul i64 {function.let(f'zext i32 {page} to i64')}, {page_tokens}")
-    slot = function.let(f"add i64 {page_slot}, {function.let(f'urem i64 %tile, {page_tokens}')}")
+    slot = slot_of(function, pages, "%tile", page_tokens)
     tile_keys = function.at(keys, function.let(f"mul i64 {slot}, {key_slot}"))
     tile_values = function.at(values, function.let(f"mul i64 {slot}, {value_slot}"))
     seen = function.let(f"call i64 @llvm.umax.i64(i64 {first}, i64 %tile)")
@@ -284,55 +271,13 @@ done:
     return "\n".join(lines)
 
 
-def _share() -> str:
-    """What each thread does: it takes items, a piece or a query of one key head each, until there are none left."""
-    function = Function()
-    lines = function.lines
-    lines.append("define internal void @share(ptr %job) #0 {\nentry:")
-    taken, items = field_place(function, JOB, "taken"), field(function, JOB, "items")
-    key_heads, is_merge = field(function, JOB, "key_heads"), field(function, JOB, "is_merge")
-    merges = function.let(f"icmp ne i64 {is_merge}, 0")
-    lines.append("  br label %take\ntake:")
-    item = function.let(f"atomicrmw add ptr {taken}, i64 1 monotonic")
-    is_one = function.let(f"icmp ult i64 {item}, {items}")
-    lines.append(f"  br i1 {is_one}, label %one, label %done\none:")
-    number, head = function.let(f"udiv i64 {item}, {key_heads}"), function.let(f"urem i64 {item}, {key_heads}")
-    lines.append(
-        f"""\
-  br i1 {merges}, label %merges, label %computes
-computes:
-  call void @piece(ptr %job, i64 {number}, i64 {head})
-  br label %take
-merges:
-  call void @merge(ptr %job, i64 {number}, i64 {head})
-  br label %take
-done:
-  ret void
-}}"""
-    )
-    return "\n".join(lines)
-
-
-def _attend(has_threads: bool) -> str:
+def _attend() -> str:
     """All pieces, by so many threads, and then their merges, which are little work, by one."""
     function = Function()
     lines = function.lines
     lines.append("define void @attend(ptr %job, i64 %threads) #0 {\nentry:")
-    if has_threads:
-        lines.append(
-            """\
-  %is_alone = icmp ule i64 %threads, 1
-  br i1 %is_alone, label %alone, label %together
-together:
-  %threads32 = trunc i64 %threads to i32
-  call void @GOMP_parallel(ptr @share, ptr %job, i32 %threads32, i32 0)
-  br label %merging"""
-        )
-    else:
-        lines.append("  br label %alone")
-    lines.append("alone:\n  call void @share(ptr %job)\n  br label %merging\nmerging:")
-    merges = field(function, JOB, "merges")
-    for name, value in (("taken", "0"), ("is_merge", "1"), ("items", merges)):
+    lines.append("  call void @piece_all(ptr %job, i64 %threads)")
+    for name, value in (("taken", "0"), ("items", field(function, JOB, "merges"))):
         lines.append(f"  store i64 {value}, ptr {field_place(function, JOB, name)}")
-    lines.append("  call void @share(ptr %job)\n  ret void\n}")
+    lines.append("  call void @merge_all(ptr %job, i64 1)\n  ret void\n}")
     return "\n".join(lines)
