@@ -11,6 +11,7 @@ from transformers import Cache
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from corolla.block_server.decode_graphs import DecodeGraphs
+from corolla.block_server.engines.compiled_blocks import choose_compiled_blocks
 from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.kv.attention import RAGGED, AttentionBackend, AttentionBatch, PackedRow
 from corolla.block_server.kv.backends import choose_backend
@@ -86,6 +87,7 @@ class Runner:
 
     Attributes:
         stacks: of adapters.
+        compiled: runs whole blocks for rows without adapters; None where that cannot be.
         decode_graphs: recorded steps, to be replayed where they can be; `graph_choice` sets them.
     """
 
@@ -119,6 +121,7 @@ class Runner:
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
             num_state_pages=num_state_pages,
         )  # fmt: skip
+        self.compiled = choose_compiled_blocks(model.fused, self.store, self.backend, model.dtype)
         if not model.packs_rows:
             return
         model.set_attention(LATENT if model.family.caches_latents else RAGGED)
@@ -224,6 +227,8 @@ class Runner:
         batch = AttentionBatch(self.store, packed, self.backend)
         if self.model.fused is not None:
             end, layers = max(positions) + 1, self.model.layer_indices(blocks)
+            if self.compiled is not None and adapters is None:
+                return self.compiled.forward(hidden, position_ids, end, layers, batch)
             return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
         self.model.adapters = adapters
         self._tell_factors(rows, hidden)

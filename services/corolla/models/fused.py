@@ -8,7 +8,7 @@ same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,27 +100,38 @@ class PackedLayers(Protocol):
 class FusedSpan:
     """The blocks of a span.
 
-    Args:
-        layers: the family's decoder layers, for which `fits` must hold; their projections become views of fused ones.
-        rotary: the family's rotary embedding.
-        config: the family's configuration.
+    Attributes:
+        layers: in their order.
+        rotary: what all of them turn queries and keys by.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], rotary: nn.Module, config: Any) -> None:
+    def __init__(self, layers: Sequence["FusedLayer"], rotary: RotaryTable) -> None:
+        self.layers = tuple(layers)
+        self.rotary = rotary
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], rotary: nn.Module, config: Any) -> Self:
+        """Those of a family.
+
+        Args:
+            layers: the decoder layers, for which `fits` must hold; their projections become views of fused ones.
+            rotary: the rotary embedding.
+            config: the configuration.
+        """
         windows = attention_windows(config)
-        self._layers = [_FusedLayer(layer, window) for layer, window in zip(layers, windows, strict=True)]
-        self._rotary = RotaryTable(rotary, config)
+        fused = [FusedLayer(layer, window) for layer, window in zip(layers, windows, strict=True)]
+        return cls(fused, RotaryTable(rotary, config))
 
     @property
     def linears(self) -> list[TunedLinear]:
         """The projections that can be tuned; packed ones are multiplied in one way only."""
-        projections = (each for layer in self._layers for each in layer.projections)
+        projections = (each for layer in self.layers for each in layer.projections)
         return [each for each in projections if isinstance(each, TunedLinear)]
 
     @property
     def rotary_table(self) -> Tensor:
         """What `forward` reads apart from weights and arguments, until it is asked for a higher `end`."""
-        return self._rotary.table
+        return self.rotary.table
 
     def forward(
         self,
@@ -132,9 +143,9 @@ class FusedSpan:
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
         """See `PackedLayers`."""
-        cos, sin = self._rotary.rows(position_ids, end, hidden)
+        cos, sin = self.rotary.rows(position_ids, end, hidden)
         for index in layers:
-            hidden = self._layers[index].forward(hidden, cos, sin, index, attend, adapters)
+            hidden = self.layers[index].forward(hidden, cos, sin, index, attend, adapters)
         return hidden
 
 
@@ -147,74 +158,88 @@ def fits(layer: nn.Module) -> bool:
     return all(is_plain(each) or isinstance(each, PackedLinear) for each in projections)
 
 
-class _FusedLayer:
+class FusedLayer:
+    """One block.
+
+    Attributes:
+        attention_norm, mlp_norm: of the block's input, and of what attention was added to.
+        query_norm, key_norm: of each head; None in most families.
+        query_key_value, output, gate_up, down: projections; the first and third are several side by side.
+        num_gated: outputs of the gate.
+        activation: of these.
+        rotates: whether queries and keys are turned by their positions.
+        scaling: of scores.
+        window: how many tokens, itself included, a token sees; None for all before it.
+        residual_multiplier: of what is added to the hidden states.
+    """
+
     def __init__(self, layer: Any, window: int | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._attention_norm = _norm(layer.input_layernorm)
-        self._mlp_norm = _norm(layer.post_attention_layernorm)
-        self._query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self._key_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self._head_dim: int = attention.head_dim
-        self._num_heads = attention.q_proj.out_features // self._head_dim
-        self._num_key_heads = attention.k_proj.out_features // self._head_dim
-        self._num_gated: int = mlp.gate_proj.out_features
-        self._query_key_value = _fuse(attention, _QUERY_KEY_VALUE)
-        self._output = _tuned(attention.o_proj)
-        self._gate_up = _fuse(mlp, _GATE_UP)
-        self._down = _tuned(mlp.down_proj)
-        self._activation = mlp.act_fn
-        self._rotates = bool(getattr(attention, "use_rope", True))
-        self._scaling: float = attention.scaling
-        self._window = window
-        self._residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
+        self.attention_norm = _norm(layer.input_layernorm)
+        self.mlp_norm = _norm(layer.post_attention_layernorm)
+        self.query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.head_dim: int = attention.head_dim
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_key_heads = attention.k_proj.out_features // self.head_dim
+        self.num_gated: int = mlp.gate_proj.out_features
+        self.query_key_value = _fuse(attention, _QUERY_KEY_VALUE)
+        self.output = _tuned(attention.o_proj)
+        self.gate_up = _fuse(mlp, _GATE_UP)
+        self.down = _tuned(mlp.down_proj)
+        self.activation = mlp.act_fn
+        self.rotates = bool(getattr(attention, "use_rope", True))
+        self.scaling: float = attention.scaling
+        self.window = window
+        self.residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
 
     @property
     def projections(self) -> Iterator[Projection]:
-        for each in (self._query_key_value, self._output, self._gate_up, self._down):
+        for each in (self.query_key_value, self.output, self.gate_up, self.down):
             yield from each.parts if isinstance(each, _SideBySide) else (each,)
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attend: Attend, adapters: AdapterBatch | None
     ) -> Tensor:
-        num_tokens, num_rotated = hidden.shape[0], self._num_heads + self._num_key_heads
-        normed = self._attention_norm(hidden)
-        projected = self._query_key_value.forward(normed)
+        num_tokens, num_rotated = hidden.shape[0], self.num_heads + self.num_key_heads
+        normed = self.attention_norm(hidden)
+        projected = self.query_key_value.forward(normed)
         if adapters is not None:
             adapters.add(index, _QUERY_KEY_VALUE_PLACE, normed, projected)
-        heads = projected.view(num_tokens, -1, self._head_dim)
+        heads = projected.view(num_tokens, -1, self.head_dim)
         rotated = heads.narrow(1, 0, num_rotated)
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = torch.split(rotated, [self._num_heads, self._num_key_heads], dim=1)
-            rotated = torch.cat((self._query_norm(query), self._key_norm(key)), dim=1)
-        if self._rotates:
-            rotated = torch.addcmul(rotated * cos, rotated.roll(self._head_dim // 2, -1), sin)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = torch.split(rotated, [self.num_heads, self.num_key_heads], dim=1)
+            rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
+        if self.rotates:
+            rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
         attended = attend(
             index,
-            rotated.narrow(1, 0, self._num_heads),
-            rotated.narrow(1, self._num_heads, self._num_key_heads),
-            heads.narrow(1, num_rotated, self._num_key_heads),
-            scaling=self._scaling,
-            window=self._window,
+            rotated.narrow(1, 0, self.num_heads),
+            rotated.narrow(1, self.num_heads, self.num_key_heads),
+            heads.narrow(1, num_rotated, self.num_key_heads),
+            scaling=self.scaling,
+            window=self.window,
         )
         attended = attended.reshape(num_tokens, -1)
-        output = self._output.forward(attended)
+        output = self.output.forward(attended)
         if adapters is not None:
             adapters.add(index, _OUTPUT_PLACE, attended, output)
         hidden = self._add(hidden, output)
-        normed = self._mlp_norm(hidden)
-        gate_up = self._gate_up.forward(normed)
+        normed = self.mlp_norm(hidden)
+        gate_up = self.gate_up.forward(normed)
         if adapters is not None:
             adapters.add(index, _GATE_UP_PLACE, normed, gate_up)
-        gated = self._activation(gate_up.narrow(1, 0, self._num_gated)) * gate_up.narrow(
-            1, self._num_gated, self._num_gated
+        gated = self.activation(gate_up.narrow(1, 0, self.num_gated)) * gate_up.narrow(
+            1, self.num_gated, self.num_gated
         )
-        down = self._down.forward(gated)
+        down = self.down.forward(gated)
         if adapters is not None:
             adapters.add(index, _DOWN_PLACE, gated, down)
         return self._add(hidden, down)
 
     def _add(self, residual: Tensor, change: Tensor) -> Tensor:
-        return residual + change if self._residual_multiplier == 1.0 else residual + change * self._residual_multiplier
+        return residual + change if self.residual_multiplier == 1.0 else residual + change * self.residual_multiplier
 
 
 class _SideBySide:
@@ -267,10 +292,26 @@ def _joined_or_none(parameters: Sequence[Tensor | None]) -> nn.Parameter | None:
     return _joined(present) if present else None
 
 
+class UsualNorm:
+    """The root mean square norm that most families have, in one kernel where it is in float32.
+
+    Attributes:
+        weight: `[H]`.
+        epsilon: added to the mean of the squares.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.weight: Tensor = module.weight
+        self.epsilon: float = module.variance_epsilon
+        self._module = module
+        self._shape = tuple(self.weight.shape)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self.weight.dtype != torch.float32:
+            return cast(Tensor, self._module(hidden))
+        return functional.rms_norm(hidden, self._shape, self.weight, self.epsilon)
+
+
 def _norm(module: Any) -> Callable[[Tensor], Tensor]:
-    """The same numbers as the family's normalisation, in one kernel where it is the usual one in float32."""
-    if not hasattr(module, "variance_epsilon") or module.weight.dtype != torch.float32:
-        return cast(Callable[[Tensor], Tensor], module)
-    weight, epsilon = module.weight, module.variance_epsilon
-    shape = tuple(weight.shape)
-    return lambda hidden: functional.rms_norm(hidden, shape, weight, epsilon)
+    """The same numbers as the family's normalisation."""
+    return UsualNorm(module) if hasattr(module, "variance_epsilon") else cast(Callable[[Tensor], Tensor], module)

@@ -1,9 +1,10 @@
 """Linear layers that multiply as fast as the machine can.
 
 On CPUs, what torch calls for `nn.Linear` is made for weights that are used once and in any order. Where they stay,
-oneDNN multiplies by a copy of them that is laid out for its kernels: up to three times as fast, from a single row to
-a long prompt, but not for every type, shape and machine. So the faster way is measured once, when a model is loaded,
-with the weights that will be used; the plain ones are given up where it won.
+two other ways are up to three times as fast, from a single row to a long prompt, but not for every type, shape and
+machine: compiled functions multiply by panels (see `packed`), and oneDNN by a copy in a layout of its own. So the
+fastest way is measured once, when a model is loaded, with the weights that will be used; the plain ones are given up
+where another one won.
 """
 
 import functools
@@ -19,6 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corolla.chassis import heap
+from corolla.models.llvm_text import LANES
+from corolla.models.packed.kernels import multiplied, plain_layout
+from corolla.models.packed.layouts import PlainLayout
+from corolla.models.packed.repacking import lay_out as lay_out_panels
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""Rows and weights that were laid out, to their product."""
 
 _TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 # One session's step, those of many together, and a piece of a prompt.
@@ -38,6 +46,8 @@ _OUTPUTS_OF_LAYOUT: Final = 64
 MAX_COPIED_BYTES: Final = 256 << 20
 # A tie goes to the plain weights.
 _MIN_GAIN: Final = 1.05
+# Of panels: with them whole blocks can be one call, which gains more than products do.
+_MIN_SHARE_OF_PANELS: Final = 0.9
 # A difference of this size ends the measurement early.
 _CLEAR_GAIN: Final = 1.25
 # The layout is the same for all small numbers of rows, and serves larger ones well.
@@ -47,14 +57,15 @@ _ROWS_OF_PIECE: Final = 1024
 
 
 class TunedLinear(nn.Module):
-    """`x W^T + b`, as `nn.Linear`, in the faster of two ways.
+    """`x W^T + b`, as `nn.Linear`, in the fastest of three ways.
 
     Attributes:
         weight: `[out, in]`, the very parameter of the layer that it replaces; on the meta device, with its shape and
-            type and no numbers, once `relaid` has them.
+            type and no numbers, once `panels` or `relaid` has them.
         bias: `[out]` or None.
+        panels: the weights for compiled functions, in `layout`; None where these are not the fastest.
         relaid: the weights for oneDNN's kernels, by runs of outputs: in its own layout, or as they are where others
-            need them, too. Empty where `nn.Linear`'s way is faster.
+            need them, too. Empty where these are not the fastest.
         parts: layers whose weights are views of this one's, and go with it.
     """
 
@@ -62,11 +73,19 @@ class TunedLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.panels: Tensor | None = None
         self.relaid: tuple[Tensor, ...] = ()
         self.parts = tuple(parts)
 
+    @property
+    def layout(self) -> PlainLayout | None:
+        """That of `panels`; None: there can be none."""
+        return _layout_of(self.weight)
+
     def forward(self, rows: Tensor) -> Tensor:
         """Multiplies `[..., in]` to `[..., out]`."""
+        if self.panels is not None and self.layout is not None:
+            return multiplied(self.layout, rows, self.panels, self.weight.shape[0], self.bias)
         if not self.relaid:
             return functional.linear(rows, self.weight, self.bias)
         if rows.dim() != 2:
@@ -87,16 +106,29 @@ class TunedLinear(nn.Module):
         return torch.cat([multiply_relaid(rows, piece, bias) for piece, bias in parts], dim=-1)
 
     def use(self, *relaid: Tensor) -> None:
-        """Multiplies by these weights from now on; gives up its own where they are others."""
+        """Multiplies by these weights from now on, by oneDNN; gives up its own where they are others."""
         if relaid[0] is not self.weight:
-            self.weight = _without_numbers(self.weight)
-            for part in self.parts:
-                part.weight = _without_numbers(part.weight)
+            self._give_up_weight()
         self.relaid = relaid
+
+    def use_panels(self, panels: Tensor) -> None:
+        """Multiplies by these, by compiled functions, and gives up its own."""
+        self._give_up_weight()
+        self.panels = panels
+
+    def _give_up_weight(self) -> None:
+        self.weight = _without_numbers(self.weight)
+        for part in self.parts:
+            part.weight = _without_numbers(part.weight)
 
 
 def _without_numbers(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.to("meta"), requires_grad=False)
+
+
+def _layout_of(weight: Tensor) -> PlainLayout | None:
+    layout = plain_layout(weight.dtype)
+    return layout if layout is not None and weight.shape[1] % layout.block_weights == 0 else None
 
 
 def padded(num_rows: int) -> int:
@@ -178,9 +210,19 @@ def tune(
         lay_out = relay if is_copied else _as_it_is
         pieces_of = functools.partial(_pieces, max_bytes=max_bytes if is_copied else None)
         num_timed = max(1, min(_MAX_TIMED_LAYERS, max_bytes // max(1, pieces_of(group[0])[0].nbytes)))
-        timed = itertools.islice(itertools.chain.from_iterable(map(pieces_of, group)), num_timed)
-        if tried := _tried(list(timed), lay_out, deadline_s, clock):
+        timed = list(itertools.islice(itertools.chain.from_iterable(map(pieces_of, group)), num_timed))
+        layout = None if is_held else _layout_of(group[0].weight)
+        # What was timed is laid out once more if it won: until then it would be there three times.
+        panel_gain = 0.0 if layout is None else _panel_gain(timed, layout, deadline_s, clock)
+        tried, gain = _tried(timed, lay_out, deadline_s, clock)
+        if layout is not None and panel_gain > max(_MIN_GAIN, _MIN_SHARE_OF_PANELS * gain):
+            tried.clear()
+            for layer in group:
+                leave = _discard if layer.weight.nbytes > max_bytes else None
+                layer.use_panels(lay_out_panels(layer.weight, layout, leave))
+        elif tried:
             given = deque(tried)
+            tried.clear()
             for layer in group:
                 _replace(layer, pieces_of(layer), given, lay_out, is_held)
 
@@ -197,8 +239,12 @@ def _replace(
     for piece in pieces:
         relaid.append(given.popleft() if given else lay_out(piece))
         if len(pieces) > 1 and not is_held:
-            heap.discard(piece.data_ptr(), piece.nbytes)
+            _discard(piece)
     layer.use(*relaid)
+
+
+def _discard(part: Tensor) -> None:
+    heap.discard(part.data_ptr(), part.nbytes)
 
 
 def _pieces(layer: TunedLinear, max_bytes: int | None) -> tuple[Tensor, ...]:
@@ -216,51 +262,79 @@ def _as_it_is(weight: Tensor) -> Tensor:
 
 def _tried(
     weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float, clock: Callable[[], float]
-) -> list[Tensor]:
-    """The weights, laid out for oneDNN, if it gives the same product and gains, by geometric mean over numbers of rows.
-
-    Else nothing.
-    """
+) -> tuple[list[Tensor], float]:
+    """The weights, laid out for oneDNN, if it gives the same product and gains; else nothing. And the gain."""
     try:
         relaid = [lay_out(weight) for weight in weights]
-        if not _agrees(weights[0], relaid[0]):
-            return []
+        if not _agrees(weights[0], relaid[0], multiply_relaid):
+            return [], 0.0
     except (RuntimeError, AttributeError):
-        return []  # no kernel for this type on this machine
+        return [], 0.0  # no kernel for this type on this machine
+    gain = _mean_gain(weights, relaid, multiply_relaid, deadline_s, clock)
+    return (relaid, gain) if gain > _MIN_GAIN else ([], gain)
+
+
+def _panel_gain(
+    weights: Sequence[Tensor], layout: PlainLayout, deadline_s: float, clock: Callable[[], float]
+) -> float:
+    """The gain of panels; 0 if they do not give the same product."""
+
+    def multiply(rows: Tensor, panels: Tensor) -> Tensor:
+        return multiplied(layout, rows, panels, len(panels) * LANES, None)
+
+    panels = [lay_out_panels(weight, layout) for weight in weights]
+    if not _agrees(weights[0], panels[0], multiply):
+        return 0.0
+    return _mean_gain(weights, panels, multiply, deadline_s, clock)
+
+
+def _mean_gain(
+    weights: Sequence[Tensor],
+    laid_out: Sequence[Tensor],
+    multiply: Multiply,
+    deadline_s: float,
+    clock: Callable[[], float],
+) -> float:
+    """The geometric mean over numbers of rows; 0 if there is no time to measure any."""
     gains = []
     for num_rows in _TIMED_ROWS:
         if clock() < deadline_s:
             rows = torch.ones(num_rows, weights[0].shape[1], dtype=weights[0].dtype)
-            gains.append(measured_gain(rows, weights, relaid, clock))
-    return relaid if gains and math.prod(gains) > _MIN_GAIN ** len(gains) else []
+            gains.append(measured_gain(rows, weights, laid_out, multiply, clock))
+    return math.prod(gains) ** (1 / len(gains)) if gains else 0.0
 
 
 def measured_gain(
-    rows: Tensor, weights: Sequence[Tensor], relaid: Sequence[Tensor], clock: Callable[[], float]
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    laid_out: Sequence[Tensor],
+    multiply: Multiply,
+    clock: Callable[[], float],
 ) -> float:
-    """How many times as fast oneDNN is.
+    """How many times as fast as `nn.Linear` another way is.
 
     Both ways are timed in turns, and the best time of each counts, so that a busy machine disturbs both alike.
     """
-    best_plain_s = best_relaid_s = math.inf
+    best_plain_s = best_other_s = math.inf
     for repetition in range(_MAX_REPETITIONS):
-        weight, other = weights[repetition % len(weights)], relaid[-1 - repetition % len(relaid)]
+        weight, other = weights[repetition % len(weights)], laid_out[-1 - repetition % len(laid_out)]
         started_s = clock()
         functional.linear(rows, weight)
         between_s = clock()
-        multiply_relaid(rows, other)
+        multiply(rows, other)
         best_plain_s = min(best_plain_s, between_s - started_s)
-        best_relaid_s = min(best_relaid_s, clock() - between_s)
-        is_clear = max(best_plain_s, best_relaid_s) > _CLEAR_GAIN * min(best_plain_s, best_relaid_s)
+        best_other_s = min(best_other_s, clock() - between_s)
+        is_clear = max(best_plain_s, best_other_s) > _CLEAR_GAIN * min(best_plain_s, best_other_s)
         if is_clear and repetition >= _MIN_REPETITIONS:
             break
-    return best_plain_s / best_relaid_s
+    return best_plain_s / best_other_s
 
 
-def _agrees(weight: Tensor, relaid: Tensor) -> bool:
+def _agrees(weight: Tensor, laid_out: Tensor, multiply: Multiply) -> bool:
     """Up to rounding in the type of the weights: oneDNN can be set, by the environment, to compute less exactly."""
     rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    difference = (multiply_relaid(rows, relaid).float() - functional.linear(rows, weight).float()).abs()
+    product = multiply(rows, laid_out)[:, : len(weight)].float()
+    difference = (product - functional.linear(rows, weight).float()).abs()
     # Piece by piece: the magnitudes of all weights would take as much as the weights.
     sizes = [functional.linear(rows.abs(), piece.abs()).float() for piece in torch.split(weight, _ROWS_OF_PIECE)]
     rounding = torch.finfo(weight.dtype).eps * torch.cat(sizes, dim=1)

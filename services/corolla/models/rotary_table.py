@@ -42,14 +42,25 @@ class RotaryTable:
             end: see there.
             like: in the device and dtype that the rows shall have; always the same ones.
         """
-        if not self._is_lasting:
-            table = self._compute(position_ids, like)
-        else:
-            if end > len(self._table):
-                num_positions = max(MIN_POSITIONS, 1 << (end - 1).bit_length())
-                self._table = self._compute(torch.arange(num_positions, device=like.device), like)
-            table = self._table.index_select(0, position_ids)
+        table, numbers = self.numbered(position_ids, end, like)
+        if numbers is not None:
+            table = table.index_select(0, numbers)
         return table[:, 0:1], table[:, 1:2]
+
+    def numbered(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A table of cosines and signed sines, `[rows, 2, head_dim]`, and the row of each position.
+
+        Args: see `rows`.
+
+        Returns:
+            For the rows None where they are those of the positions, one by one.
+        """
+        if not self._is_lasting:
+            return self._compute(position_ids, like), None
+        if end > len(self._table):
+            num_positions = max(MIN_POSITIONS, 1 << (end - 1).bit_length())
+            self._table = self._compute(torch.arange(num_positions, device=like.device), like)
+        return self._table, position_ids
 
     def _compute(self, position_ids: Tensor, like: Tensor) -> Tensor:
         """`[N, 2, head_dim]`."""

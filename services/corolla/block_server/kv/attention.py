@@ -125,15 +125,20 @@ class AttentionBatch:
         Returns:
             The layer's keys and values of all sessions as they are stored, `[num_slots, key heads, head_dim]`.
         """
-        group = self.store.group_of(layer)
-        slots = self._slots.get(group)
-        if slots is None:
-            numbers = [slot for row in self.rows for slot in row.cache.slots(row.position, row.num_tokens, group)]
-            slots = self._slots[group] = torch.tensor(numbers, device=key.device)
+        slots = self.slots(layer, key.device)
         keys, values = self.store.layer_like(layer, key, value)
         keys.index_copy_(0, slots, self.store.encoded(key))
         values.index_copy_(0, slots, self.store.encoded(value))
         return keys, values
+
+    def slots(self, layer: int, device: torch.device) -> Tensor:
+        """Where the new tokens of all rows go in a layer, int64 `[N]`."""
+        group = self.store.group_of(layer)
+        slots = self._slots.get(group)
+        if slots is None:
+            numbers = [slot for row in self.rows for slot in row.cache.slots(row.position, row.num_tokens, group)]
+            slots = self._slots[group] = torch.tensor(numbers, device=device)
+        return slots
 
     def extents(self, number: int, layer: int, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """Where a row's keys of positions `[start, end)` lie: first slot and number of tokens of each run."""

@@ -25,7 +25,7 @@ from corolla.chassis.errors import StartupError
 from corolla.models.compiler import Compiled, has_openmp, objection
 from corolla.models.llvm_text import LANES
 
-_ELEMENTS: Final[Mapping[torch.dtype, str]] = {
+ELEMENTS: Final[Mapping[torch.dtype, str]] = {
     torch.float32: "float", torch.bfloat16: "bfloat", torch.float16: "half",
 }  # fmt: skip
 
@@ -41,14 +41,15 @@ _LEAST_KEYS_OF_THREADS: Final = 256
 _ALL_KEYS: Final = 1 << 30
 """The window of those that see all before them."""
 
-_CONSTANTS: Final = torch.tensor(CONSTANTS, dtype=torch.float32)
+EXPONENTIAL: Final = torch.tensor(CONSTANTS, dtype=torch.float32)
+"""`CONSTANTS`, where compiled functions read them."""
 
 _Job: Final = ctypes.c_int64 * len(JOB)
 _ChunkJob: Final = ctypes.c_int64 * len(chunk_source.JOB)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tables:
+class Tables:
     """The rows of a batch for one group of layers, int32.
 
     Attributes:
@@ -87,60 +88,67 @@ class CompiledAttention:
         page_tokens = batch.store.pool.page_tokens
         if shape is None or batch.store.codec is not None or page_tokens % LANES:
             return self._runs.attend(batch, given)
-        group, num_block_tokens = batch.store.group_of(given.layer), block_tokens(shape)
-        # Layers of one group may differ in their number of heads, and so in the tokens of a block.
-        prepared: dict[int, _Tables] = batch.prepared.setdefault(group, {})
-        tables = prepared.get(num_block_tokens)
-        if tables is None:
-            tables = _tables(batch.rows, group, given.window, page_tokens, num_block_tokens)
-            prepared[num_block_tokens] = tables
+        tables = tables_of(batch, given.layer, given.window, shape)
         keys, values = batch.write(given.layer, given.key, given.value)
         query = given.query.contiguous()
         output = torch.empty(*query.shape[:2], shape.value_size)
-        call = _Call(shape, query, keys, values, output, tables, page_tokens, _float_bits(given.scaling))
+        call = AttentionCall(
+            shape, query.data_ptr(), keys, values, output.data_ptr(), tables, page_tokens, float_bits(given.scaling)
+        )
         if len(tables.queries):
-            call.attend_next_tokens()
+            job, _states = call.next_token_job()
+            next_token_function(shape)(job, call.num_next_token_threads)
         if len(tables.blocks):
-            call.attend_chunks(given.window)
+            chunk_function(shape)(call.chunk_job(given.window), torch.get_num_threads())
         return output.to(query.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What both functions work on; `output` is float32."""
+class AttentionCall:
+    """What both functions work on.
+
+    Attributes:
+        query: where `[N, heads, key size]` lie, in the type of the shape.
+        keys: `[slots, key heads, key size]`; values likewise.
+        output: where float32 `[N, heads, value size]` go.
+    """
 
     shape: HeadShape
-    query: Tensor
+    query: int
     keys: Tensor
     values: Tensor
-    output: Tensor
-    tables: _Tables
+    output: int
+    tables: Tables
     page_tokens: int
     scaling_bits: int
 
-    def attend_next_tokens(self) -> None:
+    @property
+    def num_next_token_threads(self) -> int:
+        return torch.get_num_threads() if self.tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
+
+    def next_token_job(self) -> tuple[Any, Tensor]:
+        """For `next_token_function`, and memory that it works in."""
         tables, num_key_heads = self.tables, self.keys.shape[1]
         states = torch.empty(len(tables.pieces) * num_key_heads * self.shape.state_floats)
-        job: Any = _Job(
+        job = _Job(
             *self._common_fields(len(tables.pieces)), states.data_ptr(), tables.pieces.data_ptr(),
             tables.queries.data_ptr(), len(tables.queries) * num_key_heads,
         )  # fmt: skip
-        num_threads = torch.get_num_threads() if tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
-        _next_token_function(self.shape)(job, num_threads)
+        return job, states
 
-    def attend_chunks(self, window: int | None) -> None:
+    def chunk_job(self, window: int | None) -> Any:
+        """For `chunk_function`."""
         blocks = self.tables.blocks
-        job: Any = _ChunkJob(*self._common_fields(len(blocks)), blocks.data_ptr(), min(window or _ALL_KEYS, _ALL_KEYS))
-        _chunk_function(self.shape)(job, torch.get_num_threads())
+        return _ChunkJob(*self._common_fields(len(blocks)), blocks.data_ptr(), min(window or _ALL_KEYS, _ALL_KEYS))
 
     def _common_fields(self, num_parts: int) -> tuple[int, ...]:
         """See `COMMON_FIELDS`. Args: pieces or blocks of each key head."""
         size, num_key_heads = self.shape.element_bytes, self.keys.shape[1]
         strides = (*self.keys.stride()[:2], *self.values.stride()[:2])
         return (
-            self.query.data_ptr(), self.keys.data_ptr(), self.values.data_ptr(), self.output.data_ptr(),
-            self.tables.pages.data_ptr(), _CONSTANTS.data_ptr(), 0, num_parts * num_key_heads, num_key_heads,
-            self.page_tokens, *(stride * size for stride in strides), self.scaling_bits,
+            self.query, self.keys.data_ptr(), self.values.data_ptr(), self.output, self.tables.pages.data_ptr(),
+            EXPONENTIAL.data_ptr(), 0, num_parts * num_key_heads, num_key_heads, self.page_tokens,
+            *(stride * size for stride in strides), self.scaling_bits,
         )  # fmt: skip
 
 
@@ -148,35 +156,48 @@ def _shape_of(given: LayerInput) -> HeadShape | None:
     """What has to be compiled for a layer; None where it cannot be."""
     key_heads, key_size = given.key.shape[1:]
     value_size = given.value.shape[2]
-    element = _ELEMENTS.get(given.query.dtype)
+    element = ELEMENTS.get(given.query.dtype)
     if given.softcap is not None or element is None or key_size % LANES or value_size % LANES:
         return None
     return HeadShape(element, key_size, value_size, given.query.shape[1] // key_heads)
 
 
 @functools.lru_cache(maxsize=1024)
-def _float_bits(number: float) -> int:
+def float_bits(number: float) -> int:
+    """A number as a field of a job has it."""
     bits: int = struct.unpack("I", struct.pack("f", number))[0]
     return bits
 
 
 @functools.cache
-def _next_token_function(shape: HeadShape) -> Any:
+def next_token_function(shape: HeadShape) -> Any:
     """The process's only one for a shape."""
     source = next_token_source.module_source(shape, has_threads=has_openmp())
     return Compiled(source).function("attend", _Job, ctypes.c_int64)
 
 
 @functools.cache
-def _chunk_function(shape: HeadShape) -> Any:
+def chunk_function(shape: HeadShape) -> Any:
     """Likewise."""
     source = chunk_source.module_source(shape, has_threads=has_openmp())
     return Compiled(source).function("attend", _ChunkJob, ctypes.c_int64)
 
 
+def tables_of(batch: AttentionBatch, layer: int, window: int | None, shape: HeadShape) -> Tables:
+    """Those for a layer, made once for all layers that have them alike."""
+    group, num_block_tokens = batch.store.group_of(layer), block_tokens(shape)
+    # Layers of one group may differ in their number of heads, and so in the tokens of a block.
+    prepared: dict[int, Tables] = batch.prepared.setdefault(group, {})
+    tables = prepared.get(num_block_tokens)
+    if tables is None:
+        tables = _tables(batch.rows, group, window, batch.store.pool.page_tokens, num_block_tokens)
+        prepared[num_block_tokens] = tables
+    return tables
+
+
 def _tables(
     rows: Sequence[PackedRow], group: int, window: int | None, page_tokens: int, num_block_tokens: int
-) -> _Tables:
+) -> Tables:
     pieces: list[tuple[int, int, int, int]] = []
     queries: list[tuple[int, int, int]] = []
     blocks: list[tuple[int, int, int, int]] = []
@@ -207,4 +228,4 @@ def _tables(
     def integers(values: Sequence[object]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    return _Tables(integers(pieces), integers(queries), integers(blocks), integers(pages), num_keys)
+    return Tables(integers(pieces), integers(queries), integers(blocks), integers(pages), num_keys)

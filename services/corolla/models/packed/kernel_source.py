@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
-from corolla.models.packed.layouts import UNIT, Layout
-from corolla.models.packed.weights_source import columns
+from corolla.models.packed.layouts import UNIT, Layout, PlainLayout
+from corolla.models.packed.weights_source import columns, panel_part
 
 _PAIRS: Final = f"<{2 * LANES} x bfloat>"
 _PAIR_BYTES: Final = 4 * LANES
@@ -40,8 +40,10 @@ class Rows(enum.Enum):
     BFLOAT16 = "bfloat"
 
 
-def module_source(layout: Layout, tiles: Sequence[tuple[int, int]], rows: Rows, *, has_threads: bool) -> str:
-    """A module with two functions, all of whose counts are int64:
+def module_source(
+    layout: Layout | PlainLayout, tiles: Sequence[tuple[int, int]], rows: Rows, *, has_threads: bool
+) -> str:
+    """A module with two functions, of plain weights only the first; all their counts are int64:
 
     `multiply(x, rows, columns, weights, y, panels, scratch, scratch_bytes, threads)`: `[rows, columns]` times a packed
     matrix, to float32 `[rows, 16 * panels]`. In bfloat16, many rows need `scratch_bytes` for each thread, see
@@ -50,22 +52,28 @@ def module_source(layout: Layout, tiles: Sequence[tuple[int, int]], rows: Rows, 
     `expand(ids, count, columns, weights, y)`: rows of the matrix, by their numbers, to float32 `[count, columns]`.
 
     Args:
+        layout: a plain one is of the type of `rows`.
         tiles: rows and panels that are multiplied at once, as many as registers allow; for each number of rows there
             is one with a single panel, and for a single row, too.
         has_threads: whether the functions of OpenMP can be linked.
     """
-    parts = [_HEAD]
-    if rows is Rows.FLOAT32:
+    parts = [_HEAD, _HEAD_OF_PAIRS if rows is Rows.BFLOAT16 else ""]
+    most: int | None = None
+    if isinstance(layout, PlainLayout):
+        tile = _FloatTile if rows is Rows.FLOAT32 else _PairTile
+        parts += [_tile(tile(layout, height, width)) for height, width in tiles]
+    elif rows is Rows.FLOAT32:
         parts += [_tile(_FloatTile(layout, height, width)) for height, width in tiles]
     else:
         few = [tile for tile in tiles if tile[1] <= UNPACKED_PANELS]
-        parts += [_HEAD_OF_PAIRS, _unpack(layout)]
+        parts.append(_unpack(layout))
         parts += [_tile(_PairTile(layout, height, width)) for height, width in tiles]
         parts += [_tile(_UnpackedTile(layout, height, width)) for height, width in few]
         parts.append(_part(layout, few, rows, is_unpacked=True))
+        most = max(height for height, _ in tiles)
     parts.append(_part(layout, tiles, rows, is_unpacked=False))
-    most = max(height for height, _ in tiles) if rows is Rows.BFLOAT16 else None
-    parts += [_all_or_few(most), _SHARE if has_threads else "", _multiply(has_threads), _expand(layout), ATTRIBUTES]
+    parts += [_all_or_few(most), _SHARE if has_threads else "", _multiply(has_threads)]
+    parts += ["" if isinstance(layout, PlainLayout) else _expand(layout), ATTRIBUTES]
     return "\n".join(parts)
 
 
@@ -79,18 +87,18 @@ _Place = tuple[int, int]
 
 
 class _FloatTile:
-    """What a tile does with a unit of columns, in float32."""
+    """What a tile does with a round of columns, in float32."""
 
     name = "tile"
     rows = Rows.FLOAT32
 
-    def __init__(self, layout: Layout, num_rows: int, num_panels: int) -> None:
+    def __init__(self, layout: Layout | PlainLayout, num_rows: int, num_panels: int) -> None:
         self.layout = layout
         self.num_rows = num_rows
         self.num_panels = num_panels
 
     def add(self, function: Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
-        """Adds the products of the unit `%unit` to the sums, which get new names."""
+        """Adds the products of the round `%unit` to the sums, which get new names."""
         units = [columns(function, self.layout, panel) for panel in panels]
         for column, weights in enumerate(zip(*units, strict=True)):
             for row, base in enumerate(inputs):
@@ -129,8 +137,11 @@ class _UnpackedTile(_PairTile):
             yield function.load(_PAIRS, base, pair * _PAIR_BYTES)
 
 
-def _rounded_pairs(function: Function, layout: Layout, panel: str) -> Iterator[str]:
+def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str) -> Iterator[str]:
     """Two columns of each row of a panel side by side, in bfloat16."""
+    if isinstance(layout, PlainLayout):
+        yield function.load(_PAIRS, panel_part(function, layout, panel))
+        return
     order = ", ".join(f"i32 {lane + half}" for lane in range(LANES) for half in (0, LANES))
     singly = columns(function, layout, panel)
     for first, second in zip(singly, singly, strict=True):
@@ -146,7 +157,7 @@ def _tile(tile: _FloatTile) -> str:
         f"define internal void @{tile.name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
         "ptr noalias %w, i64 %panel_bytes, ptr noalias %y, i64 %y_columns) #0 {\nentry:"
     )
-    lines.append(f"  %units = udiv i64 %columns, {UNIT}")
+    lines.append(f"  %units = udiv i64 %columns, {tile.layout.step}")
     rows, panels = range(tile.num_rows), range(tile.num_panels)
     x = [function.at("%x", function.let(f"mul i64 %columns, {row}"), element) for row in rows]
     y = [function.at("%y", function.let(f"mul i64 %y_columns, {row}"), "float") for row in rows]
@@ -156,7 +167,7 @@ def _tile(tile: _FloatTile) -> str:
     for row, panel in places:
         lines.append(f"  %sum_{row}_{panel} = phi {FLOATS} [zeroinitializer, %entry], [%new_{row}_{panel}, %loop]")
     sums = {(row, panel): f"%sum_{row}_{panel}" for row, panel in places}
-    first = function.let(f"mul i64 %unit, {UNIT}")
+    first = function.let(f"mul i64 %unit, {tile.layout.step}")
     tile.add(function, [function.at(row, first, element) for row in x], w, sums)
     for row, panel in places:
         # The loop's own names for its last values.
@@ -200,7 +211,7 @@ done:
 _ARGUMENTS: Final = "ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 %first, i64 %end"
 
 
-def _part(layout: Layout, tiles: Sequence[tuple[int, int]], rows: Rows, *, is_unpacked: bool) -> str:
+def _part(layout: Layout | PlainLayout, tiles: Sequence[tuple[int, int]], rows: Rows, *, is_unpacked: bool) -> str:
     """All rows times the panels from `first` to `end`: the weights of a few panels are read once, the rows again.
 
     Args:

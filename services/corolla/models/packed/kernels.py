@@ -15,15 +15,17 @@ from corolla.chassis.errors import StartupError
 from corolla.models.compiler import Compiled, has_openmp, objection, processor_features
 from corolla.models.llvm_text import LANES
 from corolla.models.packed.kernel_source import Rows, module_source, scratch_bytes
-from corolla.models.packed.layouts import Layout
+from corolla.models.packed.layouts import PLAIN_BFLOAT16, PLAIN_FLOAT32, Layout, PlainLayout
 
 Tiles = Sequence[tuple[int, int]]
 WIDE_TILES: Final[Tiles] = ((8, 2), (8, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1))
 """Rows and panels that are multiplied at once: their sums, weights and an input fit 32 registers of 16 numbers."""
+PLAIN_TILES: Final[Tiles] = ((6, 4), (6, 2), (6, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1))
+"""Those for plain weights, which need no registers but their own."""
 NARROW_TILES: Final[Tiles] = ((4, 1), (2, 2), (2, 1), (1, 2), (1, 1))
 """For smaller registers, or fewer."""
-# Fewer products than this take less time than it takes to wake another thread.
-_LEAST_PRODUCTS_OF_THREADS: Final = 1 << 19
+LEAST_PRODUCTS_OF_THREADS: Final = 1 << 19
+"""Fewer products take less time than it takes to wake another thread."""
 _DTYPES: Final = {Rows.FLOAT32: torch.float32, Rows.BFLOAT16: torch.bfloat16}
 
 
@@ -31,24 +33,38 @@ class Kernel:
     """Multiplies by matrices of one layout.
 
     Args:
-        rows: of float32 or of bfloat16.
+        rows: of float32 or of bfloat16; those of plain weights are of their type.
         tiles: None: those that this processor has registers for; the results are the same in every bit.
 
     Raises:
         StartupError: llvmlite is not installed, or this processor cannot run what it makes.
     """
 
-    def __init__(self, layout: Layout, rows: Rows = Rows.FLOAT32, tiles: Tiles | None = None) -> None:
+    def __init__(
+        self, layout: Layout | PlainLayout, rows: Rows = Rows.FLOAT32, tiles: Tiles | None = None
+    ) -> None:
         self._layout, self._rows = layout, rows
         check_support()
-        tiles = tiles or _tiles_of_this_processor()
+        tiles = tiles or _tiles_of_this_processor(layout)
         self._most_few_rows = max(height for height, _ in tiles)
         self._compiled = Compiled(module_source(layout, tiles, rows, has_threads=has_openmp()))
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._multiply: Any = self._compiled.function(
             "multiply", pointer, number, number, pointer, pointer, number, pointer, number, number
         )
-        self._expand: Any = self._compiled.function("expand", pointer, number, number, pointer, pointer)
+        self._expand: Any = None
+        if not isinstance(layout, PlainLayout):
+            self._expand = self._compiled.function("expand", pointer, number, number, pointer, pointer)
+
+    @property
+    def rows(self) -> Rows:
+        """What it multiplies by panels."""
+        return self._rows
+
+    @property
+    def multiply_address(self) -> int:
+        """Of `multiply` as `module_source` has it, for other compiled functions."""
+        return ctypes.cast(self._multiply, ctypes.c_void_p).value or 0
 
     def multiply(self, rows: Tensor, panels: Tensor) -> Tensor:
         """`rows W^T`.
@@ -69,10 +85,10 @@ class Kernel:
         if num_blocks * self._layout.block_weights != num_columns:
             raise ValueError(f"rows of {num_columns} numbers do not fit {num_blocks} blocks of {self._layout.name}")
         product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
-        are_many = num_rows * num_columns * num_panels * LANES >= _LEAST_PRODUCTS_OF_THREADS
+        are_many = num_rows * num_columns * num_panels * LANES >= LEAST_PRODUCTS_OF_THREADS
         num_threads = torch.get_num_threads() if are_many else 1
         scratch, num_scratch_bytes = None, scratch_bytes(num_columns)
-        if self._rows is Rows.BFLOAT16 and num_rows > self._most_few_rows:
+        if self._unpacks(num_rows):
             scratch = torch.empty(num_threads * num_scratch_bytes, dtype=torch.uint8)
         # The interpreter's lock is released meanwhile.
         self._multiply(
@@ -80,6 +96,10 @@ class Kernel:
             None if scratch is None else scratch.data_ptr(), num_scratch_bytes, num_threads,
         )  # fmt: skip
         return product
+
+    def _unpacks(self, num_rows: int) -> bool:
+        is_packed = not isinstance(self._layout, PlainLayout)
+        return is_packed and self._rows is Rows.BFLOAT16 and num_rows > self._most_few_rows
 
     def expand(self, row_ids: Tensor, panels: Tensor, num_columns: int) -> Tensor:
         """Rows of the matrix, float32 `[R, in]`, by their int64 `[R]` numbers, which must be within it."""
@@ -89,13 +109,41 @@ class Kernel:
         return rows
 
 
-def kernel_of(layout: Layout, dtype: torch.dtype = torch.float32) -> Kernel:
+def kernel_of(layout: Layout | PlainLayout, dtype: torch.dtype = torch.float32) -> Kernel:
     """The process's only one for a layout and a type of hidden states. Raises as `Kernel`."""
     return _kernel(layout, Rows.BFLOAT16 if dtype == torch.bfloat16 and _multiplies_pairs() else Rows.FLOAT32)
 
 
+def multiplied(
+    layout: Layout | PlainLayout, rows: Tensor, panels: Tensor, num_outputs: int, bias: Tensor | None
+) -> Tensor:
+    """`rows W^T + b` in the type of the rows: `[..., in]` to `[..., num_outputs]`. Sums are float32.
+
+    Args:
+        panels: as `repack` or `lay_out` gives them.
+        bias: `[num_outputs]` or None.
+    """
+    flat = rows if rows.dim() == 2 else rows.flatten(0, -2)
+    product = kernel_of(layout, rows.dtype).multiply(flat, panels)
+    if product.shape[1] != num_outputs:
+        product = product[:, :num_outputs].contiguous()
+    if bias is not None:
+        product += bias
+    product = product.to(rows.dtype)
+    return product if rows.dim() == 2 else product.reshape(*rows.shape[:-1], num_outputs)
+
+
+def plain_layout(dtype: torch.dtype) -> PlainLayout | None:
+    """How plain weights of a type are laid out for a kernel; None where oneDNN has better ones, or none can be made."""
+    if objection() is not None or not processor_features().get("avx512f"):
+        return None
+    if dtype == torch.float32:
+        return PLAIN_FLOAT32
+    return PLAIN_BFLOAT16 if dtype == torch.bfloat16 and _multiplies_pairs() else None
+
+
 @functools.cache
-def _kernel(layout: Layout, rows: Rows) -> Kernel:
+def _kernel(layout: Layout | PlainLayout, rows: Rows) -> Kernel:
     return Kernel(layout, rows)
 
 
@@ -111,5 +159,7 @@ def check_support() -> None:
         raise StartupError(f"COROLLA_QUANTIZATION=packed does not work here: {reason}. Set it to none.")
 
 
-def _tiles_of_this_processor() -> Tiles:
-    return WIDE_TILES if processor_features().get("avx512f") else NARROW_TILES
+def _tiles_of_this_processor(layout: Layout | PlainLayout) -> Tiles:
+    if not processor_features().get("avx512f"):
+        return NARROW_TILES
+    return PLAIN_TILES if isinstance(layout, PlainLayout) else WIDE_TILES

@@ -1,4 +1,4 @@
-"""How weights that a GGUF file packs lie in memory while they are multiplied.
+"""How weights lie in memory while compiled functions multiply by them: those that a GGUF file packs, and plain ones.
 
 Sixteen rows of a matrix, a panel, lie side by side, so that one vector register holds a number of each. Nothing is
 rounded anew: the bits are those of the file in another order, and take the memory that they take there, to 3 %.
@@ -11,6 +11,8 @@ A panel is a list of blocks; a block of `block_weights` columns is, with 16 numb
     sub-minima    int8, one for 32 columns, where it has several and the type has minima
     low bits      for 32 columns: four bits of each, eight columns in an int32, or int8 itself
     high bits     for 32 columns: the fifth bit of each in one int32, or the fifth and sixth in two
+
+Of plain weights a block is one column in float32, and two columns, side by side for each row, in bfloat16.
 """
 
 from collections.abc import Mapping
@@ -42,6 +44,11 @@ class Layout:
     has_minimum: bool
     block_weights: int = UNIT
     scale_weights: int = UNIT
+
+    @property
+    def step(self) -> int:
+        """Columns that are multiplied in one round of a loop."""
+        return UNIT
 
     @property
     def has_sub_scales(self) -> bool:
@@ -97,6 +104,31 @@ class Layout:
         """Of a matrix."""
         return -(-num_rows // LANES) * (num_columns // self.block_weights) * self.block_bytes
 
+
+@dataclass(frozen=True, slots=True)
+class PlainLayout:
+    """Of weights as they are.
+
+    Attributes:
+        name: what GGUF calls the type.
+        block_weights: columns that lie side by side.
+    """
+
+    name: str
+    block_weights: int
+
+    @property
+    def step(self) -> int:
+        """Columns that are multiplied in one round of a loop: of more, a compiler keeps too many in registers."""
+        return self.block_weights
+
+    @property
+    def block_bytes(self) -> int:
+        return 4 * LANES
+
+
+PLAIN_FLOAT32: Final = PlainLayout("F32", 1)
+PLAIN_BFLOAT16: Final = PlainLayout("BF16", 2)
 
 LAYOUTS: Final[Mapping[str, Layout]] = {
     layout.name: layout

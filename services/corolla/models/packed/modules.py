@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.llvm_text import LANES
-from corolla.models.packed.kernels import kernel_of
+from corolla.models.packed.kernels import kernel_of, multiplied
 from corolla.models.packed.layouts import Layout
 from corolla.models.packed.repacking import empty_panels
 
@@ -73,14 +73,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Multiplies `[..., in]` to `[..., out]`."""
-        flat = rows.flatten(0, -2) if rows.dim() != 2 else rows
-        product = kernel_of(self.layout, rows.dtype).multiply(flat, cast(Tensor, self.panels))
-        if product.shape[1] != self.out_features:
-            product = product[:, : self.out_features].contiguous()
-        if self.bias is not None:
-            product += self.bias
-        product = product.to(rows.dtype)
-        return product if rows.dim() == 2 else product.reshape(*rows.shape[:-1], self.out_features)
+        return multiplied(self.layout, rows, cast(Tensor, self.panels), self.out_features, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, layout={self.layout.name}"

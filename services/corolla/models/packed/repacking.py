@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from corolla.models.llvm_text import LANES
-from corolla.models.packed.layouts import Layout
+from corolla.models.packed.layouts import Layout, PlainLayout
 
 # So many numbers are reordered at a time: more would only take more memory.
 _CHUNK_WEIGHTS: Final = 1 << 17
@@ -54,7 +54,34 @@ def repack(read: Callable[[int, int], Tensor], num_rows: int, num_columns: int, 
     return panels
 
 
-def empty_panels(num_rows: int, num_columns: int, layout: Layout) -> Tensor:
+def lay_out(weight: Tensor, layout: PlainLayout, leave: Callable[[Tensor], None] | None = None) -> Tensor:
+    """Panels of a plain matrix `[out, in]`, whose type is the layout's; see `repack`.
+
+    Args:
+        leave: called with each part of the matrix that is not read any more.
+
+    Raises:
+        ValueError: it has not as many columns as blocks have.
+    """
+    num_rows, num_columns = weight.shape
+    if num_columns % layout.block_weights:
+        raise ValueError(f"{num_columns} columns are no blocks of {layout.block_weights}")
+    panels = empty_panels(num_rows, num_columns, layout)
+    step = max(1, _CHUNK_WEIGHTS // (LANES * num_columns)) * LANES
+    for first in range(0, num_rows, step):
+        rows = part = weight.detach()[first : first + step]
+        if missing := -len(rows) % LANES:
+            rows = torch.cat([rows, rows.new_zeros(missing, num_columns)])
+        blocks = rows.reshape(-1, LANES, num_columns // layout.block_weights, layout.block_weights).transpose(1, 2)
+        first_panel = first // LANES
+        target = panels[first_panel : first_panel + len(blocks)]
+        target.copy_(blocks.contiguous().view(torch.uint8).reshape(target.shape))
+        if leave is not None:
+            leave(part)
+    return panels
+
+
+def empty_panels(num_rows: int, num_columns: int, layout: Layout | PlainLayout) -> Tensor:
     """Room for a matrix of that many rows and columns."""
     num_panels, num_blocks = -(-num_rows // LANES), num_columns // layout.block_weights
     return torch.empty(num_panels, num_blocks, layout.block_bytes, dtype=torch.uint8)

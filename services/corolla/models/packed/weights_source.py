@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from corolla.models.llvm_text import FLOATS, INTS, LANES, Function
-from corolla.models.packed.layouts import UNIT, Layout
+from corolla.models.packed.layouts import UNIT, Layout, PlainLayout
 
 _BYTES: Final = f"<{LANES} x i8>"
 _HALVES: Final = f"<{LANES} x half>"
@@ -104,16 +104,24 @@ class _Unit:
         return code
 
 
-def columns(function: Function, layout: Layout, panel: str) -> Iterator[str]:
-    """Yields 32 columns of 16 rows, float32, of which each is made when it is asked for.
+def columns(function: Function, layout: Layout | PlainLayout, panel: str) -> Iterator[str]:
+    """Yields `layout.step` columns of 16 rows, float32, of which each is made when it is asked for.
 
     Args:
-        function: to which lines are added; there `%unit` counts columns in 32s from the beginning of a row.
+        function: to which lines are added; there `%unit` counts rounds of so many columns from the beginning of a row.
+        layout: of plain ones that of float32.
         panel: where the panel begins.
     """
+    if isinstance(layout, PlainLayout):
+        return iter((function.load(FLOATS, panel_part(function, layout, panel)),))
     if not layout.has_sub_scales:
         block = function.at(panel, function.let(f"mul i64 %unit, {layout.block_bytes}"))
         return _Unit(function, layout, block, "").columns()
     number = function.let(f"udiv i64 %unit, {layout.units}")
     block = function.at(panel, function.let(f"mul i64 {number}, {layout.block_bytes}"))
     return _Unit(function, layout, block, function.let(f"urem i64 %unit, {layout.units}")).columns()
+
+
+def panel_part(function: Function, layout: PlainLayout, panel: str) -> str:
+    """Where the columns of the round `%unit` lie."""
+    return function.at(panel, function.let(f"mul i64 %unit, {layout.block_bytes}"))

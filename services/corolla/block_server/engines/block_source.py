@@ -1,0 +1,553 @@
+"""Whole blocks of the usual shape, as LLVM's text: norms, projections, rotary embedding, attention and gate.
+
+One call runs some blocks over the new tokens of all rows. Between large products the numbers stay in a cache, and no
+interpreter runs, which would have to fetch its own data anew each time since weights drive it out. Products and
+attention are functions of other modules; a layer holds their addresses.
+
+Sums are float32. In bfloat16 results are rounded where transformers rounds them. Each token's numbers depend on its own
+text only, never on the other rows of the call or on how many threads compute.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from corolla.block_server.kv.attention_text import COMMON_FIELDS, Fields, exponential_of_difference
+from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, LANES, OPENMP, Function
+from corolla.models.packed.kernels import LEAST_PRODUCTS_OF_THREADS
+
+PROJECTIONS: Final = ("query_key_value", "output", "gate_up", "down")
+_LEAST_TOKENS_OF_THREADS: Final = 32
+"""Fewer are normalised in less time than it takes to wake another thread."""
+
+STEP: Final[Fields] = (
+    ("i64", "tokens"),
+    ("ptr", "hidden"),  # [tokens, hidden], which become those after the last block
+    ("ptr", "normed"),  # [tokens, hidden]
+    ("ptr", "product"),  # float32 [tokens, outputs of the widest projection]
+    ("ptr", "query"),  # [tokens, heads, head size]
+    ("ptr", "attended"),  # float32 [tokens, heads, head size]
+    ("ptr", "input"),  # [tokens, the larger of all heads and gated], of a projection
+    ("ptr", "rotary"),  # [rows, 2, head size]: cosines and signed sines
+    ("ptr", "rotary_rows"),  # int64 [tokens]
+    ("ptr", "groups"),  # see `GROUP`
+    ("ptr", "scratch"),  # of products: so many bytes for each thread
+    ("i64", "scratch_bytes"),
+    ("i64", "threads"),
+    ("ptr", "constants"),  # of the exponential function
+)
+"""What one call computes with; 64 bits each."""
+
+GROUP: Final[Fields] = (
+    ("ptr", "slots"),  # int64 [tokens]: where new keys and values go
+    ("ptr", "next_tokens"),  # a job, all but its keys and values; 0: there is none
+    ("i64", "next_token_items"),
+    ("i64", "next_token_threads"),
+    ("ptr", "chunks"),
+    ("i64", "chunk_items"),
+)
+"""What layers share that have the same window."""
+
+LAYER: Final[Fields] = (
+    ("i64", "group"),  # its offset in bytes
+    ("ptr", "keys"),  # [slots, key heads, head size], strided; values likewise
+    ("ptr", "values"),
+    ("i64", "key_slot"),  # bytes from slot to slot, and from head to head
+    ("i64", "key_head"),
+    ("i64", "value_slot"),
+    ("i64", "value_head"),
+    ("ptr", "attend_next_tokens"),
+    ("ptr", "attend_chunks"),
+    ("ptr", "attention_norm"),  # float32 [hidden]; what follows it is the bits of a float32
+    ("i64", "attention_epsilon"),
+    ("ptr", "mlp_norm"),
+    ("i64", "mlp_epsilon"),
+    ("ptr", "query_norm"),  # float32 [head size]
+    ("i64", "query_epsilon"),
+    ("ptr", "key_norm"),
+    ("i64", "key_epsilon"),
+    *(
+        field
+        for name in PROJECTIONS
+        for field in (
+            ("ptr", f"{name}_multiply"),
+            ("ptr", f"{name}_panels"),
+            ("ptr", f"{name}_bias"),  # float32 [outputs]
+        )
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What functions are made for.
+
+    Attributes:
+        element: of hidden states, queries, keys and values: `float` or `bfloat`.
+        hidden_size: a multiple of 16, as all sizes are; that of heads is one of 32 where they are turned.
+        num_gated: outputs of the gate.
+        has_bias: of each of `PROJECTIONS`.
+        norms_heads: whether queries and keys are normalised.
+        rotates: whether they are turned by their positions.
+        residual_multiplier: of what is added to hidden states.
+    """
+
+    element: str
+    hidden_size: int
+    num_heads: int
+    num_key_heads: int
+    head_size: int
+    num_gated: int
+    has_bias: tuple[bool, ...]
+    norms_heads: bool
+    rotates: bool
+    residual_multiplier: float
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.element == "float" else 2
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each projection."""
+        attended = self.num_heads * self.head_size
+        return {
+            "query_key_value": (self.hidden_size, attended + 2 * self.num_key_heads * self.head_size),
+            "output": (attended, self.hidden_size),
+            "gate_up": (self.hidden_size, 2 * self.num_gated),
+            "down": (self.num_gated, self.hidden_size),
+        }
+
+    @property
+    def rounds(self) -> bool:
+        return self.element != "float"
+
+
+def module_source(shape: BlockShape, *, has_threads: bool) -> str:
+    """A module with one function, `run(step, layers, end)`: of a `STEP` and of `LAYER`s up to an address."""
+    stages = [_normalise(shape), _prepare_heads(shape), _add_attention(shape), _gate(shape), _add_mlp(shape)]
+    if shape.rounds:
+        stages.append(_round_attended(shape))
+    names = ["normalise", "prepare_heads", "add_attention", "gate", "add_mlp"]
+    names += ["round_attended"] if shape.rounds else []
+    stages += [_of_all_tokens(name, has_threads=has_threads) for name in names]
+    return "\n".join([_HEAD, OPENMP if has_threads else "", *stages, _run(shape), ATTRIBUTES])
+
+
+_HEAD: Final = f"""\
+declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
+declare {FLOATS} @llvm.fabs.v16f32({FLOATS})
+declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
+declare float @llvm.sqrt.f32(float)
+declare i64 @llvm.umin.i64(i64, i64)
+"""
+
+
+class _BlockFunction(Function):
+    """Lines of a function over vectors of one type of numbers."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def field(self, base: str, fields: Fields, name: str) -> str:
+        """The value of a field."""
+        number, kind = next((number, kind) for number, (kind, each) in enumerate(fields) if each == name)
+        return self.let(f"load {kind}, ptr {self.at(base, 8 * number)}")
+
+    def number(self, base: str, fields: Fields, name: str) -> str:
+        """The float32 whose bits a field has."""
+        return self.let(f"bitcast i32 {self.let(f'trunc i64 {self.field(base, fields, name)} to i32')} to float")
+
+    def row(self, base: str, name: str, size: int, num_bytes: int) -> str:
+        """Where the token's numbers begin in a buffer of the step, of `size` numbers for each token."""
+        return self.at(self.field(base, STEP, name), self.let(f"mul i64 %token, {size * num_bytes}"))
+
+    def load_numbers(self, base: str, index: str) -> str:
+        """16 numbers of the shape's type from a number on, as float32."""
+        kind = f"<{LANES} x {self.shape.element}>"
+        place = self.at(base, index, self.shape.element)
+        stored = self.let(f"load {kind}, ptr {place}, align {self.shape.element_bytes}")
+        return self.let(f"fpext {kind} {stored} to {FLOATS}") if self.shape.rounds else stored
+
+    def store_numbers(self, value: str, base: str, index: str) -> None:
+        kind = f"<{LANES} x {self.shape.element}>"
+        stored = self.let(f"fptrunc {FLOATS} {value} to {kind}") if self.shape.rounds else value
+        place = self.at(base, index, self.shape.element)
+        self.lines.append(f"  store {kind} {stored}, ptr {place}, align {self.shape.element_bytes}")
+
+    def load_floats(self, base: str, index: str) -> str:
+        return self.load(FLOATS, self.at(base, index, "float"), align=4)
+
+    def rounded(self, value: str) -> str:
+        """As the shape's type has it."""
+        if not self.shape.rounds:
+            return value
+        kind = f"<{LANES} x {self.shape.element}>"
+        return self.let(f"fpext {kind} {self.let(f'fptrunc {FLOATS} {value} to {kind}')} to {FLOATS}")
+
+    def product(self, left: str, right: str) -> str:
+        return self.let(f"fmul {FLOATS} {left}, {right}")
+
+    def sum(self, left: str, right: str) -> str:
+        return self.let(f"fadd {FLOATS} {left}, {right}")
+
+    @contextmanager
+    def loop(self, label: str, end: int | str, step: int = 1, carried: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+        """Goes through numbers from 0 on, at least once.
+
+        Args:
+            carried: vectors that are zero at first.
+
+        Yields:
+            For each of these its name; what stands there afterwards is what it becomes. `number` is the loop's.
+        """
+        self.lines.append(f"  br label %{label}_start\n{label}_start:\n  br label %{label}\n{label}:")
+        self.lines.append(f"  %{label}_number = phi i64 [0, %{label}_start], [%{label}_next, %{label}_end]")
+        names = {"number": f"%{label}_number"}
+        for name in carried:
+            names[name] = f"%{label}_{name}"
+            self.lines.append(
+                f"  {names[name]} = phi {FLOATS} [zeroinitializer, %{label}_start], [%{label}_{name}_after, %{label}_end]"
+            )
+        yield names
+        self.lines.append(f"  br label %{label}_end\n{label}_end:")
+        for name in carried:
+            self.lines.append(f"  %{label}_{name}_after = freeze {FLOATS} {names[name]}")
+        self.lines.append(f"  %{label}_next = add i64 %{label}_number, {step}")
+        self.lines.append(f"  %{label}_is_more = icmp ult i64 %{label}_next, {end}")
+        self.lines.append(f"  br i1 %{label}_is_more, label %{label}, label %{label}_done\n{label}_done:")
+
+    def inverse_root(self, squares: str, count: int, epsilon: str) -> str:
+        """Of the mean of squares, whose sums 16 lanes have, in all lanes."""
+        total = self.let(f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {FLOATS} {squares})")
+        mean = self.let(f"fdiv float {total}, {float(count)}")
+        root = self.let(f"call float @llvm.sqrt.f32(float {self.let(f'fadd float {mean}, {epsilon}')})")
+        return self.splat(self.let(f"fdiv float 1.0, {root}"))
+
+
+def _begin(shape: BlockShape, name: str) -> _BlockFunction:
+    function = _BlockFunction(shape)
+    function.lines.append(f"define internal void @{name}(ptr %step, ptr %layer, i64 %token) #0 {{\nentry:")
+    return function
+
+
+def _end(function: _BlockFunction) -> str:
+    return "\n".join([*function.lines, "  ret void\n}"])
+
+
+def _normalise(shape: BlockShape) -> str:
+    """The token's hidden states, for attention."""
+    function = _begin(shape, "normalise")
+    hidden = function.row("%step", "hidden", shape.hidden_size, shape.element_bytes)
+    with function.loop("squares", shape.hidden_size, LANES, ("sum",)) as names:
+        number = function.load_numbers(hidden, names["number"])
+        names["sum"] = function.sum_of_product(number, number, names["sum"])
+    _store_normed(function, hidden, "%squares_sum_after", "attention")
+    return _end(function)
+
+
+def _store_normed(function: _BlockFunction, hidden: str, squares: str, norm: str) -> None:
+    shape = function.shape
+    normed = function.row("%step", "normed", shape.hidden_size, shape.element_bytes)
+    weight = function.field("%layer", LAYER, f"{norm}_norm")
+    epsilon = function.number("%layer", LAYER, f"{norm}_epsilon")
+    inverse = function.inverse_root(squares, shape.hidden_size, epsilon)
+    with function.loop("norm", shape.hidden_size, LANES) as names:
+        number = function.load_numbers(hidden, names["number"])
+        scaled = function.rounded(function.product(number, inverse))
+        weighed = function.product(scaled, function.load_floats(weight, names["number"]))
+        function.store_numbers(weighed, normed, names["number"])
+
+
+def _prepare_heads(shape: BlockShape) -> str:
+    """The token's queries, keys and values: normalised, turned, and put where attention reads them."""
+    function = _begin(shape, "prepare_heads")
+    lines, size = function.lines, shape.head_size
+    lines.append(f"  %head = alloca [{size} x float], align 64")
+    num_outputs = shape.sizes["query_key_value"][1]
+    product = function.row("%step", "product", num_outputs, 4)
+    bias = function.field("%layer", LAYER, "query_key_value_bias") if shape.has_bias[0] else ""
+    group = function.at(function.field("%step", STEP, "groups"), function.field("%layer", LAYER, "group"))
+    slot_at = function.at(function.field(group, GROUP, "slots"), "%token", "i64")
+    slot = function.let(f"load i64, ptr {slot_at}")
+    row_at = function.at(function.field("%step", STEP, "rotary_rows"), "%token", "i64")
+    row = function.let(f"load i64, ptr {row_at}")
+    rotary = function.at(
+        function.field("%step", STEP, "rotary"), function.let(f"mul i64 {row}, {2 * size * shape.element_bytes}")
+    )
+    query = function.row("%step", "query", shape.num_heads * size, shape.element_bytes)
+    parts = [("query", shape.num_heads, query, str(size * shape.element_bytes))]
+    for name in ("key", "value"):
+        base = function.field("%layer", LAYER, f"{name}s")
+        slot_bytes = function.field("%layer", LAYER, f"{name}_slot")
+        target = function.at(base, function.let(f"mul i64 {slot}, {slot_bytes}"))
+        parts.append((name, shape.num_key_heads, target, function.field("%layer", LAYER, f"{name}_head")))
+    first = 0
+    for name, num_heads, target, head_bytes in parts:
+        with function.loop(f"{name}_heads", num_heads) as heads:
+            number = heads["number"]
+            offset = function.let(f"add i64 {function.let(f'mul i64 {number}, {size}')}, {first}")
+            source = function.at(product, offset, "float")
+            own_bias = function.at(bias, offset, "float") if bias else ""
+            place = function.at(target, function.let(f"mul i64 {number}, {head_bytes}"))
+            if name == "value":
+                with function.loop("value", size, LANES) as names:
+                    value = _projected(function, source, own_bias, names["number"])
+                    function.store_numbers(value, place, names["number"])
+            else:
+                _prepare_head(function, name, source, own_bias, rotary, place)
+        first += num_heads * size
+    return _end(function)
+
+
+def _projected(function: _BlockFunction, product: str, bias: str, index: str) -> str:
+    """16 outputs of a projection."""
+    value = function.load_floats(product, index)
+    if bias:
+        value = function.sum(value, function.load_floats(bias, index))
+    return function.rounded(value)
+
+
+def _prepare_head(
+    function: _BlockFunction, name: str, product: str, bias: str, rotary: str, place: str
+) -> None:
+    shape, size = function.shape, function.shape.head_size
+    with function.loop(f"{name}_squares", size, LANES, ("sum",)) as names:
+        value = _projected(function, product, bias, names["number"])
+        names["sum"] = function.sum_of_product(value, value, names["sum"])
+        at = function.at("%head", names["number"], "float")
+        function.lines.append(f"  store {FLOATS} {value}, ptr {at}, align 64")
+    if shape.norms_heads:
+        weight = function.field("%layer", LAYER, f"{name}_norm")
+        epsilon = function.number("%layer", LAYER, f"{name}_epsilon")
+        inverse = function.inverse_root(f"%{name}_squares_sum_after", size, epsilon)
+        with function.loop(f"{name}_norm", size, LANES) as names:
+            at = function.at("%head", names["number"], "float")
+            value = function.rounded(function.product(function.load(FLOATS, at), inverse))
+            value = function.rounded(function.product(value, function.load_floats(weight, names["number"])))
+            function.lines.append(f"  store {FLOATS} {value}, ptr {at}, align 64")
+    if not shape.rotates:
+        with function.loop(f"{name}_store", size, LANES) as names:
+            function.store_numbers(function.load_floats("%head", names["number"]), place, names["number"])
+        return
+    half = size // 2
+    with function.loop(f"{name}_turn", half, LANES) as names:
+        lower = names["number"]
+        upper = function.let(f"add i64 {lower}, {half}")
+        numbers = {index: function.load_floats("%head", index) for index in (lower, upper)}
+        for index, other in ((lower, upper), (upper, lower)):
+            cosine = function.load_numbers(rotary, index)
+            sine = function.load_numbers(rotary, function.let(f"add i64 {index}, {size}"))
+            straight = function.rounded(function.product(numbers[index], cosine))
+            function.store_numbers(function.sum_of_product(numbers[other], sine, straight), place, index)
+
+
+def _round_attended(shape: BlockShape) -> str:
+    """What the token attended to, for its projection."""
+    function = _begin(shape, "round_attended")
+    size = shape.num_heads * shape.head_size
+    source = function.row("%step", "attended", size, 4)
+    target = function.row("%step", "input", size, shape.element_bytes)
+    with function.loop("round", size, LANES) as names:
+        function.store_numbers(function.load_floats(source, names["number"]), target, names["number"])
+    return _end(function)
+
+
+def _add_attention(shape: BlockShape) -> str:
+    """Attention's output to the hidden states, which are normalised then for the gate."""
+    function = _begin(shape, "add_attention")
+    hidden, squares = _add(function, "output")
+    _store_normed(function, hidden, squares, "mlp")
+    return _end(function)
+
+
+def _add_mlp(shape: BlockShape) -> str:
+    function = _begin(shape, "add_mlp")
+    _add(function, "down")
+    return _end(function)
+
+
+def _add(function: _BlockFunction, projection: str) -> tuple[str, str]:
+    """Adds a projection's output to the hidden states; says where they are, and the sums of their squares."""
+    shape = function.shape
+    hidden = function.row("%step", "hidden", shape.hidden_size, shape.element_bytes)
+    product = function.row("%step", "product", shape.hidden_size, 4)
+    has_bias = shape.has_bias[PROJECTIONS.index(projection)]
+    bias = function.field("%layer", LAYER, f"{projection}_bias") if has_bias else ""
+    with function.loop("add", shape.hidden_size, LANES, ("sum",)) as names:
+        change = _projected(function, product, bias, names["number"])
+        if shape.residual_multiplier != 1.0:
+            factor = function.let(f"fadd float 0.0, {_literal(shape.residual_multiplier)}")
+            change = function.rounded(function.product(change, function.splat(factor)))
+        after = function.rounded(function.sum(function.load_numbers(hidden, names["number"]), change))
+        function.store_numbers(after, hidden, names["number"])
+        names["sum"] = function.sum_of_product(after, after, names["sum"])
+    return hidden, "%add_sum_after"
+
+
+def _literal(number: float) -> str:
+    """A float32 as LLVM's text has it: the bits of the float64 that is the same number."""
+    (single,) = struct.unpack("f", struct.pack("f", number))
+    return f"0x{struct.unpack('Q', struct.pack('d', single))[0]:016X}"
+
+
+def _gate(shape: BlockShape) -> str:
+    """`x / (1 + e^-x)` of the gate, times the other half."""
+    function = _begin(shape, "gate")
+    product = function.row("%step", "product", 2 * shape.num_gated, 4)
+    target = function.row("%step", "input", shape.num_gated, shape.element_bytes)
+    bias = function.field("%layer", LAYER, "gate_up_bias") if shape.has_bias[2] else ""
+    constants = function.field("%step", STEP, "constants")
+    one = function.splat(function.let("fadd float 1.0, 0.0"))
+    with function.loop("gate", shape.num_gated, LANES) as names:
+        number = names["number"]
+        gate = _projected(function, product, bias, number)
+        other = _projected(function, product, bias, function.let(f"add i64 {number}, {shape.num_gated}"))
+        # Of numbers up to 0 only, e to their power is never out of range.
+        size = function.let(f"call {FLOATS} @llvm.fabs.v16f32({FLOATS} {gate})")
+        small = exponential_of_difference(function, constants, "zeroinitializer", size)
+        is_positive = function.let(f"fcmp oge {FLOATS} {gate}, zeroinitializer")
+        numerator = function.let(f"select <{LANES} x i1> {is_positive}, {FLOATS} {one}, {FLOATS} {small}")
+        share = function.let(f"fdiv {FLOATS} {numerator}, {function.sum(small, one)}")
+        activated = function.rounded(function.product(gate, share))
+        function.store_numbers(function.product(activated, other), target, number)
+    return _end(function)
+
+
+def _of_all_tokens(stage: str, *, has_threads: bool) -> str:
+    """`STAGE_all(step, layer)`: of few tokens by one thread, of many each thread does a share."""
+    function = Function()
+    lines = function.lines
+    lines.append(f"define internal void @{stage}_range(ptr %step, ptr %layer, i64 %first, i64 %end) #0 {{\nentry:")
+    lines.append(
+        f"""\
+  %is_any = icmp ult i64 %first, %end
+  br i1 %is_any, label %loop, label %done
+loop:
+  %token = phi i64 [%first, %entry], [%next, %loop]
+  call void @{stage}(ptr %step, ptr %layer, i64 %token)
+  %next = add i64 %token, 1
+  %is_more = icmp ult i64 %next, %end
+  br i1 %is_more, label %loop, label %done
+done:
+  ret void
+}}"""
+    )
+    if has_threads:
+        lines.append(
+            f"""\
+define internal void @{stage}_share(ptr %both) #0 {{
+  %step = load ptr, ptr %both
+  %layer_at = getelementptr i8, ptr %both, i64 8
+  %layer = load ptr, ptr %layer_at
+  %tokens = load i64, ptr %step
+  %number32 = call i32 @omp_get_thread_num()
+  %threads32 = call i32 @omp_get_num_threads()
+  %number = zext i32 %number32 to i64
+  %threads = zext i32 %threads32 to i64
+  %up = add i64 %tokens, %threads
+  %up2 = sub i64 %up, 1
+  %each = udiv i64 %up2, %threads
+  %wanted = mul i64 %number, %each
+  %first = call i64 @llvm.umin.i64(i64 %wanted, i64 %tokens)
+  %wanted_end = add i64 %first, %each
+  %end = call i64 @llvm.umin.i64(i64 %wanted_end, i64 %tokens)
+  call void @{stage}_range(ptr %step, ptr %layer, i64 %first, i64 %end)
+  ret void
+}}"""
+        )
+    together = (
+        f"""\
+  %threads32 = trunc i64 %threads to i32
+  store ptr %step, ptr %both
+  %layer_at = getelementptr i8, ptr %both, i64 8
+  store ptr %layer, ptr %layer_at
+  call void @GOMP_parallel(ptr @{stage}_share, ptr %both, i32 %threads32, i32 0)
+  ret void"""
+        if has_threads
+        else "  br label %alone"
+    )
+    lines.append(
+        f"""\
+define internal void @{stage}_all(ptr %step, ptr %layer, i64 %threads) #0 {{
+  %both = alloca [2 x ptr]
+  %tokens = load i64, ptr %step
+  %are_several = icmp ugt i64 %threads, 1
+  %are_many = icmp uge i64 %tokens, {_LEAST_TOKENS_OF_THREADS}
+  %is_shared = and i1 %are_several, %are_many
+  br i1 %is_shared, label %together, label %alone
+together:
+{together}
+alone:
+  call void @{stage}_range(ptr %step, ptr %layer, i64 0, i64 %tokens)
+  ret void
+}}"""
+    )
+    return "\n".join(lines)
+
+
+def _run(shape: BlockShape) -> str:
+    function = _BlockFunction(shape)
+    lines = function.lines
+    lines.append("define void @run(ptr %step, ptr %layers, ptr %end) #0 {\nentry:")
+    tokens, threads = (function.field("%step", STEP, name) for name in ("tokens", "threads"))
+    buffers = {name: function.field("%step", STEP, name) for name in ("normed", "product", "attended", "input")}
+    groups = function.field("%step", STEP, "groups")
+    scratch, scratch_bytes = (function.field("%step", STEP, name) for name in ("scratch", "scratch_bytes"))
+    lines.append("  br label %block\nblock:\n  %layer = phi ptr [%layers, %entry], [%layer_after, %block_end]")
+
+    def stage(name: str) -> None:
+        lines.append(f"  call void @{name}_all(ptr %step, ptr %layer, i64 {threads})")
+
+    def multiply(name: str, source: str) -> None:
+        num_inputs, num_outputs = shape.sizes[name]
+        products = function.let(f"mul i64 {tokens}, {num_inputs * num_outputs}")
+        are_many = function.let(f"icmp uge i64 {products}, {LEAST_PRODUCTS_OF_THREADS}")
+        used = function.let(f"select i1 {are_many}, i64 {threads}, i64 1")
+        address, panels = (function.field("%layer", LAYER, f"{name}_{part}") for part in ("multiply", "panels"))
+        lines.append(
+            f"  call void {address}(ptr {buffers[source]}, i64 {tokens}, i64 {num_inputs}, ptr {panels}, "
+            f"ptr {buffers['product']}, i64 {num_outputs // LANES}, ptr {scratch}, i64 {scratch_bytes}, i64 {used})"
+        )
+
+    stage("normalise")
+    multiply("query_key_value", "normed")
+    stage("prepare_heads")
+    group = function.at(groups, function.field("%layer", LAYER, "group"))
+    _attend(function, group, "next_tokens", "next_token_items", function.field(group, GROUP, "next_token_threads"))
+    _attend(function, group, "chunks", "chunk_items", threads)
+    if shape.rounds:
+        stage("round_attended")
+    multiply("output", "input" if shape.rounds else "attended")
+    stage("add_attention")
+    multiply("gate_up", "normed")
+    stage("gate")
+    multiply("down", "input")
+    stage("add_mlp")
+    lines.append("  br label %block_end\nblock_end:")
+    lines.append(f"  %layer_after = getelementptr i8, ptr %layer, i64 {8 * len(LAYER)}")
+    lines.append("  %is_more = icmp ult ptr %layer_after, %end")
+    lines.append("  br i1 %is_more, label %block, label %done\ndone:\n  ret void\n}")
+    return "\n".join(lines)
+
+
+def _attend(function: _BlockFunction, group: str, name: str, items: str, threads: str) -> None:
+    """Has a function attend, if there is something for it, to the layer's keys and values."""
+    lines = function.lines
+    job = function.field(group, GROUP, name)
+    is_any = function.let(f"icmp ne ptr {job}, null")
+    lines.append(f"  br i1 {is_any}, label %{name}, label %{name}_done\n{name}:")
+    values = {
+        "taken": "0",
+        "items": function.field(group, GROUP, items),
+        "keys": function.field("%layer", LAYER, "keys"),
+        "values": function.field("%layer", LAYER, "values"),
+    }
+    for number, (kind, each) in enumerate(COMMON_FIELDS):
+        if each in values:
+            lines.append(f"  store {kind} {values[each]}, ptr {function.at(job, 8 * number)}")
+    attend = function.field("%layer", LAYER, f"attend_{name}")
+    lines.append(f"  call void {attend}(ptr {job}, i64 {threads})\n  br label %{name}_done\n{name}_done:")

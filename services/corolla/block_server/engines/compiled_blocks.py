@@ -1,0 +1,334 @@
+"""Runs whole blocks of a span by compiled functions, one call for all of them; for CPUs."""
+
+import ctypes
+import functools
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from corolla.block_server.engines.block_source import GROUP, LAYER, PROJECTIONS, STEP, BlockShape, module_source
+from corolla.block_server.kv.attention import AttentionBackend, AttentionBatch, PackedRow
+from corolla.block_server.kv.attention_text import HeadShape
+from corolla.block_server.kv.compiled_attention import (
+    ELEMENTS,
+    EXPONENTIAL,
+    AttentionCall,
+    CompiledAttention,
+    chunk_function,
+    float_bits,
+    next_token_function,
+    tables_of,
+)
+from corolla.block_server.kv.store import KVStore
+from corolla.models.compiler import Compiled, has_openmp
+from corolla.models.fused import FusedLayer, FusedSpan, Projection, UsualNorm
+from corolla.models.linear import TunedLinear
+from corolla.models.llvm_text import LANES
+from corolla.models.packed.kernel_source import Rows, scratch_bytes
+from corolla.models.packed.kernels import kernel_of
+from corolla.models.packed.modules import PackedLinear
+
+log = logging.getLogger(__name__)
+
+_ROWS: Final = {torch.float32: Rows.FLOAT32, torch.bfloat16: Rows.BFLOAT16}
+_TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+"""How far a block's output may be from that of its modules, as a part of its largest number."""
+_CHECKED_TOKENS: Final = ((19, 1), (1, 3), (1, 1))
+_Step: Final = ctypes.c_int64 * len(STEP)
+_GROUP_BYTES: Final = 8 * len(GROUP)
+_LAYER_BYTES: Final = 8 * len(LAYER)
+
+
+class CompiledBlocks:
+    """The blocks of a span, for rows without adapters. Not thread-safe: one thread computes.
+
+    Args:
+        span: whose projections lie in panels; `objection` must find nothing.
+        store: of keys and values.
+        dtype: of hidden states.
+    """
+
+    def __init__(self, span: FusedSpan, store: KVStore, dtype: torch.dtype) -> None:
+        self._span = span
+        self._store = store
+        self._dtype = dtype
+        self._shapes = [_shape_of(layer, dtype) for layer in span.layers]
+        self._groups = sorted({store.group_of(index) for index in range(len(span.layers))})
+        self._layers: Any = None
+        self._kept: list[Tensor] = []
+        self._buffers = _Buffers(dtype, self._shapes)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, end: int, layers: range, batch: AttentionBatch) -> Tensor:
+        """Runs some of the layers over the new tokens of all rows; see `PackedLayers`.
+
+        Args:
+            batch: the rows, over the same store.
+        """
+        output = torch.empty(hidden.shape, dtype=self._dtype)
+        output.copy_(hidden)
+        table, numbers = self._span.rotary.numbered(position_ids, end, output)
+        if numbers is None:
+            numbers = torch.arange(len(position_ids))
+        buffers = self._buffers.of(len(hidden))
+        if self._layers is None:
+            self._layers = self._layer_fields()
+        groups, kept = self._group_fields(layers, batch, buffers)
+        num_threads = torch.get_num_threads()
+        step = _Step(
+            len(hidden), output.data_ptr(), buffers["normed"], buffers["product"], buffers["query"],
+            buffers["attended"], buffers["input"], table.data_ptr(), numbers.data_ptr(), ctypes.addressof(groups),
+            self._buffers.scratch(num_threads), self._buffers.scratch_bytes, num_threads, EXPONENTIAL.data_ptr(),
+        )  # fmt: skip
+        first = ctypes.addressof(self._layers)
+        # Layers of one shape are one call.
+        for shape, run in itertools.groupby(layers, key=self._shapes.__getitem__):
+            indices = list(run)
+            _run_function(shape)(step, first + indices[0] * _LAYER_BYTES, first + (indices[-1] + 1) * _LAYER_BYTES)
+        del kept
+        return output
+
+    def _group_fields(self, layers: range, batch: AttentionBatch, buffers: Mapping[str, int]) -> tuple[Any, list[Any]]:
+        """What layers of each group share in this step, and what must live as long."""
+        fields = (ctypes.c_int64 * (len(GROUP) * len(self._groups)))()
+        kept: list[Any] = []
+        done: set[int] = set()
+        for index in layers:
+            group = self._store.group_of(index)
+            if group in done:
+                continue
+            done.add(group)
+            layer = self._span.layers[index]
+            shape = _head_shape(layer, self._dtype)
+            tables = tables_of(batch, index, layer.window, shape)
+            keys, values = self._store.layer(index)
+            call = AttentionCall(
+                shape, buffers["query"], keys, values, buffers["attended"], tables, self._store.pool.page_tokens,
+                float_bits(layer.scaling),
+            )  # fmt: skip
+            slots = batch.slots(index, keys.device)
+            next_tokens = chunks = 0
+            if len(tables.queries):
+                job, states = call.next_token_job()
+                next_tokens = ctypes.addressof(job)
+                kept += [job, states]
+            if len(tables.blocks):
+                job = call.chunk_job(layer.window)
+                chunks = ctypes.addressof(job)
+                kept.append(job)
+            kept += [tables, slots]
+            at = len(GROUP) * self._groups.index(group)
+            fields[at : at + len(GROUP)] = (
+                slots.data_ptr(), next_tokens, len(tables.pieces) * layer.num_key_heads, call.num_next_token_threads,
+                chunks, len(tables.blocks) * layer.num_key_heads,
+            )  # fmt: skip
+        return fields, kept
+
+    def _layer_fields(self) -> Any:
+        fields: list[int] = []
+        for index, layer in enumerate(self._span.layers):
+            like = torch.empty(0, layer.num_key_heads, layer.head_dim, dtype=self._dtype)
+            keys, values = self._store.layer_like(index, like, like)
+            size = keys.element_size()
+            heads = _head_shape(layer, self._dtype)
+            fields += (
+                self._groups.index(self._store.group_of(index)) * _GROUP_BYTES, keys.data_ptr(), values.data_ptr(),
+                keys.stride(0) * size, keys.stride(1) * size, values.stride(0) * size, values.stride(1) * size,
+                _address(next_token_function(heads)), _address(chunk_function(heads)),
+            )  # fmt: skip
+            for norm in (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm):
+                fields += self._norm_fields(norm)
+            for projection in _projections(layer):
+                kernel = kernel_of(projection.layout, self._dtype)
+                fields += (kernel.multiply_address, projection.panels.data_ptr(), self._float32(projection.bias))
+        return (ctypes.c_int64 * len(fields))(*fields)
+
+    def _norm_fields(self, norm: Any) -> tuple[int, int]:
+        return (0, 0) if norm is None else (self._float32(norm.weight), float_bits(norm.epsilon))
+
+    def _float32(self, tensor: Tensor | None) -> int:
+        """Where the numbers lie in that type; 0: there are none."""
+        if tensor is None:
+            return 0
+        self._kept.append(tensor.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def choose_compiled_blocks(
+    span: object, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
+) -> CompiledBlocks | None:
+    """Compiled blocks, where this span and this machine can have some and one of each shape gives the right numbers.
+
+    Args:
+        span: whatever runs packed rows of it.
+    """
+    if not isinstance(span, FusedSpan) or not isinstance(backend, CompiledAttention):
+        return None
+    reason = objection(span, store, dtype)
+    if reason is None:
+        first_layers = {_shape_of(layer, dtype): index for index, layer in reversed(list(enumerate(span.layers)))}
+        differences = [_difference(span, index, dtype, store.pool.page_tokens) for index in first_layers.values()]
+        if all(difference <= _TOLERANCES[dtype] for difference in differences):
+            log.info("blocks are compiled", extra={"shapes": len(first_layers)})
+            return CompiledBlocks(span, store, dtype)
+        reason = f"their results differ by {max(differences):.1e} of the largest number"
+    log.info("blocks are not compiled", extra={"reason": reason})
+    return None
+
+
+def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None:
+    """Why the blocks of a span cannot be compiled; None where they can."""
+    if dtype not in _ROWS or store.codec is not None or store.pool.page_tokens % LANES:
+        return "hidden states, keys or values are of a type, or pages of a size, that no function is made for"
+    for layer in span.layers:
+        if type(layer.activation).__name__ not in _SILU:
+            return f"the activation {type(layer.activation).__name__} has no function"
+        if not all(isinstance(norm, UsualNorm | None) for norm in _norms(layer)):
+            return "a norm is not the usual one"
+        if (layer.query_norm is None) != (layer.key_norm is None):
+            return "of queries and keys only one is normalised"
+        projections = (layer.query_key_value, layer.output, layer.gate_up, layer.down)
+        if not all(_lies_in_panels(projection, dtype) for projection in projections):
+            return "not all weights lie in panels"
+        sizes = (layer.head_dim // (2 if layer.rotates else 1), *_shape_of(layer, dtype).sizes["down"])
+        if layer.head_dim % LANES or any(size % LANES for size in sizes):
+            return "a size is not a multiple of 16"
+    return None
+
+
+_SILU: Final = ("SiLU", "SiLUActivation")
+
+
+@dataclass(frozen=True, slots=True)
+class _Panels:
+    layout: Any
+    panels: Tensor
+    bias: Tensor | None
+
+
+def _norms(layer: FusedLayer) -> tuple[Any, ...]:
+    return layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm
+
+
+def _lies_in_panels(projection: Projection, dtype: torch.dtype) -> bool:
+    if not isinstance(projection, TunedLinear | PackedLinear) or projection.panels is None:
+        return False
+    return projection.layout is not None and kernel_of(projection.layout, dtype).rows is _ROWS[dtype]
+
+
+def _projections(layer: FusedLayer) -> list[_Panels]:
+    """In the order of `PROJECTIONS`."""
+    found: list[_Panels] = []
+    for name in PROJECTIONS:
+        projection: Any = getattr(layer, name)
+        found.append(_Panels(projection.layout, projection.panels, projection.bias))
+    return found
+
+
+def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
+    projections: list[Any] = [getattr(layer, name) for name in PROJECTIONS]
+    norm: Any = layer.attention_norm
+    return BlockShape(
+        element=ELEMENTS[dtype],
+        hidden_size=len(norm.weight),
+        num_heads=layer.num_heads,
+        num_key_heads=layer.num_key_heads,
+        head_size=layer.head_dim,
+        num_gated=layer.num_gated,
+        has_bias=tuple(projection.bias is not None for projection in projections),
+        norms_heads=layer.query_norm is not None,
+        rotates=layer.rotates,
+        residual_multiplier=layer.residual_multiplier,
+    )
+
+
+def _head_shape(layer: FusedLayer, dtype: torch.dtype) -> HeadShape:
+    return HeadShape(ELEMENTS[dtype], layer.head_dim, layer.head_dim, layer.num_heads // layer.num_key_heads)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def _run_function(shape: BlockShape) -> Any:
+    """The process's only one for a shape."""
+    source = module_source(shape, has_threads=has_openmp())
+    return Compiled(source).function("run", _Step, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class _Buffers:
+    """Memory that blocks work in, for as many tokens as there ever were at once."""
+
+    def __init__(self, dtype: torch.dtype, shapes: Sequence[BlockShape]) -> None:
+        self._num_tokens = 0
+        sizes = [shape.sizes for shape in shapes]
+        self._widths = {
+            "normed": (max(shape.hidden_size for shape in shapes), dtype),
+            "product": (max(outputs for each in sizes for _, outputs in each.values()), torch.float32),
+            "query": (max(each["output"][0] for each in sizes), dtype),
+            "attended": (max(each["output"][0] for each in sizes), torch.float32),
+            "input": (max(max(each["output"][0], each["down"][0]) for each in sizes), dtype),
+        }
+        self._tensors: dict[str, Tensor] = {}
+        self._places: dict[str, int] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch_bytes = max(scratch_bytes(inputs) for each in sizes for inputs, _ in each.values())
+
+    def of(self, num_tokens: int) -> Mapping[str, int]:
+        """Where they lie, with room for so many."""
+        if num_tokens > self._num_tokens:
+            self._num_tokens = 1 << (num_tokens - 1).bit_length()
+            self._tensors.clear()
+            for name, (width, dtype) in self._widths.items():
+                self._tensors[name] = torch.empty(self._num_tokens, width, dtype=dtype)
+            self._places = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        return self._places
+
+    def scratch(self, num_threads: int) -> int:
+        """Of products, for so many threads."""
+        if self._scratch.numel() < num_threads * self.scratch_bytes:
+            self._scratch = torch.empty(num_threads * self.scratch_bytes, dtype=torch.uint8)
+        return self._scratch.data_ptr()
+
+
+@torch.inference_mode()
+def _difference(span: FusedSpan, index: int, dtype: torch.dtype, page_tokens: int) -> float:
+    """How far one layer's output is from that of its modules, for two sessions' chunks and tokens, as a part of the
+    largest number."""
+    layer = span.layers[index]
+    part = FusedSpan([layer], span.rotary)
+    generator = torch.Generator().manual_seed(0)
+    most = sum(sum(tokens) for tokens in _CHECKED_TOKENS)
+    stores = [KVStore(2 * (-(-most // page_tokens)), page_tokens, [layer.window]) for _ in range(2)]
+    compiled = CompiledBlocks(part, stores[0], dtype)
+    caches = [[store.new_cache() for _ in _CHECKED_TOKENS[0]] for store in stores]
+    for cache in itertools.chain.from_iterable(caches):
+        cache.reserve(most)
+    backend = CompiledAttention()
+    largest = 0.0
+    for new_tokens in _CHECKED_TOKENS:
+        hidden = torch.randn(sum(new_tokens), _shape_of(layer, dtype).hidden_size, generator=generator).to(dtype)
+        outputs: list[Tensor] = []
+        for store, own in zip(stores, caches, strict=True):
+            rows: list[PackedRow] = []
+            positions: list[int] = []
+            for cache, count in zip(own, new_tokens, strict=True):
+                cache.prepare(cache.num_tokens, count)
+                rows.append(PackedRow(cache, cache.num_tokens, len(positions), len(positions) + count))
+                positions.extend(range(cache.num_tokens, cache.num_tokens + count))
+            batch, ids = AttentionBatch(store, rows, backend), torch.tensor(positions)
+            if store is stores[0]:
+                outputs.append(compiled.forward(hidden, ids, max(positions) + 1, range(1), batch))
+            else:
+                outputs.append(part.forward(hidden, ids, max(positions) + 1, range(1), batch.attend))
+            for row in rows:
+                row.cache.commit(row.position + row.num_tokens)
+        difference = (outputs[0].float() - outputs[1].float()).abs().max() / outputs[1].float().abs().max()
+        # What is no number must not pass.
+        largest = max(largest, float(difference.nan_to_num(torch.inf)))
+    return largest
