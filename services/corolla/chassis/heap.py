@@ -49,12 +49,27 @@ def release() -> None:
     gc.collect()
 
 
+HUGE_PAGE_BYTES: Final = 2 << 20
+
+
 def discard(address: int, num_bytes: int) -> None:
     """The system gets a part of memory that is not freed yet, which nobody reads any more: it would find zeros."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < end:
         _call("madvise", ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+
+
+def prefer_huge_pages(address: int, num_bytes: int) -> None:
+    """Asks the system for pages of `HUGE_PAGE_BYTES` where a part of memory has room for whole ones.
+
+    To be called before anything is written there. Addresses of memory that is read from end to end take a processor
+    up to a seventh of its time otherwise. Systems without such pages, or that never give any, leave it as it is.
+    """
+    first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if first < end and hasattr(mmap, "MADV_HUGEPAGE"):
+        _call("madvise", ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
 
 
 def _call(name: str, *arguments: Any) -> None:

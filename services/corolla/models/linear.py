@@ -7,8 +7,8 @@ fastest way is measured once, when a model is loaded, with the weights that will
 where another one won.
 """
 
-import functools
 import itertools
+import logging
 import math
 import time
 from collections import defaultdict, deque
@@ -23,10 +23,13 @@ from corolla.chassis import heap
 from corolla.models.llvm_text import LANES
 from corolla.models.packed.kernels import multiplied, plain_layout
 from corolla.models.packed.layouts import PlainLayout
+from corolla.models.packed.repacking import empty_matrices
 from corolla.models.packed.repacking import lay_out as lay_out_panels
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """Rows and weights that were laid out, to their product."""
+
+log = logging.getLogger(__name__)
 
 _TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 # One session's step, those of many together, and a piece of a prompt.
@@ -46,8 +49,9 @@ _OUTPUTS_OF_LAYOUT: Final = 64
 MAX_COPIED_BYTES: Final = 256 << 20
 # A tie goes to the plain weights.
 _MIN_GAIN: Final = 1.05
-# Of panels: with them whole blocks can be one call, which gains more than products do.
-_MIN_SHARE_OF_PANELS: Final = 0.9
+# Of the speed of the fastest way: with panels whole blocks can be one call, which gains more than products do. Where
+# oneDNN has instructions for matrices, it is several times as fast.
+_MIN_SHARE_OF_PANELS: Final = 0.7
 # A difference of this size ends the measurement early.
 _CLEAR_GAIN: Final = 1.25
 # The layout is the same for all small numbers of rows, and serves larger ones well.
@@ -205,26 +209,69 @@ def tune(
     for layer in layers:
         if layer.weight.device.type == "cpu" and layer.weight.dtype in _TYPES:
             alike[layer.weight.dtype, layer.weight.shape, id(layer.weight) in held].append(layer)
-    for (*_, is_held), group in alike.items():
-        is_copied = not is_held or group[0].weight.nbytes <= MAX_COPIED_BYTES
-        lay_out = relay if is_copied else _as_it_is
-        pieces_of = functools.partial(_pieces, max_bytes=max_bytes if is_copied else None)
-        num_timed = max(1, min(_MAX_TIMED_LAYERS, max_bytes // max(1, pieces_of(group[0])[0].nbytes)))
-        timed = list(itertools.islice(itertools.chain.from_iterable(map(pieces_of, group)), num_timed))
-        layout = None if is_held else _layout_of(group[0].weight)
-        # What was timed is laid out once more if it won: until then it would be there three times.
-        panel_gain = 0.0 if layout is None else _panel_gain(timed, layout, deadline_s, clock)
-        tried, gain = _tried(timed, lay_out, deadline_s, clock)
-        if layout is not None and panel_gain > max(_MIN_GAIN, _MIN_SHARE_OF_PANELS * gain):
-            tried.clear()
-            for layer in group:
-                leave = _discard if layer.weight.nbytes > max_bytes else None
-                layer.use_panels(lay_out_panels(layer.weight, layout, leave))
-        elif tried:
+    groups = [_Group(layers, is_held, max_bytes) for (*_, is_held), layers in alike.items()]
+    # Half of the time: where panels lose, the rest is for the other two ways.
+    if _panels_win(groups, deadline_s - budget_s / 2, clock):
+        log.info("weights are laid out as panels")
+        for group in groups:
+            if group.layout is not None:
+                rooms = empty_matrices(len(group.layers), *group.layers[0].weight.shape, group.layout)
+                for layer, room in zip(group.layers, rooms, strict=True):
+                    leave = _discard if layer.weight.nbytes > max_bytes else None
+                    layer.use_panels(lay_out_panels(layer.weight, group.layout, room, leave))
+    for group in groups:
+        if group.layers[0].panels is None and (tried := _tried(group.timed, group.lay_out, deadline_s, clock)):
             given = deque(tried)
             tried.clear()
-            for layer in group:
-                _replace(layer, pieces_of(layer), given, lay_out, is_held)
+            for layer in group.layers:
+                _replace(layer, group.pieces(layer), given, group.lay_out, group.is_held)
+
+
+class _Group:
+    """Layers of one shape.
+
+    Attributes:
+        is_held: whether others read their weights, too.
+        layout: of panels that would take the place of the weights; None where there can be none.
+    """
+
+    def __init__(self, layers: Sequence[TunedLinear], is_held: bool, max_bytes: int) -> None:
+        self.layers = layers
+        self.is_held = is_held
+        self.layout = None if is_held else layers[0].layout
+        self._is_copied = not is_held or layers[0].weight.nbytes <= MAX_COPIED_BYTES
+        self._max_bytes = max_bytes
+
+    def lay_out(self, weight: Tensor) -> Tensor:
+        """For oneDNN."""
+        return relay(weight) if self._is_copied else weight
+
+    def pieces(self, layer: TunedLinear) -> tuple[Tensor, ...]:
+        """A layer's weight, or runs of its rows if it has more bytes: until one is laid out anew it is there twice."""
+        weight = layer.weight
+        if not self._is_copied or weight.nbytes <= self._max_bytes:
+            return (weight,)
+        num_rows = -(-weight.shape[0] // _MAX_PIECES)
+        return torch.split(weight.detach(), -(-num_rows // _OUTPUTS_OF_LAYOUT) * _OUTPUTS_OF_LAYOUT)
+
+    @property
+    def timed(self) -> list[Tensor]:
+        """Weights to measure with."""
+        pieces = itertools.chain.from_iterable(map(self.pieces, self.layers))
+        num_timed = max(1, min(_MAX_TIMED_LAYERS, self._max_bytes // max(1, self.pieces(self.layers[0])[0].nbytes)))
+        return list(itertools.islice(pieces, num_timed))
+
+
+def _panels_win(groups: Iterable[_Group], deadline_s: float, clock: Callable[[], float]) -> bool:
+    """Whether panels are about as fast as the fastest way, over all layers that can have some: only together they
+    gain what whole blocks do."""
+    shares = []
+    for group in groups:
+        if group.layout is not None and clock() < deadline_s:
+            panel_gain = _panel_gain(group.timed, group.layout, deadline_s, clock)
+            _, gain = _relaid(group.timed, group.lay_out, deadline_s, clock)
+            shares.append(panel_gain / max(1.0, gain))
+    return bool(shares) and math.prod(shares) > _MIN_SHARE_OF_PANELS ** len(shares)
 
 
 def _replace(
@@ -247,36 +294,28 @@ def _discard(part: Tensor) -> None:
     heap.discard(part.data_ptr(), part.nbytes)
 
 
-def _pieces(layer: TunedLinear, max_bytes: int | None) -> tuple[Tensor, ...]:
-    """A layer's weight, or runs of its rows if it has more bytes: until one is laid out anew it is there twice."""
-    weight = layer.weight
-    if max_bytes is None or weight.nbytes <= max_bytes:
-        return (weight,)
-    num_rows = -(-weight.shape[0] // _MAX_PIECES)
-    return torch.split(weight.detach(), -(-num_rows // _OUTPUTS_OF_LAYOUT) * _OUTPUTS_OF_LAYOUT)
-
-
-def _as_it_is(weight: Tensor) -> Tensor:
-    return weight
-
-
 def _tried(
     weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float, clock: Callable[[], float]
+) -> list[Tensor]:
+    """The weights, laid out for oneDNN, if that gains; else nothing."""
+    relaid, gain = _relaid(weights, lay_out, deadline_s, clock)
+    return relaid if gain > _MIN_GAIN else []
+
+
+def _relaid(
+    weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float, clock: Callable[[], float]
 ) -> tuple[list[Tensor], float]:
-    """The weights, laid out for oneDNN, if it gives the same product and gains; else nothing. And the gain."""
+    """The weights, laid out for oneDNN, and the gain, which is 0 if it does not give the same product."""
     try:
         relaid = [lay_out(weight) for weight in weights]
         if not _agrees(weights[0], relaid[0], multiply_relaid):
             return [], 0.0
     except (RuntimeError, AttributeError):
         return [], 0.0  # no kernel for this type on this machine
-    gain = _mean_gain(weights, relaid, multiply_relaid, deadline_s, clock)
-    return (relaid, gain) if gain > _MIN_GAIN else ([], gain)
+    return relaid, _mean_gain(weights, relaid, multiply_relaid, deadline_s, clock)
 
 
-def _panel_gain(
-    weights: Sequence[Tensor], layout: PlainLayout, deadline_s: float, clock: Callable[[], float]
-) -> float:
+def _panel_gain(weights: Sequence[Tensor], layout: PlainLayout, deadline_s: float, clock: Callable[[], float]) -> float:
     """The gain of panels; 0 if they do not give the same product."""
 
     def multiply(rows: Tensor, panels: Tensor) -> Tensor:

@@ -311,9 +311,7 @@ def _projected(function: _BlockFunction, product: str, bias: str, index: str) ->
     return function.rounded(value)
 
 
-def _prepare_head(
-    function: _BlockFunction, name: str, product: str, bias: str, rotary: str, place: str
-) -> None:
+def _prepare_head(function: _BlockFunction, name: str, product: str, bias: str, rotary: str, place: str) -> None:
     shape, size = function.shape, function.shape.head_size
     with function.loop(f"{name}_squares", size, LANES, ("sum",)) as names:
         value = _projected(function, product, bias, names["number"])

@@ -40,9 +40,7 @@ class Kernel:
         StartupError: llvmlite is not installed, or this processor cannot run what it makes.
     """
 
-    def __init__(
-        self, layout: Layout | PlainLayout, rows: Rows = Rows.FLOAT32, tiles: Tiles | None = None
-    ) -> None:
+    def __init__(self, layout: Layout | PlainLayout, rows: Rows = Rows.FLOAT32, tiles: Tiles | None = None) -> None:
         self._layout, self._rows = layout, rows
         check_support()
         tiles = tiles or _tiles_of_this_processor(layout)

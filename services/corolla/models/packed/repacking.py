@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from corolla.chassis import heap
 from corolla.models.llvm_text import LANES
 from corolla.models.packed.layouts import Layout, PlainLayout
 
@@ -54,10 +55,16 @@ def repack(read: Callable[[int, int], Tensor], num_rows: int, num_columns: int, 
     return panels
 
 
-def lay_out(weight: Tensor, layout: PlainLayout, leave: Callable[[Tensor], None] | None = None) -> Tensor:
+def lay_out(
+    weight: Tensor,
+    layout: PlainLayout,
+    into: Tensor | None = None,
+    leave: Callable[[Tensor], None] | None = None,
+) -> Tensor:
     """Panels of a plain matrix `[out, in]`, whose type is the layout's; see `repack`.
 
     Args:
+        into: room for them, as `empty_panels` gives it; None: new room.
         leave: called with each part of the matrix that is not read any more.
 
     Raises:
@@ -66,7 +73,7 @@ def lay_out(weight: Tensor, layout: PlainLayout, leave: Callable[[Tensor], None]
     num_rows, num_columns = weight.shape
     if num_columns % layout.block_weights:
         raise ValueError(f"{num_columns} columns are no blocks of {layout.block_weights}")
-    panels = empty_panels(num_rows, num_columns, layout)
+    panels = empty_panels(num_rows, num_columns, layout) if into is None else into
     step = max(1, _CHUNK_WEIGHTS // (LANES * num_columns)) * LANES
     for first in range(0, num_rows, step):
         rows = part = weight.detach()[first : first + step]
@@ -83,8 +90,20 @@ def lay_out(weight: Tensor, layout: PlainLayout, leave: Callable[[Tensor], None]
 
 def empty_panels(num_rows: int, num_columns: int, layout: Layout | PlainLayout) -> Tensor:
     """Room for a matrix of that many rows and columns."""
+    return empty_matrices(1, num_rows, num_columns, layout)[0]
+
+
+def empty_matrices(
+    num_matrices: int, num_rows: int, num_columns: int, layout: Layout | PlainLayout
+) -> tuple[Tensor, ...]:
+    """Room for the panels of several matrices, side by side in pages as large as the system has."""
     num_panels, num_blocks = -(-num_rows // LANES), num_columns // layout.block_weights
-    return torch.empty(num_panels, num_blocks, layout.block_bytes, dtype=torch.uint8)
+    num_bytes = num_matrices * num_panels * num_blocks * layout.block_bytes
+    room = torch.empty(num_bytes + heap.HUGE_PAGE_BYTES, dtype=torch.uint8)
+    offset = -room.data_ptr() % heap.HUGE_PAGE_BYTES
+    matrices = room[offset : offset + num_bytes].view(num_matrices, num_panels, num_blocks, layout.block_bytes)
+    heap.prefer_huge_pages(matrices.data_ptr(), num_bytes)
+    return matrices.unbind()
 
 
 def _assembled(numbers: _Numbers, layout: Layout, num_blocks: int) -> Tensor:
