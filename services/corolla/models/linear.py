@@ -215,7 +215,8 @@ def tune(
         log.info("weights are laid out as panels")
         for group in groups:
             if group.layout is not None:
-                rooms = empty_matrices(len(group.layers), *group.layers[0].weight.shape, group.layout)
+                num_outputs, num_inputs = group.layers[0].weight.shape
+                rooms = empty_matrices(len(group.layers), num_outputs, num_inputs, group.layout)
                 for layer, room in zip(group.layers, rooms, strict=True):
                     leave = _discard if layer.weight.nbytes > max_bytes else None
                     layer.use_panels(lay_out_panels(layer.weight, group.layout, room, leave))

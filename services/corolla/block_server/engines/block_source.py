@@ -209,8 +209,9 @@ class _BlockFunction(Function):
         names = {"number": f"%{label}_number"}
         for name in carried:
             names[name] = f"%{label}_{name}"
+            after = f"%{label}_{name}_after"
             self.lines.append(
-                f"  {names[name]} = phi {FLOATS} [zeroinitializer, %{label}_start], [%{label}_{name}_after, %{label}_end]"
+                f"  {names[name]} = phi {FLOATS} [zeroinitializer, %{label}_start], [{after}, %{label}_end]"
             )
         yield names
         self.lines.append(f"  br label %{label}_end\n{label}_end:")

@@ -122,10 +122,10 @@ class CompiledBlocks:
                 kept.append(job)
             kept += [tables, slots]
             at = len(GROUP) * self._groups.index(group)
-            fields[at : at + len(GROUP)] = (
+            fields[at : at + len(GROUP)] = [
                 slots.data_ptr(), next_tokens, len(tables.pieces) * layer.num_key_heads, call.num_next_token_threads,
                 chunks, len(tables.blocks) * layer.num_key_heads,
-            )  # fmt: skip
+            ]  # fmt: skip
         return fields, kept
 
     def _layer_fields(self) -> Any:
