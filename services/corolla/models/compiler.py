@@ -60,9 +60,14 @@ class Compiled:
         Args:
             arguments: their types, of ctypes.
         """
-        function: Any = ctypes.CFUNCTYPE(None, *arguments)(self._engine.get_function_address(name))
+        function: Any = ctypes.CFUNCTYPE(None, *arguments)(self.address(name))
         function.module = self
         return function
+
+    def address(self, name: str) -> int:
+        """Of a function, for other compiled ones; as long as the module is kept."""
+        found: int = self._engine.get_function_address(name)
+        return found
 
 
 def _compiled(source: str) -> Any:

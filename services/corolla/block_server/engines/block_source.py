@@ -6,6 +6,10 @@ attention are functions of other modules; a layer holds their addresses.
 
 Sums are float32. In bfloat16 results are rounded where transformers rounds them. Each token's numbers depend on its own
 text only, never on the other rows of the call or on how many threads compute.
+
+A block is a list of phases, and a phase is a number of pieces of work that threads take one by one. All threads go
+through all phases; one that comes late, since another process had its processor, finds the work done and holds nobody
+up.
 """
 
 import struct
@@ -19,8 +23,15 @@ from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, LANES, OPENMP, Fun
 from corolla.models.packed.kernels import LEAST_PRODUCTS_OF_THREADS
 
 PROJECTIONS: Final = ("query_key_value", "output", "gate_up", "down")
-_LEAST_TOKENS_OF_THREADS: Final = 32
-"""Fewer are normalised in less time than it takes to wake another thread."""
+_PIECE_TOKENS: Final = 4
+"""Tokens that a thread normalises before it takes others."""
+_PIECE_MERGES: Final = 16
+_PIECES_OF_THREAD: Final = 6
+"""Of a product: with fewer, threads would wait longer for the last one; each reads all inputs."""
+_COUNTER_BYTES: Final = 256
+"""Of a phase: how many pieces were taken, and on a line of its own how many are done."""
+_MAX_PHASES: Final = 12
+"""Of a block."""
 
 STEP: Final[Fields] = (
     ("i64", "tokens"),
@@ -33,6 +44,8 @@ STEP: Final[Fields] = (
     ("ptr", "rotary"),  # [rows, 2, head size]: cosines and signed sines
     ("ptr", "rotary_rows"),  # int64 [tokens]
     ("ptr", "groups"),  # see `GROUP`
+    ("ptr", "end"),  # of the layers
+    ("ptr", "counters"),  # `counter_bytes`, all zero
     ("ptr", "scratch"),  # of products: so many bytes for each thread
     ("i64", "scratch_bytes"),
     ("i64", "threads"),
@@ -43,10 +56,10 @@ STEP: Final[Fields] = (
 GROUP: Final[Fields] = (
     ("ptr", "slots"),  # int64 [tokens]: where new keys and values go
     ("ptr", "next_tokens"),  # a job, all but its keys and values; 0: there is none
-    ("i64", "next_token_items"),
-    ("i64", "next_token_threads"),
     ("ptr", "chunks"),
-    ("i64", "chunk_items"),
+    ("i64", "pieces"),  # of the first job, times key heads
+    ("i64", "merges"),
+    ("i64", "blocks"),  # of the second one
 )
 """What layers share that have the same window."""
 
@@ -58,8 +71,9 @@ LAYER: Final[Fields] = (
     ("i64", "key_head"),
     ("i64", "value_slot"),
     ("i64", "value_head"),
-    ("ptr", "attend_next_tokens"),
-    ("ptr", "attend_chunks"),
+    ("ptr", "attend_piece"),
+    ("ptr", "attend_merge"),
+    ("ptr", "attend_block"),
     ("ptr", "attention_norm"),  # float32 [hidden]; what follows it is the bits of a float32
     ("i64", "attention_epsilon"),
     ("ptr", "mlp_norm"),
@@ -72,12 +86,15 @@ LAYER: Final[Fields] = (
         field
         for name in PROJECTIONS
         for field in (
-            ("ptr", f"{name}_multiply"),
+            ("ptr", f"{name}_part"),
             ("ptr", f"{name}_panels"),
             ("ptr", f"{name}_bias"),  # float32 [outputs]
         )
     ),
 )
+
+
+LAYER_BYTES: Final = 8 * len(LAYER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +142,26 @@ class BlockShape:
         return self.element != "float"
 
 
-def module_source(shape: BlockShape, *, has_threads: bool) -> str:
-    """A module with one function, `run(step, layers, end)`: of a `STEP` and of `LAYER`s up to an address."""
+def counter_bytes(num_layers: int) -> int:
+    """Of all phases."""
+    return (1 + num_layers * _MAX_PHASES) * _COUNTER_BYTES
+
+
+def module_source(shape: BlockShape, *, has_threads: bool, pauses: bool) -> str:
+    """A module with one function, `run(step, layers)`: of a `STEP`, and of the `LAYER`s from an address on.
+
+    Args:
+        has_threads: whether the functions of OpenMP can be linked.
+        pauses: whether the processor has an instruction for waiting, as x86 does.
+    """
     stages = [_normalise(shape), _prepare_heads(shape), _add_attention(shape), _gate(shape), _add_mlp(shape)]
+    names = ["normalise", "prepare_heads", "add_attention", "gate", "add_mlp"]
     if shape.rounds:
         stages.append(_round_attended(shape))
-    names = ["normalise", "prepare_heads", "add_attention", "gate", "add_mlp"]
-    names += ["round_attended"] if shape.rounds else []
-    stages += [_of_all_tokens(name, has_threads=has_threads) for name in names]
-    return "\n".join([_HEAD, OPENMP if has_threads else "", *stages, _run(shape), ATTRIBUTES])
+        names.append("round_attended")
+    stages += map(_of_some_tokens, names)
+    parts = [_HEAD, OPENMP if has_threads else "", *stages, _await(pauses), _Team(shape, has_threads).source()]
+    return "\n".join([*parts, _run(has_threads), ATTRIBUTES])
 
 
 _HEAD: Final = f"""\
@@ -142,6 +170,8 @@ declare {FLOATS} @llvm.fabs.v16f32({FLOATS})
 declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
 declare float @llvm.sqrt.f32(float)
 declare i64 @llvm.umin.i64(i64, i64)
+declare i64 @llvm.umax.i64(i64, i64)
+declare i32 @sched_yield()
 """
 
 
@@ -246,15 +276,15 @@ def _normalise(shape: BlockShape) -> str:
     with function.loop("squares", shape.hidden_size, LANES, ("sum",)) as names:
         number = function.load_numbers(hidden, names["number"])
         names["sum"] = function.sum_of_product(number, number, names["sum"])
-    _store_normed(function, hidden, "%squares_sum_after", "attention")
+    _store_normed(function, hidden, "%squares_sum_after", "%layer", "attention")
     return _end(function)
 
 
-def _store_normed(function: _BlockFunction, hidden: str, squares: str, norm: str) -> None:
+def _store_normed(function: _BlockFunction, hidden: str, squares: str, layer: str, norm: str) -> None:
     shape = function.shape
     normed = function.row("%step", "normed", shape.hidden_size, shape.element_bytes)
-    weight = function.field("%layer", LAYER, f"{norm}_norm")
-    epsilon = function.number("%layer", LAYER, f"{norm}_epsilon")
+    weight = function.field(layer, LAYER, f"{norm}_norm")
+    epsilon = function.number(layer, LAYER, f"{norm}_epsilon")
     inverse = function.inverse_root(squares, shape.hidden_size, epsilon)
     with function.loop("norm", shape.hidden_size, LANES) as names:
         number = function.load_numbers(hidden, names["number"])
@@ -272,6 +302,7 @@ def _prepare_heads(shape: BlockShape) -> str:
     product = function.row("%step", "product", num_outputs, 4)
     bias = function.field("%layer", LAYER, "query_key_value_bias") if shape.has_bias[0] else ""
     group = function.at(function.field("%step", STEP, "groups"), function.field("%layer", LAYER, "group"))
+    _tell_jobs(function, group)
     slot_at = function.at(function.field(group, GROUP, "slots"), "%token", "i64")
     slot = function.let(f"load i64, ptr {slot_at}")
     row_at = function.at(function.field("%step", STEP, "rotary_rows"), "%token", "i64")
@@ -302,6 +333,21 @@ def _prepare_heads(shape: BlockShape) -> str:
                 _prepare_head(function, name, source, own_bias, rotary, place)
         first += num_heads * size
     return _end(function)
+
+
+def _tell_jobs(function: _BlockFunction, group: str) -> None:
+    """Has the group's jobs read the layer's keys and values; the first token's thread does it for all."""
+    lines = function.lines
+    lines.append("  %is_first = icmp eq i64 %token, 0\n  br i1 %is_first, label %tell, label %told\ntell:")
+    places = [(number, each) for number, (_, each) in enumerate(COMMON_FIELDS) if each in ("keys", "values")]
+    for name in ("next_tokens", "chunks"):
+        job = function.field(group, GROUP, name)
+        is_any = function.let(f"icmp ne ptr {job}, null")
+        lines.append(f"  br i1 {is_any}, label %tell_{name}, label %told_{name}\ntell_{name}:")
+        for number, each in places:
+            lines.append(f"  store ptr {function.field('%layer', LAYER, each)}, ptr {function.at(job, 8 * number)}")
+        lines.append(f"  br label %told_{name}\ntold_{name}:")
+    lines.append("  br label %told\ntold:")
 
 
 def _projected(function: _BlockFunction, product: str, bias: str, index: str) -> str:
@@ -359,13 +405,18 @@ def _add_attention(shape: BlockShape) -> str:
     """Attention's output to the hidden states, which are normalised then for the gate."""
     function = _begin(shape, "add_attention")
     hidden, squares = _add(function, "output")
-    _store_normed(function, hidden, squares, "mlp")
+    _store_normed(function, hidden, squares, "%layer", "mlp")
     return _end(function)
 
 
 def _add_mlp(shape: BlockShape) -> str:
+    """The gated output to the hidden states, which are normalised then for the next block, if there is one."""
     function = _begin(shape, "add_mlp")
-    _add(function, "down")
+    hidden, squares = _add(function, "down")
+    after = function.at("%layer", LAYER_BYTES)
+    is_more = function.let(f"icmp ult ptr {after}, {function.field('%step', STEP, 'end')}")
+    function.lines.append(f"  br i1 {is_more}, label %more, label %last\nlast:\n  ret void\nmore:")
+    _store_normed(function, hidden, squares, after, "attention")
     return _end(function)
 
 
@@ -416,15 +467,11 @@ def _gate(shape: BlockShape) -> str:
     return _end(function)
 
 
-def _of_all_tokens(stage: str, *, has_threads: bool) -> str:
-    """`STAGE_all(step, layer)`: of few tokens by one thread, of many each thread does a share."""
-    function = Function()
-    lines = function.lines
-    lines.append(f"define internal void @{stage}_range(ptr %step, ptr %layer, i64 %first, i64 %end) #0 {{\nentry:")
-    lines.append(
-        f"""\
-  %is_any = icmp ult i64 %first, %end
-  br i1 %is_any, label %loop, label %done
+def _of_some_tokens(stage: str) -> str:
+    return f"""\
+define internal void @{stage}_some(ptr %step, ptr %layer, i64 %first, i64 %end) #0 {{
+entry:
+  br label %loop
 loop:
   %token = phi i64 [%first, %entry], [%next, %loop]
   call void @{stage}(ptr %step, ptr %layer, i64 %token)
@@ -434,119 +481,210 @@ loop:
 done:
   ret void
 }}"""
-    )
-    if has_threads:
+
+
+def _await(pauses: bool) -> str:
+    """Waits until so many pieces are done. A thread that waits long lets others have its processor."""
+    return f"""\
+{"declare void @llvm.x86.sse2.pause()" if pauses else ""}
+define internal void @await(ptr %done, i64 %count) #0 {{
+entry:
+  br label %look
+look:
+  %looks = phi i64 [0, %entry], [%looks_after, %again], [0, %yield]
+  %now = load atomic i64, ptr %done acquire, align 8
+  %are_done = icmp uge i64 %now, %count
+  br i1 %are_done, label %out, label %wait
+wait:
+  {"call void @llvm.x86.sse2.pause()" if pauses else ""}
+  %looks_after = add i64 %looks, 1
+  %is_long = icmp ugt i64 %looks_after, 256
+  br i1 %is_long, label %yield, label %again
+again:
+  br label %look
+yield:
+  %ignored = call i32 @sched_yield()
+  br label %look
+out:
+  ret void
+}}"""
+
+
+class _Team:
+    """Writes what each thread does: all phases of all layers."""
+
+    def __init__(self, shape: BlockShape, has_threads: bool) -> None:
+        self._shape = shape
+        self._function = function = _BlockFunction(shape)
+        self._num_phases = 0
+        function.lines.append("define internal void @team(ptr %call) #0 {\nentry:")
+        step, layers = (function.let(f"load ptr, ptr {function.at('%call', 8 * index)}") for index in range(2))
+        self._step = step
+        names = ("tokens", "threads", "normed", "product", "attended", "input", "groups", "scratch", "scratch_bytes")
+        self._fields = {name: function.field(step, STEP, name) for name in (*names, "end", "counters")}
+        number = "0"
+        if has_threads:
+            number = function.let(f"zext i32 {function.let('call i32 @omp_get_thread_num()')} to i64")
+        offset = function.let(f"mul i64 {number}, {self._fields['scratch_bytes']}")
+        self._scratch = function.at(self._fields["scratch"], offset)
+        self._num_token_pieces = self._rounded_up(self._fields["tokens"], _PIECE_TOKENS)
+        self._layer, self._counters = layers, self._fields["counters"]
+        self._tokens("normalise")
+        first_counters = self._counter()
+        function.lines.append(
+            f"""\
+  br label %layers
+layers:
+  %layer = phi ptr [{layers}, %normalise_done], [%layer_after, %layers_end]
+  %counters = phi ptr [{first_counters}, %normalise_done], [%counters_after, %layers_end]"""
+        )
+        self._layer, self._counters, self._num_phases = "%layer", "%counters", 0
+
+    def source(self) -> str:
+        function, lines = self._function, self._function.lines
+        self._product("query_key_value", "normed")
+        self._tokens("prepare_heads")
+        group = function.at(self._fields["groups"], function.field("%layer", LAYER, "group"))
+        self._attention("piece", "next_tokens", function.field(group, GROUP, "pieces"), 1)
+        self._attention("merge", "next_tokens", function.field(group, GROUP, "merges"), _PIECE_MERGES)
+        self._attention("block", "chunks", function.field(group, GROUP, "blocks"), 1)
+        if self._shape.rounds:
+            self._tokens("round_attended")
+        self._product("output", "input" if self._shape.rounds else "attended")
+        self._tokens("add_attention")
+        self._product("gate_up", "normed")
+        self._tokens("gate")
+        self._product("down", "input")
+        self._tokens("add_mlp")
         lines.append(
             f"""\
-define internal void @{stage}_share(ptr %both) #0 {{
-  %step = load ptr, ptr %both
-  %layer_at = getelementptr i8, ptr %both, i64 8
-  %layer = load ptr, ptr %layer_at
-  %tokens = load i64, ptr %step
-  %number32 = call i32 @omp_get_thread_num()
-  %threads32 = call i32 @omp_get_num_threads()
-  %number = zext i32 %number32 to i64
-  %threads = zext i32 %threads32 to i64
-  %up = add i64 %tokens, %threads
-  %up2 = sub i64 %up, 1
-  %each = udiv i64 %up2, %threads
-  %wanted = mul i64 %number, %each
-  %first = call i64 @llvm.umin.i64(i64 %wanted, i64 %tokens)
-  %wanted_end = add i64 %first, %each
-  %end = call i64 @llvm.umin.i64(i64 %wanted_end, i64 %tokens)
-  call void @{stage}_range(ptr %step, ptr %layer, i64 %first, i64 %end)
+  br label %layers_end
+layers_end:
+  %layer_after = getelementptr i8, ptr %layer, i64 {LAYER_BYTES}
+  %counters_after = getelementptr i8, ptr %counters, i64 {self._num_phases * _COUNTER_BYTES}
+  %is_more = icmp ult ptr %layer_after, {self._fields["end"]}
+  br i1 %is_more, label %layers, label %done
+done:
   ret void
 }}"""
         )
-    together = (
-        f"""\
+        return "\n".join(lines)
+
+    def _counter(self) -> str:
+        return self._function.at(self._counters, self._num_phases * _COUNTER_BYTES)
+
+    def _rounded_up(self, count: str, size: int | str) -> str:
+        """How many pieces of a size there are."""
+        function = self._function
+        less = function.let(f"sub i64 {size}, 1")
+        return function.let(f"udiv i64 {function.let(f'add i64 {count}, {less}')}, {size}")
+
+    @contextmanager
+    def _phase(self, name: str, count: str) -> Iterator[str]:
+        """Takes pieces until there are none, and waits for those of others. Yields a piece's number."""
+        function, lines = self._function, self._function.lines
+        counter = self._counter()
+        done = function.at(counter, _COUNTER_BYTES // 2)
+        self._num_phases += 1
+        lines.append(
+            f"""\
+  br label %{name}_take
+{name}_take:
+  %{name}_piece = atomicrmw add ptr {counter}, i64 1 monotonic
+  %{name}_is_any = icmp ult i64 %{name}_piece, {count}
+  br i1 %{name}_is_any, label %{name}_work, label %{name}_wait
+{name}_work:"""
+        )
+        yield f"%{name}_piece"
+        lines.append(
+            f"""\
+  %{name}_was = atomicrmw add ptr {done}, i64 1 release
+  br label %{name}_take
+{name}_wait:
+  call void @await(ptr {done}, i64 {count})
+  br label %{name}_done
+{name}_done:"""
+        )
+
+    def _range(self, piece: str, size: int | str, end: str) -> tuple[str, str]:
+        """First and end of a piece."""
+        function = self._function
+        first = function.let(f"mul i64 {piece}, {size}")
+        after = function.let(f"add i64 {first}, {size}")
+        return first, function.let(f"call i64 @llvm.umin.i64(i64 {after}, i64 {end})")
+
+    def _tokens(self, stage: str) -> None:
+        with self._phase(stage, self._num_token_pieces) as piece:
+            first, end = self._range(piece, _PIECE_TOKENS, self._fields["tokens"])
+            self._function.lines.append(
+                f"  call void @{stage}_some(ptr {self._step}, ptr {self._layer}, i64 {first}, i64 {end})"
+            )
+
+    def _product(self, name: str, source: str) -> None:
+        function, fields = self._function, self._fields
+        num_inputs, num_outputs = self._shape.sizes[name]
+        num_panels = num_outputs // LANES
+        products = function.let(f"mul i64 {fields['tokens']}, {num_inputs * num_outputs}")
+        are_many = function.let(f"icmp uge i64 {products}, {LEAST_PRODUCTS_OF_THREADS}")
+        are_several = function.let(f"icmp ugt i64 {fields['threads']}, 1")
+        is_shared = function.let(f"and i1 {are_many}, {are_several}")
+        pieces = function.let(f"mul i64 {fields['threads']}, {_PIECES_OF_THREAD}")
+        # In fours, which are multiplied at once.
+        fours = self._rounded_up(str(-(-num_panels // 4)), pieces)
+        size = function.let(f"select i1 {is_shared}, i64 {function.let(f'mul i64 {fours}, 4')}, i64 {num_panels}")
+        part, panels = (function.field("%layer", LAYER, f"{name}_{each}") for each in ("part", "panels"))
+        with self._phase(name, self._rounded_up(str(num_panels), size)) as piece:
+            first, end = self._range(piece, size, str(num_panels))
+            function.lines.append(
+                f"  call void {part}(ptr {fields[source]}, i64 {fields['tokens']}, i64 {num_inputs}, ptr {panels}, "
+                f"ptr {fields['product']}, i64 {num_panels}, ptr {self._scratch}, i64 {first}, i64 {end})"
+            )
+
+    def _attention(self, name: str, job: str, count: str, size: int) -> None:
+        """Pieces, merges or blocks, each for a key head; the last ones first, which of a chunk see most keys."""
+        function, lines = self._function, self._function.lines
+        group = function.at(self._fields["groups"], function.field("%layer", LAYER, "group"))
+        job_at = function.field(group, GROUP, job)
+        attend = function.field("%layer", LAYER, f"attend_{name}")
+        with self._phase(name, self._rounded_up(count, size)) as piece:
+            first, end = self._range(piece, size, count)
+            lines.append(f"  br label %{name}_each\n{name}_each:")
+            lines.append(f"  %{name}_item = phi i64 [{first}, %{name}_work], [%{name}_item_after, %{name}_each]")
+            left = function.let(f"sub i64 {function.let(f'sub i64 {count}, %{name}_item')}, 1")
+            heads = self._shape.num_key_heads
+            number, head = function.let(f"udiv i64 {left}, {heads}"), function.let(f"urem i64 {left}, {heads}")
+            lines.append(
+                f"""\
+  call void {attend}(ptr {job_at}, i64 {number}, i64 {head})
+  %{name}_item_after = add i64 %{name}_item, 1
+  %{name}_are_more = icmp ult i64 %{name}_item_after, {end}
+  br i1 %{name}_are_more, label %{name}_each, label %{name}_end
+{name}_end:"""
+            )
+
+
+def _run(has_threads: bool) -> str:
+    together = "  br label %alone"
+    if has_threads:
+        together = """\
   %threads32 = trunc i64 %threads to i32
-  store ptr %step, ptr %both
-  %layer_at = getelementptr i8, ptr %both, i64 8
-  store ptr %layer, ptr %layer_at
-  call void @GOMP_parallel(ptr @{stage}_share, ptr %both, i32 %threads32, i32 0)
+  call void @GOMP_parallel(ptr @team, ptr %call, i32 %threads32, i32 0)
   ret void"""
-        if has_threads
-        else "  br label %alone"
-    )
-    lines.append(
-        f"""\
-define internal void @{stage}_all(ptr %step, ptr %layer, i64 %threads) #0 {{
-  %both = alloca [2 x ptr]
-  %tokens = load i64, ptr %step
+    threads_at = 8 * next(number for number, (_, name) in enumerate(STEP) if name == "threads")
+    return f"""\
+define void @run(ptr %step, ptr %layers) #0 {{
+entry:
+  %call = alloca [2 x ptr]
+  store ptr %step, ptr %call
+  %layers_at = getelementptr i8, ptr %call, i64 8
+  store ptr %layers, ptr %layers_at
+  %threads_at = getelementptr i8, ptr %step, i64 {threads_at}
+  %threads = load i64, ptr %threads_at
   %are_several = icmp ugt i64 %threads, 1
-  %are_many = icmp uge i64 %tokens, {_LEAST_TOKENS_OF_THREADS}
-  %is_shared = and i1 %are_several, %are_many
-  br i1 %is_shared, label %together, label %alone
+  br i1 %are_several, label %together, label %alone
 together:
 {together}
 alone:
-  call void @{stage}_range(ptr %step, ptr %layer, i64 0, i64 %tokens)
+  call void @team(ptr %call)
   ret void
 }}"""
-    )
-    return "\n".join(lines)
-
-
-def _run(shape: BlockShape) -> str:
-    function = _BlockFunction(shape)
-    lines = function.lines
-    lines.append("define void @run(ptr %step, ptr %layers, ptr %end) #0 {\nentry:")
-    tokens, threads = (function.field("%step", STEP, name) for name in ("tokens", "threads"))
-    buffers = {name: function.field("%step", STEP, name) for name in ("normed", "product", "attended", "input")}
-    groups = function.field("%step", STEP, "groups")
-    scratch, scratch_bytes = (function.field("%step", STEP, name) for name in ("scratch", "scratch_bytes"))
-    lines.append("  br label %block\nblock:\n  %layer = phi ptr [%layers, %entry], [%layer_after, %block_end]")
-
-    def stage(name: str) -> None:
-        lines.append(f"  call void @{name}_all(ptr %step, ptr %layer, i64 {threads})")
-
-    def multiply(name: str, source: str) -> None:
-        num_inputs, num_outputs = shape.sizes[name]
-        products = function.let(f"mul i64 {tokens}, {num_inputs * num_outputs}")
-        are_many = function.let(f"icmp uge i64 {products}, {LEAST_PRODUCTS_OF_THREADS}")
-        used = function.let(f"select i1 {are_many}, i64 {threads}, i64 1")
-        address, panels = (function.field("%layer", LAYER, f"{name}_{part}") for part in ("multiply", "panels"))
-        lines.append(
-            f"  call void {address}(ptr {buffers[source]}, i64 {tokens}, i64 {num_inputs}, ptr {panels}, "
-            f"ptr {buffers['product']}, i64 {num_outputs // LANES}, ptr {scratch}, i64 {scratch_bytes}, i64 {used})"
-        )
-
-    stage("normalise")
-    multiply("query_key_value", "normed")
-    stage("prepare_heads")
-    group = function.at(groups, function.field("%layer", LAYER, "group"))
-    _attend(function, group, "next_tokens", "next_token_items", function.field(group, GROUP, "next_token_threads"))
-    _attend(function, group, "chunks", "chunk_items", threads)
-    if shape.rounds:
-        stage("round_attended")
-    multiply("output", "input" if shape.rounds else "attended")
-    stage("add_attention")
-    multiply("gate_up", "normed")
-    stage("gate")
-    multiply("down", "input")
-    stage("add_mlp")
-    lines.append("  br label %block_end\nblock_end:")
-    lines.append(f"  %layer_after = getelementptr i8, ptr %layer, i64 {8 * len(LAYER)}")
-    lines.append("  %is_more = icmp ult ptr %layer_after, %end")
-    lines.append("  br i1 %is_more, label %block, label %done\ndone:\n  ret void\n}")
-    return "\n".join(lines)
-
-
-def _attend(function: _BlockFunction, group: str, name: str, items: str, threads: str) -> None:
-    """Has a function attend, if there is something for it, to the layer's keys and values."""
-    lines = function.lines
-    job = function.field(group, GROUP, name)
-    is_any = function.let(f"icmp ne ptr {job}, null")
-    lines.append(f"  br i1 {is_any}, label %{name}, label %{name}_done\n{name}:")
-    values = {
-        "taken": "0",
-        "items": function.field(group, GROUP, items),
-        "keys": function.field("%layer", LAYER, "keys"),
-        "values": function.field("%layer", LAYER, "values"),
-    }
-    for number, (kind, each) in enumerate(COMMON_FIELDS):
-        if each in values:
-            lines.append(f"  store {kind} {values[each]}, ptr {function.at(job, 8 * number)}")
-    attend = function.field("%layer", LAYER, f"attend_{name}")
-    lines.append(f"  call void {attend}(ptr {job}, i64 {threads})\n  br label %{name}_done\n{name}_done:")

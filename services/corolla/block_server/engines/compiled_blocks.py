@@ -11,7 +11,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from corolla.block_server.engines.block_source import GROUP, LAYER, PROJECTIONS, STEP, BlockShape, module_source
+from corolla.block_server.engines.block_source import (
+    GROUP,
+    LAYER_BYTES,
+    PROJECTIONS,
+    STEP,
+    BlockShape,
+    counter_bytes,
+    module_source,
+)
 from corolla.block_server.kv.attention import AttentionBackend, AttentionBatch, PackedRow
 from corolla.block_server.kv.attention_text import HeadShape
 from corolla.block_server.kv.compiled_attention import (
@@ -19,13 +27,13 @@ from corolla.block_server.kv.compiled_attention import (
     EXPONENTIAL,
     AttentionCall,
     CompiledAttention,
-    chunk_function,
+    chunk_module,
     float_bits,
-    next_token_function,
+    next_token_module,
     tables_of,
 )
 from corolla.block_server.kv.store import KVStore
-from corolla.models.compiler import Compiled, has_openmp
+from corolla.models.compiler import Compiled, has_openmp, processor_features
 from corolla.models.fused import FusedLayer, FusedSpan, Projection, UsualNorm
 from corolla.models.linear import TunedLinear
 from corolla.models.llvm_text import LANES
@@ -41,7 +49,8 @@ _TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 _CHECKED_TOKENS: Final = ((19, 1), (1, 3), (1, 1))
 _Step: Final = ctypes.c_int64 * len(STEP)
 _GROUP_BYTES: Final = 8 * len(GROUP)
-_LAYER_BYTES: Final = 8 * len(LAYER)
+_END: Final = [name for _, name in STEP].index("end")
+_COUNTERS: Final = [name for _, name in STEP].index("counters")
 
 
 class CompiledBlocks:
@@ -82,13 +91,16 @@ class CompiledBlocks:
         step = _Step(
             len(hidden), output.data_ptr(), buffers["normed"], buffers["product"], buffers["query"],
             buffers["attended"], buffers["input"], table.data_ptr(), numbers.data_ptr(), ctypes.addressof(groups),
-            self._buffers.scratch(num_threads), self._buffers.scratch_bytes, num_threads, EXPONENTIAL.data_ptr(),
+            0, self._buffers.counters(), self._buffers.scratch(num_threads), self._buffers.scratch_bytes, num_threads,
+            EXPONENTIAL.data_ptr(),
         )  # fmt: skip
         first = ctypes.addressof(self._layers)
         # Layers of one shape are one call.
         for shape, run in itertools.groupby(layers, key=self._shapes.__getitem__):
             indices = list(run)
-            _run_function(shape)(step, first + indices[0] * _LAYER_BYTES, first + (indices[-1] + 1) * _LAYER_BYTES)
+            step[_END] = first + (indices[-1] + 1) * LAYER_BYTES
+            _run_function(shape)(step, first + indices[0] * LAYER_BYTES)
+            step[_COUNTERS] += counter_bytes(len(indices))
         del kept
         return output
 
@@ -122,9 +134,9 @@ class CompiledBlocks:
                 kept.append(job)
             kept += [tables, slots]
             at = len(GROUP) * self._groups.index(group)
+            counts = (len(tables.pieces), len(tables.queries), len(tables.blocks))
             fields[at : at + len(GROUP)] = [
-                slots.data_ptr(), next_tokens, len(tables.pieces) * layer.num_key_heads, call.num_next_token_threads,
-                chunks, len(tables.blocks) * layer.num_key_heads,
+                slots.data_ptr(), next_tokens, chunks, *(count * layer.num_key_heads for count in counts),
             ]  # fmt: skip
         return fields, kept
 
@@ -138,13 +150,14 @@ class CompiledBlocks:
             fields += (
                 self._groups.index(self._store.group_of(index)) * _GROUP_BYTES, keys.data_ptr(), values.data_ptr(),
                 keys.stride(0) * size, keys.stride(1) * size, values.stride(0) * size, values.stride(1) * size,
-                _address(next_token_function(heads)), _address(chunk_function(heads)),
+                next_token_module(heads).address("piece"), next_token_module(heads).address("merge"),
+                chunk_module(heads).address("block"),
             )  # fmt: skip
             for norm in (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm):
                 fields += self._norm_fields(norm)
             for projection in _projections(layer):
                 kernel = kernel_of(projection.layout, self._dtype)
-                fields += (kernel.multiply_address, projection.panels.data_ptr(), self._float32(projection.bias))
+                fields += (kernel.part_address, projection.panels.data_ptr(), self._float32(projection.bias))
         return (ctypes.c_int64 * len(fields))(*fields)
 
     def _norm_fields(self, norm: Any) -> tuple[int, int]:
@@ -250,15 +263,11 @@ def _head_shape(layer: FusedLayer, dtype: torch.dtype) -> HeadShape:
     return HeadShape(ELEMENTS[dtype], layer.head_dim, layer.head_dim, layer.num_heads // layer.num_key_heads)
 
 
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
 @functools.cache
 def _run_function(shape: BlockShape) -> Any:
     """The process's only one for a shape."""
-    source = module_source(shape, has_threads=has_openmp())
-    return Compiled(source).function("run", _Step, ctypes.c_void_p, ctypes.c_void_p)
+    source = module_source(shape, has_threads=has_openmp(), pauses="avx" in processor_features())
+    return Compiled(source).function("run", _Step, ctypes.c_void_p)
 
 
 class _Buffers:
@@ -277,6 +286,8 @@ class _Buffers:
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[str, int] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        # Layers of one shape at a time, at worst one by one.
+        self._counters = torch.empty(len(shapes) * counter_bytes(1), dtype=torch.uint8)
         self.scratch_bytes = max(scratch_bytes(inputs) for each in sizes for inputs, _ in each.values())
 
     def of(self, num_tokens: int) -> Mapping[str, int]:
@@ -288,6 +299,10 @@ class _Buffers:
                 self._tensors[name] = torch.empty(self._num_tokens, width, dtype=dtype)
             self._places = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
         return self._places
+
+    def counters(self) -> int:
+        """Of all phases, set to zero."""
+        return self._counters.zero_().data_ptr()
 
     def scratch(self, num_threads: int) -> int:
         """Of products, for so many threads."""

@@ -44,9 +44,11 @@ def block_tokens(shape: HeadShape) -> int:
 
 
 def module_source(shape: HeadShape, *, has_threads: bool) -> str:
-    """A module with one function, whose counts are int64 and whose tables are int32:
+    """A module with two functions, whose counts are int64 and whose tables are int32:
 
     `attend(job, threads)`, where a job is numbers of 64 bits, see `JOB`, and is written to.
+
+    `block(job, number, key_head)`: what it consists of. That writes to no job.
     """
     parts = [HEAD, OPENMP if has_threads else "", _transpose(shape), _scores(shape), _values(shape)]
     return "\n".join(
@@ -202,7 +204,7 @@ class _Block:
         self._shape = shape
         self._function = function = Function()
         self._num_rows = num_rows = _num_rows(shape)
-        function.lines.append("define internal void @block(ptr %job, i64 %number, i64 %head) #0 {\nentry:")
+        function.lines.append("define void @block(ptr %job, i64 %number, i64 %head) #0 {\nentry:")
         self._scratch = {
             name: function.let(f"alloca [{floats} x float], align 64")
             for name, floats in (

@@ -97,9 +97,9 @@ class CompiledAttention:
         )
         if len(tables.queries):
             job, _states = call.next_token_job()
-            next_token_function(shape)(job, call.num_next_token_threads)
+            _next_token_function(shape)(job, call.num_next_token_threads)
         if len(tables.blocks):
-            chunk_function(shape)(call.chunk_job(given.window), torch.get_num_threads())
+            _chunk_function(shape)(call.chunk_job(given.window), torch.get_num_threads())
         return output.to(query.dtype)
 
 
@@ -170,17 +170,25 @@ def float_bits(number: float) -> int:
 
 
 @functools.cache
-def next_token_function(shape: HeadShape) -> Any:
+def next_token_module(shape: HeadShape) -> Compiled:
     """The process's only one for a shape."""
-    source = next_token_source.module_source(shape, has_threads=has_openmp())
-    return Compiled(source).function("attend", _Job, ctypes.c_int64)
+    return Compiled(next_token_source.module_source(shape, has_threads=has_openmp()))
 
 
 @functools.cache
-def chunk_function(shape: HeadShape) -> Any:
+def chunk_module(shape: HeadShape) -> Compiled:
     """Likewise."""
-    source = chunk_source.module_source(shape, has_threads=has_openmp())
-    return Compiled(source).function("attend", _ChunkJob, ctypes.c_int64)
+    return Compiled(chunk_source.module_source(shape, has_threads=has_openmp()))
+
+
+@functools.cache
+def _next_token_function(shape: HeadShape) -> Any:
+    return next_token_module(shape).function("attend", _Job, ctypes.c_int64)
+
+
+@functools.cache
+def _chunk_function(shape: HeadShape) -> Any:
+    return chunk_module(shape).function("attend", _ChunkJob, ctypes.c_int64)
 
 
 def tables_of(batch: AttentionBatch, layer: int, window: int | None, shape: HeadShape) -> Tables:

@@ -26,9 +26,12 @@ from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENM
 
 
 def module_source(shape: HeadShape, *, has_threads: bool) -> str:
-    """A module with one function, whose counts are int64 and whose tables are int32:
+    """A module with three functions, whose counts are int64 and whose tables are int32:
 
     `attend(job, threads)`, where a job is numbers of 64 bits, see `JOB`, and is written to.
+
+    `piece(job, number, key_head)` and, once all pieces are done, `merge(job, number of a query, key_head)`: what
+    `attend` consists of. They write to no job.
     """
     parts = [HEAD, OPENMP if has_threads else "", _tile(shape), _piece(shape), _merge(shape)]
     parts += [items_source("piece", has_threads=has_threads), items_source("merge", has_threads=False)]
@@ -148,7 +151,7 @@ def _piece(shape: HeadShape) -> str:
     """A piece of a row's keys, for the queries of one key head: a state, whatever was there before."""
     function = Function()
     lines = function.lines
-    lines.append("define internal void @piece(ptr %job, i64 %number, i64 %head) #0 {\nentry:")
+    lines.append("define void @piece(ptr %job, i64 %number, i64 %head) #0 {\nentry:")
     key_heads, page_tokens = field(function, JOB, "key_heads"), field(function, JOB, "page_tokens")
     piece = function.at(field(function, JOB, "pieces"), function.let("mul i64 %number, 16"))
     query, first, end, page_at = (
@@ -214,7 +217,7 @@ def _merge(shape: HeadShape) -> str:
     """The output of a query's heads that share a key head, from the states of its pieces."""
     function = Function()
     lines = function.lines
-    lines.append("define internal void @merge(ptr %job, i64 %number, i64 %head) #0 {\nentry:")
+    lines.append("define void @merge(ptr %job, i64 %number, i64 %head) #0 {\nentry:")
     key_heads = field(function, JOB, "key_heads")
     constants = field(function, JOB, "constants")
     row = function.at(field(function, JOB, "first_pieces"), function.let("mul i64 %number, 12"))

@@ -43,11 +43,13 @@ class Rows(enum.Enum):
 def module_source(
     layout: Layout | PlainLayout, tiles: Sequence[tuple[int, int]], rows: Rows, *, has_threads: bool
 ) -> str:
-    """A module with two functions, of plain weights only the first; all their counts are int64:
+    """A module with three functions, of plain weights only the first two; all their counts are int64:
 
     `multiply(x, rows, columns, weights, y, panels, scratch, scratch_bytes, threads)`: `[rows, columns]` times a packed
     matrix, to float32 `[rows, 16 * panels]`. In bfloat16, many rows need `scratch_bytes` for each thread, see
     `scratch_bytes`.
+
+    `part(x, rows, columns, weights, y, panels, scratch, first, end)`: the same for some of the panels, by one thread.
 
     `expand(ids, count, columns, weights, y)`: rows of the matrix, by their numbers, to float32 `[count, columns]`.
 
@@ -316,9 +318,9 @@ def _all_or_few(most: int | None) -> str:
     """Unpacks first for more rows than `most`, if that is said."""
     passed = _ARGUMENTS
     if most is None:
-        return f"define internal void @part({_ARGUMENTS}) #0 {{\n  call void @few({passed})\n  ret void\n}}"
+        return f"define void @part({_ARGUMENTS}) #0 {{\n  call void @few({passed})\n  ret void\n}}"
     return f"""\
-define internal void @part({_ARGUMENTS}) #0 {{
+define void @part({_ARGUMENTS}) #0 {{
   %are_many = icmp ugt i64 %rows, {most}
   br i1 %are_many, label %unpack, label %keep
 unpack:

@@ -60,9 +60,9 @@ class Kernel:
         return self._rows
 
     @property
-    def multiply_address(self) -> int:
-        """Of `multiply` as `module_source` has it, for other compiled functions."""
-        return ctypes.cast(self._multiply, ctypes.c_void_p).value or 0
+    def part_address(self) -> int:
+        """Of `part`, see `module_source`, for other compiled functions."""
+        return self._compiled.address("part")
 
     def multiply(self, rows: Tensor, panels: Tensor) -> Tensor:
         """`rows W^T`.
