@@ -68,6 +68,8 @@ class ChainLimits:
         max_tokens_ahead: so far hops go on choosing tokens that nobody has read yet.
         short_factor_length: tokens of the longest text with the short factors of a longrope embedding; None: no text
             has others.
+        max_microbatches: steps of one sequence's prompt under way at a time, which keep as many hops busy; 0: enough
+            for all hops.
     """
 
     prefill_chunk_tokens: int
@@ -80,6 +82,7 @@ class ChainLimits:
     merges_replayed_steps: bool = True
     max_tokens_ahead: int = 32
     short_factor_length: int | None = None
+    max_microbatches: int = 0
 
 
 @dataclass(frozen=True, slots=True)

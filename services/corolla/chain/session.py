@@ -41,6 +41,9 @@ def chunk_tokens(num_tokens: int, num_hops: int, max_tokens: int) -> int:
 
     With `k` chunks, `s` hops are busy together but for `s - 1` of `k + s - 1` rounds, so a prompt wants several chunks
     for each hop. Chunks that are too small cost more than they hide, and so do those of a single hop.
+
+    Args:
+        num_hops: that are busy at a time.
     """
     if num_hops == 1:
         return max_tokens
@@ -331,19 +334,20 @@ class ChainSession:
 
     async def _send_prompt(self, token_ids: Sequence[int], *, waits: bool) -> RoundTokens:
         """Sends all chunks. Returns what was chosen behind the last one, with which the ring begins."""
-        num_hops, first = len(self.chain.hops), self.position
+        num_hops, first, max_steps = len(self.chain.hops), self.position, self._limits.max_microbatches
+        num_busy_hops = min(num_hops, max_steps or num_hops)
 
         def append(chunk: Sequence[int], _: Sequence[RowResult]) -> None:
             self._history.append(chunk, is_prompt=True)
 
-        with StepWindow(num_hops, self._limits.step_timeout_s, append) as window:
+        with StepWindow(num_hops, self._limits.step_timeout_s, append, max_steps) as window:
             start = 0
             while True:
                 await window.make_room()
                 # A hop computes a chunk in one piece, and sessions that decode on the chain wait for it.
                 is_shared = self._plane.has_ring(self.chain.hops)
                 most = self._limits.prefill_chunk_tokens_during_decode if is_shared else self._chunk_tokens
-                size = chunk_tokens(len(token_ids), num_hops, min(most, self._chunk_tokens))
+                size = chunk_tokens(len(token_ids), num_busy_hops, min(most, self._chunk_tokens))
                 chunk = token_ids[start : start + size]
                 position = first + start
                 start += len(chunk)

@@ -19,10 +19,17 @@ class StepWindow(Generic[Step]):
         num_hops: that take part.
         timeout_s: for an answer, once it is waited for.
         on_answer: is called with each step and what its rows gave, in the order of the steps.
+        max_steps: under way at a time; 0: enough to keep all hops busy.
     """
 
-    def __init__(self, num_hops: int, timeout_s: float, on_answer: Callable[[Step, Sequence[RowResult]], None]) -> None:
-        self._max_steps = _MAX_STEPS_PER_HOP * num_hops
+    def __init__(
+        self,
+        num_hops: int,
+        timeout_s: float,
+        on_answer: Callable[[Step, Sequence[RowResult]], None],
+        max_steps: int = 0,
+    ) -> None:
+        self._max_steps = max_steps or _MAX_STEPS_PER_HOP * num_hops
         self._timeout_s = timeout_s
         self._on_answer = on_answer
         self._under_way: deque[tuple[Step, Sequence[RowFuture]]] = deque()

@@ -347,4 +347,5 @@ def _limits(settings: ClientSettings) -> ChainLimits:
         recovery_patience_s=settings.recovery_patience_s,
         max_replayed_tokens=settings.max_replayed_tokens,
         merges_replayed_steps=settings.merge_replayed_steps,
+        max_microbatches=settings.max_microbatches,
     )

@@ -163,6 +163,12 @@ class ClientSettings(ServiceSettings):
     prefill_chunk_tokens_during_decode: int = Field(
         64, ge=1, description="Tokens of one prefill step while other requests decode on the same chain, at most."
     )
+    max_microbatches: int = Field(
+        0,
+        ge=0,
+        description="Prefill steps of one request that are under way at a time, which keep as many hops busy; 0: enough "
+        "for all hops. Fewer where hops share processors; the same as the block servers have.",
+    )
     step_timeout_s: float = Field(60.0, gt=0, description="Seconds after which a step counts as lost.")
     probe_after_s: float = Field(
         1.0, gt=0, description="Seconds of silence after which a block server is asked whether it lives."
