@@ -166,8 +166,8 @@ class ClientSettings(ServiceSettings):
     max_microbatches: int = Field(
         0,
         ge=0,
-        description="Prefill steps of one request that are under way at a time, which keep as many hops busy; 0: enough "
-        "for all hops. Fewer where hops share processors; the same as the block servers have.",
+        description="Prefill steps of one request that are under way at a time, which keep as many hops busy; 0: "
+        "enough for all hops. Fewer where hops share processors; as many as the block servers' microbatches.",
     )
     step_timeout_s: float = Field(60.0, gt=0, description="Seconds after which a step counts as lost.")
     probe_after_s: float = Field(
