@@ -13,6 +13,8 @@ from corolla.models.packed.layouts import Layout, PlainLayout
 
 # So many numbers are reordered at a time: more would only take more memory.
 _CHUNK_WEIGHTS: Final = 1 << 17
+# What comes before the first such page is for nothing.
+_LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +101,14 @@ def empty_matrices(
     """Room for the panels of several matrices, side by side in pages as large as the system has."""
     num_panels, num_blocks = -(-num_rows // LANES), num_columns // layout.block_weights
     num_bytes = num_matrices * num_panels * num_blocks * layout.block_bytes
-    room = torch.empty(num_bytes + heap.HUGE_PAGE_BYTES, dtype=torch.uint8)
-    offset = -room.data_ptr() % heap.HUGE_PAGE_BYTES
-    matrices = room[offset : offset + num_bytes].view(num_matrices, num_panels, num_blocks, layout.block_bytes)
-    heap.prefer_huge_pages(matrices.data_ptr(), num_bytes)
-    return matrices.unbind()
+    if num_bytes < _LEAST_BYTES_IN_HUGE_PAGES:
+        room = torch.empty(num_bytes, dtype=torch.uint8)
+    else:
+        room = torch.empty(num_bytes + heap.HUGE_PAGE_BYTES, dtype=torch.uint8)
+        offset = -room.data_ptr() % heap.HUGE_PAGE_BYTES
+        room = room[offset : offset + num_bytes]
+        heap.prefer_huge_pages(room.data_ptr(), num_bytes)
+    return room.view(num_matrices, num_panels, num_blocks, layout.block_bytes).unbind()
 
 
 def _assembled(numbers: _Numbers, layout: Layout, num_blocks: int) -> Tensor:
