@@ -87,7 +87,7 @@ class Runner:
 
     Attributes:
         stacks: of adapters.
-        compiled: runs whole blocks for rows without adapters; None where that cannot be.
+        compiled: runs whole blocks; None where that cannot be.
         decode_graphs: recorded steps, to be replayed where they can be; `graph_choice` sets them.
     """
 
@@ -214,21 +214,23 @@ class Runner:
     def _forward_packed(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         packed: list[PackedRow] = []
         positions: list[int] = []
-        adapters = self._adapters(rows)
         for row in rows:
             start = len(positions)
             positions.extend(range(row.position, row.position + row.num_tokens))
             packed.append(PackedRow(row.cache, row.position, start, len(positions)))
-        if self.decode_graphs is not None and adapters is None and blocks == self.span:
+        has_adapters = any(row.adapter is not None for row in rows)
+        if self.decode_graphs is not None and not has_adapters and blocks == self.span:
             size = self.decode_graphs.size_for(packed)
             if size is not None:
                 return self.decode_graphs.replay(packed, hidden, size)
         position_ids = torch.tensor(positions, device=hidden.device)
         batch = AttentionBatch(self.store, packed, self.backend)
+        end, layers = max(positions) + 1, self.model.layer_indices(blocks)
+        if self.compiled is not None:
+            of_tokens = [row.adapter for row in rows for _ in range(row.num_tokens)] if has_adapters else []
+            return self.compiled.forward(hidden, position_ids, end, layers, batch, of_tokens)
+        adapters = self._adapters(rows)
         if self.model.fused is not None:
-            end, layers = max(positions) + 1, self.model.layer_indices(blocks)
-            if self.compiled is not None and adapters is None:
-                return self.compiled.forward(hidden, position_ids, end, layers, batch)
             return self.model.fused.forward(hidden, position_ids, end, layers, batch.attend, adapters)
         self.model.adapters = adapters
         self._tell_factors(rows, hidden)

@@ -270,7 +270,8 @@ def _panels_win(groups: Iterable[_Group], deadline_s: float, clock: Callable[[],
     for group in groups:
         if group.layout is not None and clock() < deadline_s:
             panel_gain = _panel_gain(group.timed, group.layout, deadline_s, clock)
-            _, gain = _relaid(group.timed, group.lay_out, deadline_s, clock)
+            # What was laid out goes at once: it would be there three times.
+            gain = _relaid(group.timed, group.lay_out, deadline_s, clock)[1]
             shares.append(panel_gain / max(1.0, gain))
     return bool(shares) and math.prod(shares) > _MIN_SHARE_OF_PANELS ** len(shares)
 

@@ -44,6 +44,7 @@ STEP: Final[Fields] = (
     ("ptr", "rotary"),  # [rows, 2, head size]: cosines and signed sines
     ("ptr", "rotary_rows"),  # int64 [tokens]
     ("ptr", "groups"),  # see `GROUP`
+    ("ptr", "adapters"),  # [tokens]: where the `PLACE`s of each one's adapter begin, or 0; 0: no token has any
     ("ptr", "end"),  # of the layers
     ("ptr", "counters"),  # `counter_bytes`, all zero
     ("ptr", "scratch"),  # of products: so many bytes for each thread
@@ -63,7 +64,22 @@ GROUP: Final[Fields] = (
 )
 """What layers share that have the same window."""
 
+FACTOR: Final[Fields] = (
+    ("ptr", "up"),  # [rank, width]
+    ("i64", "rank"),
+    ("i64", "width"),
+    ("i64", "column"),  # of the projection's first output that it changes
+)
+MAX_FACTORS: Final = 3
+PLACE: Final[Fields] = (
+    ("ptr", "down"),  # [ranks, inputs], in the order of the factors
+    ("i64", "factors"),
+    *((kind, f"{name}_{number}") for number in range(MAX_FACTORS) for kind, name in FACTOR),
+)
+"""What an adapter adds to a projection; there is one for each of a layer's, layer after layer."""
+
 LAYER: Final[Fields] = (
+    ("i64", "places"),  # offset of its places among an adapter's, in bytes
     ("i64", "group"),  # its offset in bytes
     ("ptr", "keys"),  # [slots, key heads, head size], strided; values likewise
     ("ptr", "values"),
@@ -95,6 +111,8 @@ LAYER: Final[Fields] = (
 
 
 LAYER_BYTES: Final = 8 * len(LAYER)
+PLACE_BYTES: Final = 8 * len(PLACE)
+FACTOR_BYTES: Final = 8 * len(FACTOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +159,11 @@ class BlockShape:
     def rounds(self) -> bool:
         return self.element != "float"
 
+    @property
+    def attended_buffer(self) -> str:
+        """What the output projection reads: what attention gave, in the shape's type."""
+        return "input" if self.rounds else "attended"
+
 
 def counter_bytes(num_layers: int) -> int:
     """Of all phases."""
@@ -160,7 +183,14 @@ def module_source(shape: BlockShape, *, has_threads: bool, pauses: bool) -> str:
         stages.append(_round_attended(shape))
         names.append("round_attended")
     stages += map(_of_some_tokens, names)
-    parts = [_HEAD, OPENMP if has_threads else "", *stages, _await(pauses), _Team(shape, has_threads).source()]
+    parts = [
+        _HEAD,
+        OPENMP if has_threads else "",
+        _adapt(shape),
+        *stages,
+        _await(pauses),
+        _Team(shape, has_threads).source(),
+    ]
     return "\n".join([*parts, _run(has_threads), ATTRIBUTES])
 
 
@@ -259,6 +289,61 @@ class _BlockFunction(Function):
         return self.splat(self.let(f"fdiv float 1.0, {root}"))
 
 
+def _adapt(shape: BlockShape) -> str:
+    """Adds the products of a token's adapter to what a projection gave: rank by rank, in float32."""
+    function = _BlockFunction(shape)
+    lines = function.lines
+    lines.append("define internal void @adapt(ptr %place, ptr %input, i64 %inputs, ptr %product) #0 {\nentry:")
+    down, count = function.field("%place", PLACE, "down"), function.field("%place", PLACE, "factors")
+    down_bytes = function.let(f"mul i64 %inputs, {shape.element_bytes}")
+    factors = function.at("%place", 8 * [name for _, name in PLACE].index("up_0"))
+    lines.append(f"  %down_at = alloca ptr\n  store ptr {down}, ptr %down_at")
+    lines.append(f"  %is_any = icmp ugt i64 {count}, 0\n  br i1 %is_any, label %some, label %none\nsome:")
+    with function.loop("factors", count) as names:
+        factor = function.at(factors, function.let(f"mul i64 {names['number']}, {FACTOR_BYTES}"))
+        up, rank, width, column = (function.field(factor, FACTOR, name) for _, name in FACTOR)
+        target = function.at("%product", column, "float")
+        with function.loop("ranks", rank) as ranks:
+            row = function.let("load ptr, ptr %down_at")
+            with function.loop("down", "%inputs", LANES, ("sum",)) as names:
+                number = function.load_numbers("%input", names["number"])
+                factor_numbers = function.load_numbers(row, names["number"])
+                names["sum"] = function.sum_of_product(number, factor_numbers, names["sum"])
+            total = function.let(
+                f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {FLOATS} %down_sum_after)"
+            )
+            inner = function.rounded(function.splat(total))
+            own_up = function.at(up, function.let(f"mul i64 {ranks['number']}, {width}"), shape.element)
+            with function.loop("up", width, LANES) as names:
+                at = function.at(target, names["number"], "float")
+                numbers = function.load_numbers(own_up, names["number"])
+                changed = function.sum_of_product(numbers, inner, function.load(FLOATS, at, align=4))
+                lines.append(f"  store {FLOATS} {changed}, ptr {at}, align 4")
+            lines.append(f"  store ptr {function.at(row, down_bytes)}, ptr %down_at")
+    lines.append("  br label %none\nnone:\n  ret void\n}")
+    return "\n".join(lines)
+
+
+def _apply_adapter(function: _BlockFunction, projection: str, source: str) -> None:
+    """Has the token's adapter, if there is one, change what a projection made of a buffer."""
+    shape, lines = function.shape, function.lines
+    num_inputs, num_outputs = shape.sizes[projection]
+    adapters = function.field("%step", STEP, "adapters")
+    are_any = function.let(f"icmp ne ptr {adapters}, null")
+    lines.append(f"  br i1 {are_any}, label %look, label %adapted\nlook:")
+    adapter = function.let(f"load ptr, ptr {function.at(adapters, '%token', 'ptr')}")
+    has_one = function.let(f"icmp ne ptr {adapter}, null")
+    lines.append(f"  br i1 {has_one}, label %adapt, label %adapted\nadapt:")
+    offset = function.let(
+        f"add i64 {function.field('%layer', LAYER, 'places')}, {PROJECTIONS.index(projection) * PLACE_BYTES}"
+    )
+    place = function.at(adapter, offset)
+    row = function.row("%step", source, num_inputs, shape.element_bytes)
+    product = function.row("%step", "product", num_outputs, 4)
+    lines.append(f"  call void @adapt(ptr {place}, ptr {row}, i64 {num_inputs}, ptr {product})")
+    lines.append("  br label %adapted\nadapted:")
+
+
 def _begin(shape: BlockShape, name: str) -> _BlockFunction:
     function = _BlockFunction(shape)
     function.lines.append(f"define internal void @{name}(ptr %step, ptr %layer, i64 %token) #0 {{\nentry:")
@@ -299,6 +384,7 @@ def _prepare_heads(shape: BlockShape) -> str:
     lines, size = function.lines, shape.head_size
     lines.append(f"  %head = alloca [{size} x float], align 64")
     num_outputs = shape.sizes["query_key_value"][1]
+    _apply_adapter(function, "query_key_value", "normed")
     product = function.row("%step", "product", num_outputs, 4)
     bias = function.field("%layer", LAYER, "query_key_value_bias") if shape.has_bias[0] else ""
     group = function.at(function.field("%step", STEP, "groups"), function.field("%layer", LAYER, "group"))
@@ -423,6 +509,7 @@ def _add_mlp(shape: BlockShape) -> str:
 def _add(function: _BlockFunction, projection: str) -> tuple[str, str]:
     """Adds a projection's output to the hidden states; says where they are, and the sums of their squares."""
     shape = function.shape
+    _apply_adapter(function, projection, "input" if projection == "down" else shape.attended_buffer)
     hidden = function.row("%step", "hidden", shape.hidden_size, shape.element_bytes)
     product = function.row("%step", "product", shape.hidden_size, 4)
     has_bias = shape.has_bias[PROJECTIONS.index(projection)]
@@ -447,6 +534,7 @@ def _literal(number: float) -> str:
 def _gate(shape: BlockShape) -> str:
     """`x / (1 + e^-x)` of the gate, times the other half."""
     function = _begin(shape, "gate")
+    _apply_adapter(function, "gate_up", "normed")
     product = function.row("%step", "product", 2 * shape.num_gated, 4)
     target = function.row("%step", "input", shape.num_gated, shape.element_bytes)
     bias = function.field("%layer", LAYER, "gate_up_bias") if shape.has_bias[2] else ""
@@ -550,7 +638,7 @@ layers:
         self._attention("block", "chunks", function.field(group, GROUP, "blocks"), 1)
         if self._shape.rounds:
             self._tokens("round_attended")
-        self._product("output", "input" if self._shape.rounds else "attended")
+        self._product("output", self._shape.attended_buffer)
         self._tokens("add_attention")
         self._product("gate_up", "normed")
         self._tokens("gate")

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from corolla.block_server.engines.block_source import (
     GROUP,
     LAYER_BYTES,
+    PLACE,
+    PLACE_BYTES,
     PROJECTIONS,
     STEP,
     BlockShape,
@@ -33,8 +36,9 @@ from corolla.block_server.kv.compiled_attention import (
     tables_of,
 )
 from corolla.block_server.kv.store import KVStore
+from corolla.models.adapters.products import SpanAdapter
 from corolla.models.compiler import Compiled, has_openmp, processor_features
-from corolla.models.fused import FusedLayer, FusedSpan, Projection, UsualNorm
+from corolla.models.fused import PLACES, FusedLayer, FusedSpan, Projection, UsualNorm
 from corolla.models.linear import TunedLinear
 from corolla.models.llvm_text import LANES
 from corolla.models.packed.kernel_source import Rows, scratch_bytes
@@ -54,7 +58,7 @@ _COUNTERS: Final = [name for _, name in STEP].index("counters")
 
 
 class CompiledBlocks:
-    """The blocks of a span, for rows without adapters. Not thread-safe: one thread computes.
+    """The blocks of a span. Not thread-safe: one thread computes.
 
     Args:
         span: whose projections lie in panels; `objection` must find nothing.
@@ -70,13 +74,23 @@ class CompiledBlocks:
         self._groups = sorted({store.group_of(index) for index in range(len(span.layers))})
         self._layers: Any = None
         self._kept: list[Tensor] = []
+        self._places: WeakKeyDictionary[SpanAdapter, _Places] = WeakKeyDictionary()
         self._buffers = _Buffers(dtype, self._shapes)
 
-    def forward(self, hidden: Tensor, position_ids: Tensor, end: int, layers: range, batch: AttentionBatch) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        end: int,
+        layers: range,
+        batch: AttentionBatch,
+        adapters: Sequence[SpanAdapter | None] = (),
+    ) -> Tensor:
         """Runs some of the layers over the new tokens of all rows; see `PackedLayers`.
 
         Args:
             batch: the rows, over the same store.
+            adapters: of each token; none where no token has one.
         """
         output = torch.empty(hidden.shape, dtype=self._dtype)
         output.copy_(hidden)
@@ -87,10 +101,12 @@ class CompiledBlocks:
         if self._layers is None:
             self._layers = self._layer_fields()
         groups, kept = self._group_fields(layers, batch, buffers)
+        of_tokens = (ctypes.c_int64 * len(adapters))(*map(self._places_of, adapters))
         num_threads = torch.get_num_threads()
         step = _Step(
             len(hidden), output.data_ptr(), buffers["normed"], buffers["product"], buffers["query"],
             buffers["attended"], buffers["input"], table.data_ptr(), numbers.data_ptr(), ctypes.addressof(groups),
+            ctypes.addressof(of_tokens) if adapters else 0,
             0, self._buffers.counters(), self._buffers.scratch(num_threads), self._buffers.scratch_bytes, num_threads,
             EXPONENTIAL.data_ptr(),
         )  # fmt: skip
@@ -140,16 +156,26 @@ class CompiledBlocks:
             ]  # fmt: skip
         return fields, kept
 
+    def _places_of(self, adapter: SpanAdapter | None) -> int:
+        """Where the places of an adapter begin; 0: there is none."""
+        if adapter is None:
+            return 0
+        known = self._places.get(adapter)
+        if known is None:
+            known = self._places[adapter] = _Places(adapter, len(self._shapes))
+        return known.address
+
     def _layer_fields(self) -> Any:
         fields: list[int] = []
         for index, layer in enumerate(self._span.layers):
             like = torch.empty(0, layer.num_key_heads, layer.head_dim, dtype=self._dtype)
             keys, values = self._store.layer_like(index, like, like)
-            size = keys.element_size()
             heads = _head_shape(layer, self._dtype)
+            group = self._groups.index(self._store.group_of(index))
+            strides = (*keys.stride()[:2], *values.stride()[:2])
             fields += (
-                self._groups.index(self._store.group_of(index)) * _GROUP_BYTES, keys.data_ptr(), values.data_ptr(),
-                keys.stride(0) * size, keys.stride(1) * size, values.stride(0) * size, values.stride(1) * size,
+                index * len(PROJECTIONS) * PLACE_BYTES, group * _GROUP_BYTES, keys.data_ptr(), values.data_ptr(),
+                *(stride * keys.element_size() for stride in strides),
                 next_token_module(heads).address("piece"), next_token_module(heads).address("merge"),
                 chunk_module(heads).address("block"),
             )  # fmt: skip
@@ -268,6 +294,29 @@ def _run_function(shape: BlockShape) -> Any:
     """The process's only one for a shape."""
     source = module_source(shape, has_threads=has_openmp(), pauses="avx" in processor_features())
     return Compiled(source).function("run", _Step, ctypes.c_void_p)
+
+
+class _Places:
+    """What an adapter adds, as compiled functions read it. Its numbers are the adapter's own."""
+
+    def __init__(self, adapter: SpanAdapter, num_layers: int) -> None:
+        fields: list[int] = []
+        self._kept: list[Tensor] = []
+        for layer, place in itertools.product(range(num_layers), PLACES):
+            products = adapter.places.get((layer, place))
+            own = [] if products is None else [self._address(products.down), len(products.products)]
+            for each in () if products is None else products.products:
+                own += (self._address(each.up), *each.up.shape, each.first_column)
+            fields += own + [0] * (len(PLACE) - len(own))
+        self._fields = (ctypes.c_int64 * len(fields))(*fields)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._fields)
+
+    def _address(self, tensor: Tensor) -> int:
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
 
 
 class _Buffers:

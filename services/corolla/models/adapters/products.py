@@ -81,6 +81,11 @@ class PlaceProducts:
             LowRank(down, factor.up[0], factor.first_column) for down, factor in zip(downs, self._factors, strict=True)
         )
 
+    @property
+    def down(self) -> Tensor:
+        """Of one adapter the first factors of all its products, one below the other: `[ranks, in]`."""
+        return self._down[0]
+
     def add(self, rows: Tensor, output: Tensor, groups: "_Groups | None" = None) -> None:
         """Adds the products to `output`, in place.
 
