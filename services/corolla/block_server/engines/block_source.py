@@ -388,7 +388,7 @@ def _prepare_heads(shape: BlockShape) -> str:
     product = function.row("%step", "product", num_outputs, 4)
     bias = function.field("%layer", LAYER, "query_key_value_bias") if shape.has_bias[0] else ""
     group = function.at(function.field("%step", STEP, "groups"), function.field("%layer", LAYER, "group"))
-    _tell_jobs(function, group)
+    _fill_jobs(function, group)
     slot_at = function.at(function.field(group, GROUP, "slots"), "%token", "i64")
     slot = function.let(f"load i64, ptr {slot_at}")
     row_at = function.at(function.field("%step", STEP, "rotary_rows"), "%token", "i64")
@@ -421,19 +421,19 @@ def _prepare_heads(shape: BlockShape) -> str:
     return _end(function)
 
 
-def _tell_jobs(function: _BlockFunction, group: str) -> None:
+def _fill_jobs(function: _BlockFunction, group: str) -> None:
     """Has the group's jobs read the layer's keys and values; the first token's thread does it for all."""
     lines = function.lines
-    lines.append("  %is_first = icmp eq i64 %token, 0\n  br i1 %is_first, label %tell, label %told\ntell:")
+    lines.append("  %is_first = icmp eq i64 %token, 0\n  br i1 %is_first, label %fill, label %filled\nfill:")
     places = [(number, each) for number, (_, each) in enumerate(COMMON_FIELDS) if each in ("keys", "values")]
     for name in ("next_tokens", "chunks"):
         job = function.field(group, GROUP, name)
         is_any = function.let(f"icmp ne ptr {job}, null")
-        lines.append(f"  br i1 {is_any}, label %tell_{name}, label %told_{name}\ntell_{name}:")
+        lines.append(f"  br i1 {is_any}, label %fill_{name}, label %filled_{name}\nfill_{name}:")
         for number, each in places:
             lines.append(f"  store ptr {function.field('%layer', LAYER, each)}, ptr {function.at(job, 8 * number)}")
-        lines.append(f"  br label %told_{name}\ntold_{name}:")
-    lines.append("  br label %told\ntold:")
+        lines.append(f"  br label %filled_{name}\nfilled_{name}:")
+    lines.append("  br label %filled\nfilled:")
 
 
 def _projected(function: _BlockFunction, product: str, bias: str, index: str) -> str:
