@@ -49,3 +49,17 @@ def test_only_whole_pages_of_a_range_are_given_back() -> None:
         del held
         expected = [b"x" * mmap.PAGESIZE, b"\0" * mmap.PAGESIZE, b"\0" * mmap.PAGESIZE, b"x" * mmap.PAGESIZE]
         assert bytes(memory) == b"".join(expected)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_memory_in_huge_pages_is_memory_as_any_other() -> None:
+    num_bytes = 4 * heap.HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view = (ctypes.c_char * num_bytes).from_buffer(memory)
+    # Less than one such page, and none that begins at one, are left alone.
+    for start, size in ((0, 4096), (4096, heap.HUGE_PAGE_BYTES), (0, num_bytes), (4096, num_bytes - 8192)):
+        heap.prefer_huge_pages(ctypes.addressof(view) + start, size)
+    memory[:] = b"ab" * (num_bytes // 2)
+    assert memory[:4] == memory[-4:] == b"abab"
+    del view
+    memory.close()

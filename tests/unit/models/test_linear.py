@@ -19,6 +19,7 @@ from corolla.models.linear import (
     replace_linears,
     tune,
 )
+from corolla.models.packed.kernels import plain_layout
 
 
 @pytest.mark.parametrize("num_rows", [*range(20), 64, 67, 513])
@@ -85,6 +86,13 @@ def gain(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return lambda found: monkeypatch.setattr(linear, "measured_gain", lambda *_: found)
 
 
+@pytest.fixture
+def no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without AVX-512."""
+    monkeypatch.setattr(linear, "plain_layout", lambda _: None)
+
+
+@pytest.mark.usefixtures("no_panels")
 def test_the_faster_way_is_chosen_for_all_layers_of_a_shape(gain: Callable[[float], None]) -> None:
     layers = [TunedLinear(nn.Parameter(torch.randn(16, 16))) for _ in range(3)]
     gain(1.0)
@@ -108,6 +116,7 @@ def test_weights_that_others_read_stay(monkeypatch: pytest.MonkeyPatch, gain: Ca
         torch.testing.assert_close(layer(weight[:3]), functional.linear(weight[:3], weight), rtol=0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("no_panels")
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_layer_that_is_most_of_a_model_is_laid_out_in_pieces(
     monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None], bias: bool
@@ -137,7 +146,7 @@ def test_the_gain_is_the_ratio_of_the_best_times() -> None:
             yield (now_s := now_s + relaid_s)
 
     clock, weight = readings(), torch.randn(16, 16)
-    assert measured_gain(torch.ones(1, 16), [weight], [relay(weight)], lambda: next(clock)) == 2.0
+    assert measured_gain(torch.ones(1, 16), [weight], [relay(weight)], multiply_relaid, lambda: next(clock)) == 2.0
 
 
 def test_a_spent_budget_leaves_the_librarys_order() -> None:
@@ -146,6 +155,7 @@ def test_a_spent_budget_leaves_the_librarys_order() -> None:
     assert not layer.relaid
 
 
+@pytest.mark.usefixtures("no_panels")
 def test_a_product_that_is_not_the_same_is_not_used(
     monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None]
 ) -> None:
@@ -166,3 +176,57 @@ def test_a_type_without_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(linear, "relay", fails)
     tune(layers)
     assert not any(layer.relaid for layer in layers)
+
+
+needs_panels = pytest.mark.skipif(plain_layout(torch.float32) is None, reason="this processor has no AVX-512")
+
+
+@needs_panels
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_panels_give_the_product(
+    monkeypatch: pytest.MonkeyPatch, gain: Callable[[float], None], bias: bool, dtype: torch.dtype
+) -> None:
+    if plain_layout(dtype) is None:
+        pytest.skip("this processor has no instructions for pairs of bfloat16")
+    gain(2.0)
+    monkeypatch.setattr(linear, "MIN_TIMED_BYTES", 1000)
+    plain = nn.Linear(256, 1001, bias=bias, dtype=dtype).requires_grad_(False)
+    layers = [TunedLinear(nn.Parameter(plain.weight.clone()), plain.bias) for _ in range(2)]
+    given_up = layers[1].weight.detach()
+    tune(layers)
+    for layer in layers:
+        assert layer.panels is not None
+        assert layer.weight.is_meta
+    # Each part's memory is the system's again before the next part is laid out.
+    assert (given_up == 0).float().mean() > 0.9
+    for num_rows in (1, 3, 100):
+        rows = torch.randn(num_rows, 256).to(dtype)
+        torch.testing.assert_close(layers[0](rows), plain(rows), rtol=1e-5 if dtype.itemsize == 4 else 2e-2, atol=1e-5)
+        assert torch.equal(layers[0](rows.unsqueeze(0))[0], layers[0](rows))
+
+
+@needs_panels
+@pytest.mark.parametrize("gains, has_panels", [((2.0, 2.0), True), ((2.0, 2.8), True), ((2.0, 3.0), False)])
+def test_panels_are_for_all_shapes_or_none(
+    monkeypatch: pytest.MonkeyPatch, gains: tuple[float, float], has_panels: bool
+) -> None:
+    """`gains`: of panels, and of oneDNN."""
+
+    def gain(*arguments: object) -> float:
+        return gains[arguments[3] is multiply_relaid]
+
+    monkeypatch.setattr(linear, "measured_gain", gain)
+    layers = [TunedLinear(nn.Parameter(torch.randn(16 * count, 32))) for count in (1, 2, 2)]
+    tune(layers)
+    assert [layer.panels is not None for layer in layers] == [has_panels] * 3
+    assert [bool(layer.relaid) for layer in layers] == [not has_panels] * 3
+
+
+@needs_panels
+def test_weights_that_others_read_are_never_panels(gain: Callable[[float], None]) -> None:
+    gain(2.0)
+    layer = TunedLinear(kept := nn.Parameter(torch.randn(32, 32)))
+    tune([layer], shared=[kept])
+    assert layer.panels is None
+    assert not kept.is_meta

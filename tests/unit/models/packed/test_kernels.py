@@ -8,10 +8,10 @@ from torch import Tensor
 
 from corolla.models.gguf.header import TYPES
 from corolla.models.llvm_text import LANES
-from corolla.models.packed.kernels import NARROW_TILES, WIDE_TILES, Kernel, kernel_of
-from corolla.models.packed.layouts import LAYOUTS
+from corolla.models.packed.kernels import NARROW_TILES, WIDE_TILES, Kernel, kernel_of, plain_layout
+from corolla.models.packed.layouts import LAYOUTS, PLAIN_BFLOAT16, PLAIN_FLOAT32
 from corolla.models.packed.modules import PackedEmbedding, PackedLinear
-from corolla.models.packed.repacking import repack
+from corolla.models.packed.repacking import empty_matrices, lay_out, repack
 
 NUM_COLUMNS = 512
 NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
@@ -153,3 +153,42 @@ def test_embeddings_refuse_ids_that_are_not_theirs() -> None:
     for row_id in (-1, 40):
         with pytest.raises(IndexError):
             table(torch.tensor([row_id]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_outputs, num_inputs", [(16, 2), (50, 70), (200, 512), (4096, 1024)])
+def test_a_product_with_plain_weights_is_the_same_in_any_company(
+    dtype: torch.dtype, num_outputs: int, num_inputs: int
+) -> None:
+    layout = plain_layout(dtype)
+    if layout is None:
+        pytest.skip("this processor has no instructions for such panels")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
+    rows = torch.randn(33, num_inputs, generator=generator).to(dtype)
+    _, room = empty_matrices(2, num_outputs, num_inputs, layout)
+    left: list[Tensor] = []
+    panels = lay_out(weight, layout, room, left.append)
+    assert panels is room
+    assert torch.equal(torch.cat(left), weight)
+    assert torch.equal(lay_out(weight, layout), panels)
+    kernel = kernel_of(layout, dtype)
+    product = kernel.multiply(rows, panels)[:, :num_outputs]
+    error = (product.double() - rows.double() @ weight.double().T).abs()
+    rounding = num_inputs * torch.finfo(torch.float32).eps
+    assert bool((error <= rounding * (rows.double().abs() @ weight.double().abs().T)).all())
+    for count in (1, 2, 3, 4, 5, 6, 7, 11):
+        assert torch.equal(kernel.multiply(rows[:count], panels)[:, :num_outputs], product[:count])
+    threads = torch.get_num_threads()
+    try:
+        for torch_threads in (1, 2, 3):
+            torch.set_num_threads(torch_threads)
+            assert torch.equal(kernel.multiply(rows, panels)[:, :num_outputs], product)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_plain_weights_are_laid_out_in_whole_blocks() -> None:
+    assert lay_out(torch.ones(3, 5), PLAIN_FLOAT32).shape == (1, 5, 64)
+    with pytest.raises(ValueError, match="no blocks"):
+        lay_out(torch.ones(3, 5, dtype=torch.bfloat16), PLAIN_BFLOAT16)
