@@ -216,6 +216,8 @@ def test_what_no_function_is_made_for_stays_modules(tmp_path: Path) -> None:
     assert objection(span, runner.store, torch.float32) is None
     span.layers[2].activation = torch.nn.GELU()
     assert objection(span, runner.store, torch.float32) == "the activation GELU has no function"
+    span.layers[3].scaling *= 2
+    assert objection(span, runner.store, torch.float32) == "the heads of its layers differ"
 
 
 def test_wrong_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,6 @@ declare {FLOATS} @llvm.fabs.v16f32({FLOATS})
 declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
 declare float @llvm.sqrt.f32(float)
 declare i64 @llvm.umin.i64(i64, i64)
-declare i64 @llvm.umax.i64(i64, i64)
 declare i32 @sched_yield()
 """
 

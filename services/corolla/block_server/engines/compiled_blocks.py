@@ -223,6 +223,8 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
     """Why the blocks of a span cannot be compiled; None where they can."""
     if dtype not in _ROWS or store.codec is not None or store.pool.page_tokens % LANES:
         return "hidden states, keys or values are of a type, or pages of a size, that no function is made for"
+    if len({(each.num_heads, each.num_key_heads, each.head_dim, each.scaling) for each in span.layers}) > 1:
+        return "the heads of its layers differ"  # and jobs are for all of a group
     for layer in span.layers:
         if type(layer.activation).__name__ not in _SILU:
             return f"the activation {type(layer.activation).__name__} has no function"
