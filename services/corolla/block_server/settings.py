@@ -69,7 +69,9 @@ class BlockServerSettings(ServiceSettings):
         "auto", description="Attention kernel; `auto` takes the fastest one that is right on this device."
     )
     fused_blocks: bool = Field(
-        True, description="Run blocks of the usual shape with fused projections; off, with the family's own code."
+        True,
+        description="Run blocks of the usual shape with fused projections, and where a CPU has AVX-512 whole, by "
+        "compiled functions; off, with the family's own code.",
     )
     tuning_budget_s: float = Field(
         2.0,

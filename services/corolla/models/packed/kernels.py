@@ -132,7 +132,7 @@ def multiplied(
 
 
 def plain_layout(dtype: torch.dtype) -> PlainLayout | None:
-    """How plain weights of a type are laid out for a kernel; None where oneDNN has better ones, or none can be made."""
+    """How plain weights of a type are laid out for a kernel; None where this processor has no instructions for it."""
     if objection() is not None or not processor_features().get("avx512f"):
         return None
     if dtype == torch.float32:
