@@ -196,8 +196,8 @@ def tune(
         layers: what is not on a CPU is left alone.
         shared: weights that others read, too: they stay as they are, and large ones are not copied, either, whichever
             way is faster. All others are the layers' alone.
-        budget_s: when it is spent, what was not measured is multiplied as `nn.Linear` does; on a very busy machine no
-            measurement would mean anything.
+        budget_s: when it is spent, what was not measured is multiplied as `nn.Linear` does, or by panels if these have
+            won so far; on a very busy machine no measurement would mean anything.
         clock: seconds.
     """
     deadline_s = clock() + budget_s
@@ -272,6 +272,8 @@ def _panels_win(groups: Iterable[_Group], deadline_s: float, clock: Callable[[],
             panel_gain = _panel_gain(group.timed, group.layout, deadline_s, clock)
             # What was laid out goes at once: it would be there three times.
             gain = _relaid(group.timed, group.lay_out, deadline_s, clock)[1]
+            if panel_gain is None or gain is None:
+                break
             shares.append(panel_gain / max(1.0, gain))
     return bool(shares) and math.prod(shares) > _MIN_SHARE_OF_PANELS ** len(shares)
 
@@ -301,13 +303,13 @@ def _tried(
 ) -> list[Tensor]:
     """The weights, laid out for oneDNN, if that gains; else nothing."""
     relaid, gain = _relaid(weights, lay_out, deadline_s, clock)
-    return relaid if gain > _MIN_GAIN else []
+    return relaid if gain is not None and gain > _MIN_GAIN else []
 
 
 def _relaid(
     weights: Sequence[Tensor], lay_out: Callable[[Tensor], Tensor], deadline_s: float, clock: Callable[[], float]
-) -> tuple[list[Tensor], float]:
-    """The weights, laid out for oneDNN, and the gain, which is 0 if it does not give the same product."""
+) -> tuple[list[Tensor], float | None]:
+    """The weights, laid out for oneDNN, and the gain: 0 if it does not give the same product, None without time."""
     try:
         relaid = [lay_out(weight) for weight in weights]
         if not _agrees(weights[0], relaid[0], multiply_relaid):
@@ -317,8 +319,10 @@ def _relaid(
     return relaid, _mean_gain(weights, relaid, multiply_relaid, deadline_s, clock)
 
 
-def _panel_gain(weights: Sequence[Tensor], layout: PlainLayout, deadline_s: float, clock: Callable[[], float]) -> float:
-    """The gain of panels; 0 if they do not give the same product."""
+def _panel_gain(
+    weights: Sequence[Tensor], layout: PlainLayout, deadline_s: float, clock: Callable[[], float]
+) -> float | None:
+    """The gain of panels: 0 if they do not give the same product, None without time to measure it."""
 
     def multiply(rows: Tensor, panels: Tensor) -> Tensor:
         return multiplied(layout, rows, panels, len(panels) * LANES, None)
@@ -335,14 +339,14 @@ def _mean_gain(
     multiply: Multiply,
     deadline_s: float,
     clock: Callable[[], float],
-) -> float:
-    """The geometric mean over numbers of rows; 0 if there is no time to measure any."""
+) -> float | None:
+    """The geometric mean over numbers of rows; None if there is no time to measure any."""
     gains = []
     for num_rows in _TIMED_ROWS:
         if clock() < deadline_s:
             rows = torch.ones(num_rows, weights[0].shape[1], dtype=weights[0].dtype)
             gains.append(measured_gain(rows, weights, laid_out, multiply, clock))
-    return math.prod(gains) ** (1 / len(gains)) if gains else 0.0
+    return math.prod(gains) ** (1 / len(gains)) if gains else None
 
 
 def measured_gain(

@@ -190,7 +190,7 @@ class CompiledBlocks:
         return (0, 0) if norm is None else (self._float32(norm.weight), float_bits(norm.epsilon))
 
     def _float32(self, tensor: Tensor | None) -> int:
-        """Where the numbers lie in that type; 0: there are none."""
+        """Where the numbers, or a copy, lie in that type; 0: there are none."""
         if tensor is None:
             return 0
         self._kept.append(tensor.detach().float().contiguous())
