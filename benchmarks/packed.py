@@ -41,6 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--servers", type=int, default=2, help="hops, and threads of llama.cpp")
+    parser.add_argument("--threads", type=int, default=1, help="of each block server")
+    parser.add_argument("--microbatches", type=int, default=0, help="under way at a time; 0: one for each hop")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=32, help="tokens of one answer")
@@ -101,7 +103,12 @@ def _against_llama(path: Path, checkpoint: Checkpoint, options: argparse.Namespa
     with ExitStack() as exits:
         sides: dict[str, Callable[[], float]] = {}
         for dtype in options.dtypes:
-            chain = exits.enter_context(Chain(path, options.servers, dtype=dtype, quantization="packed"))
+            chain = exits.enter_context(
+                Chain(
+                    path, options.servers, dtype=dtype, quantization="packed", num_threads=options.threads,
+                    environment={"COROLLA_MAX_MICROBATCHES": str(options.microbatches)},
+                )
+            )  # fmt: skip
             for count in options.streams:
                 sides[f"packed/{dtype} {count}"] = partial(_speed_of_chain, chain, prompts[:count], options.tokens)
         if (python := find_python()) is not None:
