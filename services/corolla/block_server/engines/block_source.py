@@ -18,7 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from corolla.block_server.kv.attention_text import COMMON_FIELDS, Fields, exponential_of_difference
+from corolla.block_server.kv.attention_text import (
+    COMMON_FIELDS,
+    Fields,
+    exponential_of_difference,
+    field,
+    field_place,
+)
 from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, LANES, OPENMP, Function
 from corolla.models.packed.kernels import LEAST_PRODUCTS_OF_THREADS
 
@@ -99,9 +105,9 @@ LAYER: Final[Fields] = (
     ("ptr", "key_norm"),
     ("i64", "key_epsilon"),
     *(
-        field
+        each
         for name in PROJECTIONS
-        for field in (
+        for each in (
             ("ptr", f"{name}_part"),
             ("ptr", f"{name}_panels"),
             ("ptr", f"{name}_bias"),  # float32 [outputs]
@@ -213,8 +219,7 @@ class _BlockFunction(Function):
 
     def field(self, base: str, fields: Fields, name: str) -> str:
         """The value of a field."""
-        number, kind = next((number, kind) for number, (kind, each) in enumerate(fields) if each == name)
-        return self.let(f"load {kind}, ptr {self.at(base, 8 * number)}")
+        return field(self, fields, name, base)
 
     def number(self, base: str, fields: Fields, name: str) -> str:
         """The float32 whose bits a field has."""
@@ -280,10 +285,13 @@ class _BlockFunction(Function):
         self.lines.append(f"  %{label}_is_more = icmp ult i64 %{label}_next, {end}")
         self.lines.append(f"  br i1 %{label}_is_more, label %{label}, label %{label}_done\n{label}_done:")
 
+    def total(self, vector: str) -> str:
+        """The sum of 16 numbers."""
+        return self.let(f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {FLOATS} {vector})")
+
     def inverse_root(self, squares: str, count: int, epsilon: str) -> str:
         """Of the mean of squares, whose sums 16 lanes have, in all lanes."""
-        total = self.let(f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {FLOATS} {squares})")
-        mean = self.let(f"fdiv float {total}, {float(count)}")
+        mean = self.let(f"fdiv float {self.total(squares)}, {float(count)}")
         root = self.let(f"call float @llvm.sqrt.f32(float {self.let(f'fadd float {mean}, {epsilon}')})")
         return self.splat(self.let(f"fdiv float 1.0, {root}"))
 
@@ -308,10 +316,7 @@ def _adapt(shape: BlockShape) -> str:
                 number = function.load_numbers("%input", names["number"])
                 factor_numbers = function.load_numbers(row, names["number"])
                 names["sum"] = function.sum_of_product(number, factor_numbers, names["sum"])
-            total = function.let(
-                f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {FLOATS} %down_sum_after)"
-            )
-            inner = function.rounded(function.splat(total))
+            inner = function.rounded(function.splat(function.total("%down_sum_after")))
             own_up = function.at(up, function.let(f"mul i64 {ranks['number']}, {width}"), shape.element)
             with function.loop("up", width, LANES) as names:
                 at = function.at(target, names["number"], "float")
@@ -424,13 +429,13 @@ def _fill_jobs(function: _BlockFunction, group: str) -> None:
     """Has the group's jobs read the layer's keys and values; the first token's thread does it for all."""
     lines = function.lines
     lines.append("  %is_first = icmp eq i64 %token, 0\n  br i1 %is_first, label %fill, label %filled\nfill:")
-    places = [(number, each) for number, (_, each) in enumerate(COMMON_FIELDS) if each in ("keys", "values")]
     for name in ("next_tokens", "chunks"):
         job = function.field(group, GROUP, name)
         is_any = function.let(f"icmp ne ptr {job}, null")
         lines.append(f"  br i1 {is_any}, label %fill_{name}, label %filled_{name}\nfill_{name}:")
-        for number, each in places:
-            lines.append(f"  store ptr {function.field('%layer', LAYER, each)}, ptr {function.at(job, 8 * number)}")
+        for each in ("keys", "values"):
+            place = field_place(function, COMMON_FIELDS, each, job)
+            lines.append(f"  store ptr {function.field('%layer', LAYER, each)}, ptr {place}")
         lines.append(f"  br label %filled_{name}\nfilled_{name}:")
     lines.append("  br label %filled\nfilled:")
 

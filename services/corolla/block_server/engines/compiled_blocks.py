@@ -5,7 +5,6 @@ import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -179,7 +178,7 @@ class CompiledBlocks:
                 next_token_module(heads).address("piece"), next_token_module(heads).address("merge"),
                 chunk_module(heads).address("block"),
             )  # fmt: skip
-            for norm in (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm):
+            for norm in _norms(layer):
                 fields += self._norm_fields(norm)
             for projection in _projections(layer):
                 kernel = kernel_of(projection.layout, self._dtype)
@@ -232,8 +231,7 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
             return "a norm is not the usual one"
         if (layer.query_norm is None) != (layer.key_norm is None):
             return "of queries and keys only one is normalised"
-        projections = (layer.query_key_value, layer.output, layer.gate_up, layer.down)
-        if not all(_lies_in_panels(projection, dtype) for projection in projections):
+        if not all(_lies_in_panels(projection, dtype) for projection in _projections(layer)):
             return "not all weights lie in panels"
         sizes = (layer.head_dim // (2 if layer.rotates else 1), *_shape_of(layer, dtype).sizes["down"])
         if layer.head_dim % LANES or any(size % LANES for size in sizes):
@@ -242,13 +240,6 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
 
 
 _SILU: Final = ("SiLU", "SiLUActivation")
-
-
-@dataclass(frozen=True, slots=True)
-class _Panels:
-    layout: Any
-    panels: Tensor
-    bias: Tensor | None
 
 
 def _norms(layer: FusedLayer) -> tuple[Any, ...]:
@@ -261,17 +252,12 @@ def _lies_in_panels(projection: Projection, dtype: torch.dtype) -> bool:
     return projection.layout is not None and kernel_of(projection.layout, dtype).rows is _ROWS[dtype]
 
 
-def _projections(layer: FusedLayer) -> list[_Panels]:
+def _projections(layer: FusedLayer) -> list[Any]:
     """In the order of `PROJECTIONS`."""
-    found: list[_Panels] = []
-    for name in PROJECTIONS:
-        projection: Any = getattr(layer, name)
-        found.append(_Panels(projection.layout, projection.panels, projection.bias))
-    return found
+    return [getattr(layer, name) for name in PROJECTIONS]
 
 
 def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
-    projections: list[Any] = [getattr(layer, name) for name in PROJECTIONS]
     norm: Any = layer.attention_norm
     return BlockShape(
         element=ELEMENTS[dtype],
@@ -280,7 +266,7 @@ def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
         num_key_heads=layer.num_key_heads,
         head_size=layer.head_dim,
         num_gated=layer.num_gated,
-        has_bias=tuple(projection.bias is not None for projection in projections),
+        has_bias=tuple(projection.bias is not None for projection in _projections(layer)),
         norms_heads=layer.query_norm is not None,
         rotates=layer.rotates,
         residual_multiplier=layer.residual_multiplier,

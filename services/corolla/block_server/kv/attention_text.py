@@ -95,15 +95,15 @@ COMMON_FIELDS: Final[Fields] = (
 """The first ones of every job."""
 
 
-def field_place(function: Function, fields: Fields, name: str) -> str:
-    """Where a field of `%job` lies."""
-    return function.at("%job", 8 * next(number for number, (_, each) in enumerate(fields) if each == name))
+def field_place(function: Function, fields: Fields, name: str, job: str = "%job") -> str:
+    """Where a field lies."""
+    return function.at(job, 8 * next(number for number, (_, each) in enumerate(fields) if each == name))
 
 
-def field(function: Function, fields: Fields, name: str) -> str:
-    """The value of a field of `%job`."""
+def field(function: Function, fields: Fields, name: str, job: str = "%job") -> str:
+    """The value of a field."""
     kind = next(kind for kind, each in fields if each == name)
-    return function.let(f"load {kind}, ptr {field_place(function, fields, name)}")
+    return function.let(f"load {kind}, ptr {field_place(function, fields, name, job)}")
 
 
 def slot_of(function: Function, pages: str, key: str, page_tokens: str) -> str:

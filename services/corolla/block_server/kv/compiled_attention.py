@@ -127,7 +127,7 @@ class AttentionCall:
         return torch.get_num_threads() if self.tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
 
     def next_token_job(self) -> tuple[Any, Tensor]:
-        """For `next_token_function`, and memory that it works in."""
+        """For `attend` of `next_token_module`, and memory that it works in."""
         tables, num_key_heads = self.tables, self.keys.shape[1]
         states = torch.empty(len(tables.pieces) * num_key_heads * self.shape.state_floats)
         job = _Job(
@@ -137,7 +137,7 @@ class AttentionCall:
         return job, states
 
     def chunk_job(self, window: int | None) -> Any:
-        """For `chunk_function`."""
+        """For `attend` of `chunk_module`."""
         blocks = self.tables.blocks
         return _ChunkJob(*self._common_fields(len(blocks)), blocks.data_ptr(), min(window or _ALL_KEYS, _ALL_KEYS))
 

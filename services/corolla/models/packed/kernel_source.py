@@ -1,4 +1,4 @@
-"""The product of rows with a packed matrix, as LLVM's text: what a compiler would make of a loop in C.
+"""The product of rows with a packed or a plain matrix, as LLVM's text: what a compiler would make of a loop in C.
 
 Each number of the product is one sum, from the first column to the last, whatever the other rows of the call are: a
 row's result is the same in every bit, alone or among others. The weights are those that the type stands for, rounded to

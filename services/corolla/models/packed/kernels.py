@@ -1,4 +1,4 @@
-"""Compiles what multiplies by packed weights for the processor that it runs on, once in a process for each layout.
+"""Compiles what multiplies by panels of weights for the processor that it runs on, once in a process for each layout.
 
 llvmlite brings the compiler; where the server runs, there need be none. It takes a fifth of a second.
 """
@@ -131,6 +131,7 @@ def multiplied(
     return product if rows.dim() == 2 else product.reshape(*rows.shape[:-1], num_outputs)
 
 
+@functools.cache
 def plain_layout(dtype: torch.dtype) -> PlainLayout | None:
     """How plain weights of a type are laid out for a kernel; None where this processor has no instructions for it."""
     if objection() is not None or not processor_features().get("avx512f"):
