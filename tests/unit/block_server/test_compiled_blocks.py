@@ -17,17 +17,12 @@ from corolla.models import linear
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.compiler import processor_features
 from corolla.models.fused import FusedSpan
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.adapters import make_adapter
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import make_tiny_gguf
-
-pytestmark = pytest.mark.skipif(
-    not processor_features().get("avx512f"), reason="plain weights lie in panels where there is AVX-512"
-)
 
 NUM_BLOCKS = 4
 WHOLE = Span(0, NUM_BLOCKS)

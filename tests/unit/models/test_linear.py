@@ -88,7 +88,7 @@ def gain(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor without AVX-512."""
+    """As where nothing can be compiled."""
     monkeypatch.setattr(linear, "plain_layout", lambda _: None)
 
 
@@ -178,7 +178,7 @@ def test_a_type_without_a_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch, 
     assert not any(layer.relaid for layer in layers)
 
 
-needs_panels = pytest.mark.skipif(plain_layout(torch.float32) is None, reason="this processor has no AVX-512")
+needs_panels = pytest.mark.skipif(plain_layout(torch.float32) is None, reason="nothing can be compiled here")
 
 
 @needs_panels

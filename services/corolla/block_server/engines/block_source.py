@@ -25,7 +25,7 @@ from corolla.block_server.kv.attention_text import (
     field,
     field_place,
 )
-from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, LANES, OPENMP, Function
+from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
 from corolla.models.packed.kernels import LEAST_PRODUCTS_OF_THREADS
 
 PROJECTIONS: Final = ("query_key_value", "output", "gate_up", "down")
@@ -42,11 +42,11 @@ _MAX_PHASES: Final = 12
 STEP: Final[Fields] = (
     ("i64", "tokens"),
     ("ptr", "hidden"),  # [tokens, hidden], which become those after the last block
-    ("ptr", "normed"),  # [tokens, hidden]
+    ("ptr", "normed"),  # [tokens, hidden], of what is multiplied
     ("ptr", "product"),  # float32 [tokens, outputs of the widest projection]
     ("ptr", "query"),  # [tokens, heads, head size]
     ("ptr", "attended"),  # float32 [tokens, heads, head size]
-    ("ptr", "input"),  # [tokens, the larger of all heads and gated], of a projection
+    ("ptr", "input"),  # [tokens, the larger of all heads and gated], of what is multiplied
     ("ptr", "rotary"),  # [rows, 2, head size]: cosines and signed sines
     ("ptr", "rotary_rows"),  # int64 [tokens]
     ("ptr", "groups"),  # see `GROUP`
@@ -121,6 +121,9 @@ PLACE_BYTES: Final = 8 * len(PLACE)
 FACTOR_BYTES: Final = 8 * len(FACTOR)
 
 
+_NUM_BYTES: Final = {"float": 4, "bfloat": 2}
+
+
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """What functions are made for.
@@ -133,6 +136,8 @@ class BlockShape:
         norms_heads: whether queries and keys are normalised.
         rotates: whether they are turned by their positions.
         residual_multiplier: of what is added to hidden states.
+        multiplied: of what products read: `element`, or `float` where the processor has no instructions for bfloat16;
+            there it rounds by those for integers.
     """
 
     element: str
@@ -145,10 +150,15 @@ class BlockShape:
     norms_heads: bool
     rotates: bool
     residual_multiplier: float
+    multiplied: str
 
     @property
     def element_bytes(self) -> int:
-        return 4 if self.element == "float" else 2
+        return _NUM_BYTES[self.element]
+
+    @property
+    def multiplied_bytes(self) -> int:
+        return _NUM_BYTES[self.multiplied]
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -167,7 +177,7 @@ class BlockShape:
 
     @property
     def attended_buffer(self) -> str:
-        """What the output projection reads: what attention gave, in the shape's type."""
+        """What the output projection reads: what attention gave, rounded as the shape's type is."""
         return "input" if self.rounds else "attended"
 
 
@@ -231,26 +241,63 @@ class _BlockFunction(Function):
 
     def load_numbers(self, base: str, index: str) -> str:
         """16 numbers of the shape's type from a number on, as float32."""
-        kind = f"<{LANES} x {self.shape.element}>"
-        place = self.at(base, index, self.shape.element)
-        stored = self.let(f"load {kind}, ptr {place}, align {self.shape.element_bytes}")
-        return self.let(f"fpext {kind} {stored} to {FLOATS}") if self.shape.rounds else stored
+        return self._load(self.shape.element, base, index)
 
-    def store_numbers(self, value: str, base: str, index: str) -> None:
-        kind = f"<{LANES} x {self.shape.element}>"
-        stored = self.let(f"fptrunc {FLOATS} {value} to {kind}") if self.shape.rounds else value
-        place = self.at(base, index, self.shape.element)
-        self.lines.append(f"  store {kind} {stored}, ptr {place}, align {self.shape.element_bytes}")
+    def load_multiplied(self, base: str, index: str) -> str:
+        """The same of numbers that products read."""
+        return self._load(self.shape.multiplied, base, index)
 
     def load_floats(self, base: str, index: str) -> str:
-        return self.load(FLOATS, self.at(base, index, "float"), align=4)
+        return self._load("float", base, index)
+
+    def _load(self, element: str, base: str, index: str) -> str:
+        kind = f"<{LANES} x {element}>"
+        stored = self.let(f"load {kind}, ptr {self.at(base, index, element)}, align {_NUM_BYTES[element]}")
+        return stored if element == "float" else self.let(f"fpext {kind} {stored} to {FLOATS}")
+
+    def store_numbers(self, value: str, base: str, index: str) -> None:
+        """In the shape's type."""
+        self._store(self.shape.element, value, base, index)
+
+    def store_multiplied(self, value: str, base: str, index: str) -> None:
+        """For products; rounded as the shape's type is."""
+        self._store(self.shape.multiplied, self.rounded(value), base, index)
+
+    def _store(self, element: str, value: str, base: str, index: str) -> None:
+        kind = FLOATS
+        if element != "float":
+            value, kind = self._shortened(value)
+        place = self.at(base, index, element)
+        self.lines.append(f"  store {kind} {value}, ptr {place}, align {_NUM_BYTES[element]}")
+
+    def _shortened(self, value: str) -> tuple[str, str]:
+        """To the shape's type, which is not float32; and the type as it is stored."""
+        if self.shape.multiplied == self.shape.element:
+            kind = f"<{LANES} x {self.shape.element}>"
+            return self.let(f"fptrunc {FLOATS} {value} to {kind}"), kind
+        upper = self.let(f"lshr {INTS} {self._rounded_bits(value)}, splat (i32 16)")
+        kind = f"<{LANES} x i16>"
+        return self.let(f"trunc {INTS} {upper} to {kind}"), kind
 
     def rounded(self, value: str) -> str:
         """As the shape's type has it."""
         if not self.shape.rounds:
             return value
-        kind = f"<{LANES} x {self.shape.element}>"
-        return self.let(f"fpext {kind} {self.let(f'fptrunc {FLOATS} {value} to {kind}')} to {FLOATS}")
+        if self.shape.multiplied == self.shape.element:
+            short, kind = self._shortened(value)
+            return self.let(f"fpext {kind} {short} to {FLOATS}")
+        return self.let(f"bitcast {INTS} {self._rounded_bits(value)} to {FLOATS}")
+
+    def _rounded_bits(self, value: str) -> str:
+        """Those of the nearest bfloat16, of two as near the even one, with zeros below."""
+        bits = self.let(f"bitcast {FLOATS} {value} to {INTS}")
+        last = self.let(f"and {INTS} {self.let(f'lshr {INTS} {bits}, splat (i32 16)')}, splat (i32 1)")
+        above = self.let(f"add {INTS} {self.let(f'add {INTS} {bits}, splat (i32 32767)')}, {last}")
+        # What is no number could become one.
+        none = self.let(f"or {INTS} {bits}, splat (i32 4194304)")
+        is_none = self.let(f"fcmp uno {FLOATS} {value}, {value}")
+        chosen = self.let(f"select <{LANES} x i1> {is_none}, {INTS} {none}, {INTS} {above}")
+        return self.let(f"and {INTS} {chosen}, splat (i32 -65536)")
 
     def product(self, left: str, right: str) -> str:
         return self.let(f"fmul {FLOATS} {left}, {right}")
@@ -313,7 +360,7 @@ def _adapt(shape: BlockShape) -> str:
         with function.loop("ranks", rank) as ranks:
             row = function.let("load ptr, ptr %down_at")
             with function.loop("down", "%inputs", LANES, ("sum",)) as names:
-                number = function.load_numbers("%input", names["number"])
+                number = function.load_multiplied("%input", names["number"])
                 factor_numbers = function.load_numbers(row, names["number"])
                 names["sum"] = function.sum_of_product(number, factor_numbers, names["sum"])
             inner = function.rounded(function.splat(function.total("%down_sum_after")))
@@ -342,7 +389,7 @@ def _apply_adapter(function: _BlockFunction, projection: str, source: str) -> No
         f"add i64 {function.field('%layer', LAYER, 'places')}, {PROJECTIONS.index(projection) * PLACE_BYTES}"
     )
     place = function.at(adapter, offset)
-    row = function.row("%step", source, num_inputs, shape.element_bytes)
+    row = function.row("%step", source, num_inputs, shape.multiplied_bytes)
     product = function.row("%step", "product", num_outputs, 4)
     lines.append(f"  call void @adapt(ptr {place}, ptr {row}, i64 {num_inputs}, ptr {product})")
     lines.append("  br label %adapted\nadapted:")
@@ -371,7 +418,7 @@ def _normalise(shape: BlockShape) -> str:
 
 def _store_normed(function: _BlockFunction, hidden: str, squares: str, layer: str, norm: str) -> None:
     shape = function.shape
-    normed = function.row("%step", "normed", shape.hidden_size, shape.element_bytes)
+    normed = function.row("%step", "normed", shape.hidden_size, shape.multiplied_bytes)
     weight = function.field(layer, LAYER, f"{norm}_norm")
     epsilon = function.number(layer, LAYER, f"{norm}_epsilon")
     inverse = function.inverse_root(squares, shape.hidden_size, epsilon)
@@ -379,7 +426,7 @@ def _store_normed(function: _BlockFunction, hidden: str, squares: str, layer: st
         number = function.load_numbers(hidden, names["number"])
         scaled = function.rounded(function.product(number, inverse))
         weighed = function.product(scaled, function.load_floats(weight, names["number"]))
-        function.store_numbers(weighed, normed, names["number"])
+        function.store_multiplied(weighed, normed, names["number"])
 
 
 def _prepare_heads(shape: BlockShape) -> str:
@@ -485,9 +532,9 @@ def _round_attended(shape: BlockShape) -> str:
     function = _begin(shape, "round_attended")
     size = shape.num_heads * shape.head_size
     source = function.row("%step", "attended", size, 4)
-    target = function.row("%step", "input", size, shape.element_bytes)
+    target = function.row("%step", "input", size, shape.multiplied_bytes)
     with function.loop("round", size, LANES) as names:
-        function.store_numbers(function.load_floats(source, names["number"]), target, names["number"])
+        function.store_multiplied(function.load_floats(source, names["number"]), target, names["number"])
     return _end(function)
 
 
@@ -540,7 +587,7 @@ def _gate(shape: BlockShape) -> str:
     function = _begin(shape, "gate")
     _apply_adapter(function, "gate_up", "normed")
     product = function.row("%step", "product", 2 * shape.num_gated, 4)
-    target = function.row("%step", "input", shape.num_gated, shape.element_bytes)
+    target = function.row("%step", "input", shape.num_gated, shape.multiplied_bytes)
     bias = function.field("%layer", LAYER, "gate_up_bias") if shape.has_bias[2] else ""
     constants = function.field("%step", STEP, "constants")
     one = function.splat(function.let("fadd float 1.0, 0.0"))
@@ -555,7 +602,7 @@ def _gate(shape: BlockShape) -> str:
         numerator = function.let(f"select <{LANES} x i1> {is_positive}, {FLOATS} {one}, {FLOATS} {small}")
         share = function.let(f"fdiv {FLOATS} {numerator}, {function.sum(small, one)}")
         activated = function.rounded(function.product(gate, share))
-        function.store_numbers(function.product(activated, other), target, number)
+        function.store_multiplied(function.product(activated, other), target, number)
     return _end(function)
 
 

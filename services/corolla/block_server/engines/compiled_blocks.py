@@ -36,17 +36,16 @@ from corolla.block_server.kv.compiled_attention import (
 )
 from corolla.block_server.kv.store import KVStore
 from corolla.models.adapters.products import SpanAdapter
-from corolla.models.compiler import Compiled, has_openmp, processor_features
+from corolla.models.compiler import Compiled, has_openmp, max_sums, processor_features
 from corolla.models.fused import PLACES, FusedLayer, FusedSpan, Projection, UsualNorm
 from corolla.models.linear import TunedLinear
 from corolla.models.llvm_text import LANES
-from corolla.models.packed.kernel_source import Rows, scratch_bytes
-from corolla.models.packed.kernels import kernel_of
+from corolla.models.packed.kernel_source import scratch_bytes
+from corolla.models.packed.kernels import DTYPES, kernel_of, rows_of
 from corolla.models.packed.modules import PackedLinear
 
 log = logging.getLogger(__name__)
 
-_ROWS: Final = {torch.float32: Rows.FLOAT32, torch.bfloat16: Rows.BFLOAT16}
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """How far a block's output may be from that of its modules, as a part of its largest number."""
 _CHECKED_TOKENS: Final = ((19, 1), (1, 3), (1, 1))
@@ -220,7 +219,7 @@ def choose_compiled_blocks(
 
 def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None:
     """Why the blocks of a span cannot be compiled; None where they can."""
-    if dtype not in _ROWS or store.codec is not None or store.pool.page_tokens % LANES:
+    if dtype not in _TOLERANCES or store.codec is not None or store.pool.page_tokens % LANES:
         return "hidden states, keys or values are of a type, or pages of a size, that no function is made for"
     if len({(each.num_heads, each.num_key_heads, each.head_dim, each.scaling) for each in span.layers}) > 1:
         return "the heads of its layers differ"  # and jobs are for all of a group
@@ -231,7 +230,7 @@ def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None
             return "a norm is not the usual one"
         if (layer.query_norm is None) != (layer.key_norm is None):
             return "of queries and keys only one is normalised"
-        if not all(_lies_in_panels(projection, dtype) for projection in _projections(layer)):
+        if not all(map(_lies_in_panels, _projections(layer))):
             return "not all weights lie in panels"
         sizes = (layer.head_dim // (2 if layer.rotates else 1), *_shape_of(layer, dtype).sizes["down"])
         if layer.head_dim % LANES or any(size % LANES for size in sizes):
@@ -246,10 +245,10 @@ def _norms(layer: FusedLayer) -> tuple[Any, ...]:
     return layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm
 
 
-def _lies_in_panels(projection: Projection, dtype: torch.dtype) -> bool:
-    if not isinstance(projection, TunedLinear | PackedLinear) or projection.panels is None:
+def _lies_in_panels(projection: Projection) -> bool:
+    if not isinstance(projection, TunedLinear | PackedLinear):
         return False
-    return projection.layout is not None and kernel_of(projection.layout, dtype).rows is _ROWS[dtype]
+    return projection.panels is not None and projection.layout is not None
 
 
 def _projections(layer: FusedLayer) -> list[Any]:
@@ -270,11 +269,13 @@ def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
         norms_heads=layer.query_norm is not None,
         rotates=layer.rotates,
         residual_multiplier=layer.residual_multiplier,
+        multiplied=rows_of(dtype).value,
     )
 
 
 def _head_shape(layer: FusedLayer, dtype: torch.dtype) -> HeadShape:
-    return HeadShape(ELEMENTS[dtype], layer.head_dim, layer.head_dim, layer.num_heads // layer.num_key_heads)
+    num_shared = layer.num_heads // layer.num_key_heads
+    return HeadShape(ELEMENTS[dtype], layer.head_dim, layer.head_dim, num_shared, max_sums())
 
 
 @functools.cache
@@ -313,12 +314,13 @@ class _Buffers:
     def __init__(self, dtype: torch.dtype, shapes: Sequence[BlockShape]) -> None:
         self._num_tokens = 0
         sizes = [shape.sizes for shape in shapes]
+        multiplied = DTYPES[rows_of(dtype)]
         self._widths = {
-            "normed": (max(shape.hidden_size for shape in shapes), dtype),
+            "normed": (max(shape.hidden_size for shape in shapes), multiplied),
             "product": (max(outputs for each in sizes for _, outputs in each.values()), torch.float32),
             "query": (max(each["output"][0] for each in sizes), dtype),
             "attended": (max(each["output"][0] for each in sizes), torch.float32),
-            "input": (max(max(each["output"][0], each["down"][0]) for each in sizes), dtype),
+            "input": (max(max(each["output"][0], each["down"][0]) for each in sizes), multiplied),
         }
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[str, int] = {}

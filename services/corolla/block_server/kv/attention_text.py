@@ -6,8 +6,6 @@ from typing import Final
 
 from corolla.models.llvm_text import FLOATS, FMA, INTS, LANES, Function
 
-# Sums of the value heads and the tile's values are to fit 32 registers.
-MAX_SUMS: Final = 24
 CONSTANTS: Final = (
     -87.0,  # below, the result would have fewer bits
     1.4426950408889634,
@@ -33,6 +31,7 @@ declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
 declare i64 @llvm.umax.i64(i64, i64)
 declare i64 @llvm.umin.i64(i64, i64)
 declare i64 @llvm.smax.i64(i64, i64)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 """
 
 
@@ -44,12 +43,14 @@ class HeadShape:
         element: of queries, keys and values: `float`, `bfloat` or `half`.
         key_size, value_size: numbers of a head of keys and of values, multiples of 16.
         num_shared: query heads that share a key head.
+        max_sums: vectors of 16 sums that are kept in registers, see `compiler.max_sums`.
     """
 
     element: str
     key_size: int
     value_size: int
     num_shared: int
+    max_sums: int
 
     @property
     def element_bytes(self) -> int:
@@ -68,7 +69,7 @@ class HeadShape:
     @property
     def num_at_once(self) -> int:
         """Query heads that are computed together."""
-        most = max(1, MAX_SUMS // (self.value_size // LANES))
+        most = max(1, self.max_sums // (self.value_size // LANES))
         return max(each for each in range(1, most + 1) if self.num_shared % each == 0)
 
 

@@ -1,19 +1,20 @@
 """Attention of a chunk of a prompt to pages of keys and values, as LLVM's text.
 
 An item is a block of queries, some tokens of the query heads that share a key head, and goes through all keys that they
-see in tiles of 32. A tile is transposed once, so that scores of 12 queries are two vectors of sums each, and weighs the
-values as it is; the softmax goes along (see `next_token_source`). All is computed in float32. A query's result is the
-same in every bit wherever its pages lie and however many threads compute; it depends on its block, and so on where its
-chunk begins.
+see in tiles of 64. A tile's keys are transposed, and its values copied, once for the block. Then 12 queries at a time
+are multiplied by the keys, weighed, and their weights multiplied by the values; the softmax goes along (see
+`next_token_source`). All is computed in float32. A query's result is the same in every bit wherever its pages lie and
+however many threads compute; it depends on its block, and so on where its chunk begins.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from corolla.block_server.kv.attention_text import (
     COMMON_FIELDS,
     HEAD,
     LEAST,
-    MAX_SUMS,
     HeadShape,
     exponential_of_difference,
     field,
@@ -24,11 +25,15 @@ from corolla.block_server.kv.attention_text import (
 )
 from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
 
-HALVES: Final = 2
-TILE_KEYS: Final = HALVES * LANES
+TILE_KEYS: Final = 64
+_TILE_RUNS: Final = TILE_KEYS // LANES
 _ROWS: Final = 12
-"""Queries whose scores of a tile are computed at once: with two vectors each they fit 32 registers."""
-_BLOCK_ROWS: Final = 48
+"""Queries that are weighed together."""
+_SCORE_RUNS: Final = 2
+"""Runs of 16 keys whose scores are computed at once; one where there are few registers."""
+_VALUE_ROWS: Final = 6
+"""Queries whose sums of values are computed at once."""
+_BLOCK_ROWS: Final = 96
 
 JOB: Final = (
     *COMMON_FIELDS,
@@ -50,10 +55,11 @@ def module_source(shape: HeadShape, *, has_threads: bool) -> str:
 
     `block(job, number, key_head)`: what it consists of. That writes to no job.
     """
-    parts = [HEAD, OPENMP if has_threads else "", _transpose(shape), _scores(shape), _values(shape)]
-    return "\n".join(
-        [*parts, _Block(shape).source(), items_source("block", has_threads=has_threads), _ATTEND, ATTRIBUTES]
-    )
+    scores, values = _product_of_keys(shape), _products_of_values(shape)
+    parts = [HEAD, OPENMP if has_threads else "", _transpose(shape), _copy(shape), _weigh()]
+    parts += [each.source() for each in dict.fromkeys([scores, *values])]
+    parts += [_Block(shape, scores, values).source(), items_source("block", has_threads=has_threads)]
+    return "\n".join([*parts, _ATTEND, ATTRIBUTES])
 
 
 def _num_rows(shape: HeadShape) -> int:
@@ -61,14 +67,82 @@ def _num_rows(shape: HeadShape) -> int:
     return -(-block_tokens(shape) * shape.num_shared // _ROWS) * _ROWS
 
 
-def _num_value_rows(shape: HeadShape) -> int:
-    """Queries whose sums of values are computed at once."""
-    most = max(1, MAX_SUMS // (shape.value_size // LANES))
-    return max(each for each in range(1, min(most, _ROWS) + 1) if _ROWS % each == 0)
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A few rows times some vectors of a matrix: their sums stay in registers.
+
+    Attributes:
+        row_floats, line_floats, sum_floats: from a row, a line of the matrix and a row of sums to the next one.
+        is_corrected: whether the sums are there before, and multiplied by a number for each row first.
+    """
+
+    name: str
+    num_rows: int
+    num_vectors: int
+    row_floats: int
+    line_floats: int
+    sum_floats: int
+    is_corrected: bool
+
+    def source(self) -> str:
+        function = Function()
+        lines = function.lines
+        lines.append(
+            f"define internal void @{self.name}(ptr noalias %rows, ptr noalias %matrix, i64 %count, "
+            "ptr noalias %sums, ptr noalias %corrections) #0 {\nentry:"
+        )
+        rows, vectors = range(self.num_rows), range(self.num_vectors)
+        places = {
+            (row, vector): function.at("%sums", 4 * (self.sum_floats * row + LANES * vector))
+            for row in rows
+            for vector in vectors
+        }
+        before = dict.fromkeys(places, "zeroinitializer")
+        if self.is_corrected:
+            corrections = [function.load(FLOATS, "%corrections", 4 * LANES * row, 4) for row in rows]
+            for (row, vector), place in places.items():
+                sums = function.load(FLOATS, place, align=4)
+                before[row, vector] = function.let(f"fmul {FLOATS} {sums}, {corrections[row]}")
+        lines.append("  br label %loop\nloop:\n  %number = phi i64 [0, %entry], [%next, %loop]")
+        for row, vector in places:
+            name = f"{row}_{vector}"
+            lines.append(f"  %sum_{name} = phi {FLOATS} [{before[row, vector]}, %entry], [%new_{name}, %loop]")
+        line = function.at("%matrix", function.let(f"mul i64 %number, {4 * self.line_floats}"))
+        numbers = [function.load(FLOATS, line, 4 * LANES * vector, 4) for vector in vectors]
+        column = function.at("%rows", "%number", "float")
+        for row in rows:
+            one = function.let(f"load float, ptr {function.at(column, 4 * self.row_floats * row)}, align 4")
+            lanes = function.splat(one)
+            for vector in vectors:
+                arguments = f"{FLOATS} {numbers[vector]}, {FLOATS} {lanes}, {FLOATS} %sum_{row}_{vector}"
+                lines.append(f"  %new_{row}_{vector} = call {FLOATS} @{FMA}({arguments})")
+        lines.append("  %next = add i64 %number, 1\n  %is_more = icmp ult i64 %next, %count")
+        lines.append("  br i1 %is_more, label %loop, label %done\ndone:")
+        lines += [
+            f"  store {FLOATS} %new_{row}_{vector}, ptr {place}, align 4" for (row, vector), place in places.items()
+        ]
+        lines.append("  ret void\n}")
+        return "\n".join(lines)
+
+
+def _product_of_keys(shape: HeadShape) -> _Product:
+    num_runs = _SCORE_RUNS if shape.max_sums >= _SCORE_RUNS * _ROWS else 1
+    num_rows = min(_ROWS, shape.max_sums // num_runs)
+    return _Product("scores", num_rows, num_runs, shape.key_size, TILE_KEYS, TILE_KEYS, is_corrected=False)
+
+
+def _products_of_values(shape: HeadShape) -> list[_Product]:
+    """Side by side."""
+    left, most = shape.value_size // LANES, max(1, shape.max_sums // _VALUE_ROWS)
+    widths = [most] * (left // most) + [left % most] * bool(left % most)
+    size = shape.value_size
+    return [
+        _Product(f"values_{width}", _VALUE_ROWS, width, TILE_KEYS, size, size, is_corrected=True) for width in widths
+    ]
 
 
 def _transpose(shape: HeadShape) -> str:
-    """16 keys, to the vectors of each of their numbers, two of which lie side by side."""
+    """16 keys, to the vectors of each of their numbers, each of which is part of a line of the tile."""
     function = Function()
     lines = function.lines
     lines.append("define internal void @transpose(ptr noalias %keys, i64 %key_slot, ptr noalias %to) #0 {\nentry:")
@@ -93,115 +167,79 @@ def _transpose(shape: HeadShape) -> str:
     return "\n".join(lines)
 
 
-def _scores(shape: HeadShape) -> str:
-    """How much each of 12 queries weighs the keys of a tile, and what its sums so far are to be multiplied by."""
+def _copy(shape: HeadShape) -> str:
+    """16 values, as they lie side by side."""
     function = Function()
     lines = function.lines
-    lines.append(
-        "define internal void @scores(ptr noalias %query, ptr noalias %keys, ptr noalias %last, i64 %window, "
-        "i64 %tile, ptr noalias %constants, ptr noalias %weights, ptr noalias %corrections, ptr noalias %sums, "
-        "ptr noalias %largest) #0 {\n"
-        "entry:\n  br label %loop\nloop:\n  %number = phi i64 [0, %entry], [%next, %loop]"
-    )
-    places = [(row, half) for row in range(_ROWS) for half in range(HALVES)]
-    for row, half in places:
-        lines.append(f"  %sum_{row}_{half} = phi {FLOATS} [zeroinitializer, %entry], [%new_{row}_{half}, %loop]")
-    at = function.at("%keys", function.let(f"mul i64 %number, {4 * TILE_KEYS}"))
-    keys = [function.load(FLOATS, at, 4 * LANES * half, 4) for half in range(HALVES)]
-    query = function.at("%query", "%number", "float")
-    for row in range(_ROWS):
-        one = function.splat(function.let(f"load float, ptr {function.at(query, 4 * shape.key_size * row)}, align 4"))
-        for half in range(HALVES):
-            arguments = f"{FLOATS} {one}, {FLOATS} {keys[half]}, {FLOATS} %sum_{row}_{half}"
-            lines.append(f"  %new_{row}_{half} = call {FLOATS} @{FMA}({arguments})")
-    lines.append(f"  %next = add i64 %number, 1\n  %is_more = icmp ult i64 %next, {shape.key_size}")
-    lines.append("  br i1 %is_more, label %loop, label %weigh\nweigh:")
-    numbers = ", ".join(f"i32 {lane}" for lane in range(LANES))
-    tile = function.splat(function.let("trunc i64 %tile to i32"), "i32")
-    window = function.let("trunc i64 %window to i32")
-    positions = []
-    for half in range(HALVES):
-        from_tile = function.let(f"add {INTS} {tile}, <{numbers}>")
-        positions.append(function.let(f"add {INTS} {from_tile}, splat (i32 {LANES * half})"))
-    for row in range(_ROWS):
-        _weigh(function, row, positions, window)
+    lines.append("define internal void @copy(ptr noalias %values, i64 %value_slot, ptr noalias %to) #0 {\nentry:")
+    for number in range(LANES):
+        value = function.at("%values", function.let(f"mul i64 %value_slot, {number}"))
+        for part in range(shape.value_size // LANES):
+            place = function.at("%to", 4 * (shape.value_size * number + LANES * part))
+            lines.append(f"  store {FLOATS} {numbers_of(function, shape, value, part)}, ptr {place}, align 4")
     lines.append("  ret void\n}")
     return "\n".join(lines)
 
 
-def _weigh(function: Function, row: int, positions: list[str], window: str) -> None:
-    last_one = function.load("i32", "%last", 4 * row, 4)
+def _weigh() -> str:
+    """Turns the scores of 12 queries into weights, and says what their sums so far are to be multiplied by."""
+    function = Function()
+    lines = function.lines
+    lines.append(
+        "define internal void @weigh(ptr noalias %weights, ptr noalias %last, i64 %window, i64 %tile, "
+        "ptr noalias %constants, ptr noalias %corrections, ptr noalias %sums, ptr noalias %largest) #0 {\nentry:"
+    )
+    numbers = ", ".join(f"i32 {lane}" for lane in range(LANES))
+    tile = function.splat(function.let("trunc i64 %tile to i32"), "i32")
+    window = function.let("trunc i64 %window to i32")
+    from_tile = function.let(f"add {INTS} {tile}, <{numbers}>")
+    lines.append("  br label %rows\nrows:\n  %row = phi i64 [0, %entry], [%row_after, %rows]")
+    of_row = function.at("%weights", function.let(f"mul i64 %row, {4 * TILE_KEYS}"))
+    places = [function.at(of_row, 4 * LANES * run) for run in range(_TILE_RUNS)]
+    last_one = function.load("i32", function.at("%last", "%row", "i32"), align=4)
     last = function.splat(last_one, "i32")
     before = function.splat(function.let(f"sub i32 {last_one}, {window}"), "i32")
-    seen, scores = [], []
-    for half, position in enumerate(positions):
+    seen, scores, larger = [], [], ""
+    for run, place in enumerate(places):
+        position = function.let(f"add {INTS} {from_tile}, splat (i32 {LANES * run})")
         not_later = function.let(f"icmp sle {INTS} {position}, {last}")
         in_window = function.let(f"icmp sgt {INTS} {position}, {before}")
         seen.append(function.let(f"and <{LANES} x i1> {not_later}, {in_window}"))
-        scores.append(function.let(f"select <{LANES} x i1> {seen[half]}, {FLOATS} %new_{row}_{half}, {FLOATS} {LEAST}"))
-    largest_at, sums_at = function.at("%largest", 4 * LANES * row), function.at("%sums", 4 * LANES * row)
+        given = function.load(FLOATS, place, align=4)
+        scores.append(function.let(f"select <{LANES} x i1> {seen[run]}, {FLOATS} {given}, {FLOATS} {LEAST}"))
+        larger = _larger(function, scores[run], larger) if run else scores[0]
+    lane = function.let(f"mul i64 %row, {4 * LANES}")
+    largest_at, sums_at, correction_at = (function.at(name, lane) for name in ("%largest", "%sums", "%corrections"))
     largest_before = function.load(FLOATS, largest_at, align=4)
-    first_is_more = function.let(f"fcmp ogt {FLOATS} {scores[0]}, {scores[1]}")
-    larger = function.let(f"select <{LANES} x i1> {first_is_more}, {FLOATS} {scores[0]}, {FLOATS} {scores[1]}")
-    of_tile = function.splat(largest_of(function, larger))
-    is_more = function.let(f"fcmp ogt {FLOATS} {of_tile}, {largest_before}")
-    largest = function.let(f"select <{LANES} x i1> {is_more}, {FLOATS} {of_tile}, {FLOATS} {largest_before}")
+    largest = _larger(function, function.splat(largest_of(function, larger)), largest_before)
     # A query that has seen no key yet has no sums that could be corrected.
     has_seen = function.let(f"fcmp one {FLOATS} {largest_before}, {LEAST}")
     raised = exponential_of_difference(function, "%constants", largest_before, largest)
     correction = function.let(f"select <{LANES} x i1> {has_seen}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
     total = function.let(f"fmul {FLOATS} {function.load(FLOATS, sums_at, align=4)}, {correction}")
-    for half in range(HALVES):
-        raised = exponential_of_difference(function, "%constants", scores[half], largest)
-        weights = function.let(f"select <{LANES} x i1> {seen[half]}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
+    for run, place in enumerate(places):
+        raised = exponential_of_difference(function, "%constants", scores[run], largest)
+        weights = function.let(f"select <{LANES} x i1> {seen[run]}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
         total = function.let(f"fadd {FLOATS} {total}, {weights}")
-        place = function.at("%weights", 4 * (TILE_KEYS * row + LANES * half))
-        function.lines.append(f"  store {FLOATS} {weights}, ptr {place}, align 4")
-    for value, place in (
-        (largest, largest_at), (total, sums_at), (correction, function.at("%corrections", 4 * LANES * row)),
-    ):  # fmt: skip
-        function.lines.append(f"  store {FLOATS} {value}, ptr {place}, align 4")
-
-
-def _values(shape: HeadShape) -> str:
-    """Adds the weighed values `[0, count)` of a half to the sums of some queries, which are corrected before."""
-    function = Function()
-    lines = function.lines
-    lines.append(
-        "define internal void @values(ptr noalias %weights, ptr noalias %corrections, ptr noalias %values, "
-        "i64 %value_slot, i64 %count, ptr noalias %sums) #0 {\nentry:"
-    )
-    rows, parts = range(_num_value_rows(shape)), range(shape.value_size // LANES)
-    places = [(row, part) for row in rows for part in parts]
-    sums_at = {(row, part): function.at("%sums", 4 * (shape.value_size * row + LANES * part)) for row, part in places}
-    corrections = [function.load(FLOATS, "%corrections", 4 * LANES * row, 4) for row in rows]
-    first = {
-        place: function.let(f"fmul {FLOATS} {function.load(FLOATS, sums_at[place], align=4)}, {corrections[place[0]]}")
-        for place in places
-    }
-    lines.append("  br label %loop\nloop:\n  %number = phi i64 [0, %entry], [%next, %loop]")
-    for row, part in places:
-        lines.append(f"  %sum_{row}_{part} = phi {FLOATS} [{first[row, part]}, %entry], [%new_{row}_{part}, %loop]")
-    value = function.at("%values", function.let("mul i64 %value_slot, %number"))
-    weight = function.at("%weights", "%number", "float")
-    numbers = [numbers_of(function, shape, value, part) for part in parts]
-    for row in rows:
-        one = function.splat(function.let(f"load float, ptr {function.at(weight, 4 * TILE_KEYS * row)}, align 4"))
-        for part in parts:
-            arguments = f"{FLOATS} {numbers[part]}, {FLOATS} {one}, {FLOATS} %sum_{row}_{part}"
-            lines.append(f"  %new_{row}_{part} = call {FLOATS} @{FMA}({arguments})")
-    lines.append("  %next = add i64 %number, 1\n  %is_more = icmp ult i64 %next, %count")
-    lines.append("  br i1 %is_more, label %loop, label %done\ndone:")
-    lines += [f"  store {FLOATS} %new_{row}_{part}, ptr {sums_at[row, part]}, align 4" for row, part in places]
-    lines.append("  ret void\n}")
+        lines.append(f"  store {FLOATS} {weights}, ptr {place}, align 4")
+    for value, place in ((largest, largest_at), (total, sums_at), (correction, correction_at)):
+        lines.append(f"  store {FLOATS} {value}, ptr {place}, align 4")
+    lines.append(f"  %row_after = add i64 %row, 1\n  %is_more = icmp ult i64 %row_after, {_ROWS}")
+    lines.append("  br i1 %is_more, label %rows, label %done\ndone:\n  ret void\n}")
     return "\n".join(lines)
+
+
+def _larger(function: Function, vector: str, other: str) -> str:
+    """Lane by lane; where a number is none, that of the other vector."""
+    is_more = function.let(f"fcmp ogt {FLOATS} {vector}, {other}")
+    return function.let(f"select <{LANES} x i1> {is_more}, {FLOATS} {vector}, {FLOATS} {other}")
 
 
 class _Block:
     """Writes what becomes of a block of queries of one key head."""
 
-    def __init__(self, shape: HeadShape) -> None:
-        self._shape = shape
+    def __init__(self, shape: HeadShape, scores: _Product, values: Sequence[_Product]) -> None:
+        self._shape, self._scores, self._values = shape, scores, values
         self._function = function = Function()
         self._num_rows = num_rows = _num_rows(shape)
         function.lines.append("define void @block(ptr %job, i64 %number, i64 %head) #0 {\nentry:")
@@ -209,8 +247,9 @@ class _Block:
             name: function.let(f"alloca [{floats} x float], align 64")
             for name, floats in (
                 ("query", num_rows * shape.key_size), ("last", num_rows), ("keys", TILE_KEYS * shape.key_size),
-                ("weights", _ROWS * TILE_KEYS), ("corrections", _ROWS * LANES), ("ones", _ROWS * LANES),
-                ("sums", num_rows * LANES), ("largest", num_rows * LANES), ("output", num_rows * shape.value_size),
+                ("values", TILE_KEYS * shape.value_size), ("weights", _ROWS * TILE_KEYS),
+                ("corrections", _ROWS * LANES), ("sums", num_rows * LANES), ("largest", num_rows * LANES),
+                ("output", num_rows * shape.value_size),
             )
         }  # fmt: skip
         self._fields = {name: field(function, JOB, name) for _, name in JOB}
@@ -232,8 +271,6 @@ class _Block:
     def _prepare(self) -> None:
         """Queries are scaled, and widened; what fills the block up sees nothing."""
         function, shape = self._function, self._shape
-        ones = [function.at(self._scratch["ones"], 4 * LANES * row) for row in range(_ROWS)]
-        self._store_all(ones, "splat (float 1.0)")
         bits = function.let(f"trunc i64 {self._fields['scaling']} to i32")
         scaling = function.splat(function.let(f"bitcast i32 {bits} to float"))
         self._add("  br label %prepare\nprepare:\n  %row = phi i64 [0, %entry], [%row_after, %prepared]")
@@ -265,25 +302,22 @@ class _Block:
         start = function.let(f"call i64 @llvm.smax.i64(i64 {start}, i64 0)")
         start = function.let(f"and i64 {start}, {-TILE_KEYS}")
         self._add(f"  br label %tiles\ntiles:\n  %tile = phi i64 [{start}, %begin], [%tile_after, %tile_done]")
-        halves = [self._transposed(half, end) for half in range(HALVES)]
-        self._add("  br label %groups\ngroups:\n  %group = phi i64 [0, %tiles], [%group_after, %group_done]")
-        query, last = self._of_row("query", self._shape.key_size, "%group"), self._of_row("last", 1, "%group")
+        left = function.let(f"sub i64 {end}, %tile")
+        needed = function.let(f"call i64 @llvm.umin.i64(i64 {left}, i64 {TILE_KEYS})")
+        self._read_tile(needed)
+        self._add("  br label %groups\ngroups:\n  %group = phi i64 [0, %read], [%group_after, %weighed]")
+        self._score(needed)
+        last = self._of_row("last", 1, "%group")
         sums, largest = (self._of_row(name, LANES, "%group") for name in ("sums", "largest"))
-        output = self._of_row("output", self._shape.value_size, "%group")
         self._add(
-            f"  call void @scores(ptr {query}, ptr {scratch['keys']}, ptr {last}, i64 {fields['window']}, i64 %tile, "
-            f"ptr {fields['constants']}, ptr {scratch['weights']}, ptr {scratch['corrections']}, ptr {sums}, "
-            f"ptr {largest})"
+            f"  call void @weigh(ptr {scratch['weights']}, ptr {last}, i64 {fields['window']}, i64 %tile, "
+            f"ptr {fields['constants']}, ptr {scratch['corrections']}, ptr {sums}, ptr {largest})"
         )
-        # A tile corrects the sums before once.
-        self._add_values(0, *halves[0], scratch["corrections"], output)
-        is_any = function.let(f"icmp ne i64 {halves[1][1]}, 0")
-        self._add(f"  br i1 {is_any}, label %second, label %group_done\nsecond:")
-        self._add_values(1, *halves[1], scratch["ones"], output)
+        self._add_values(needed)
         self._add(
             f"""\
-  br label %group_done
-group_done:
+  br label %weighed
+weighed:
   %group_after = add i64 %group, {_ROWS}
   %more_groups = icmp ult i64 %group_after, {self._rows}
   br i1 %more_groups, label %groups, label %tile_done
@@ -293,35 +327,51 @@ tile_done:
   br i1 %more_tiles, label %tiles, label %finish"""
         )
 
-    def _transposed(self, half: int, end: str) -> tuple[str, str]:
-        """Has 16 keys transposed; gives where their values begin, and how many of these there are."""
-        function, fields = self._function, self._fields
-        position = function.let(f"add i64 %tile, {LANES * half}")
-        # Behind the newest key there may be no page; what is read instead is seen by nobody.
-        held = function.let(f"call i64 @llvm.umin.i64(i64 {position}, i64 {function.let(f'sub i64 {end}, 1')})")
-        held = function.let(f"and i64 {held}, {-LANES}")
-        slot = slot_of(function, self._pages, held, fields["page_tokens"])
+    def _read_tile(self, needed: str) -> None:
+        """Runs of 16 keys and values, which lie on one page each."""
+        function, fields, scratch = self._function, self._fields, self._scratch
+        self._add("  br label %runs\nruns:\n  %run = phi i64 [0, %tiles], [%run_after, %runs]")
+        slot = slot_of(function, self._pages, function.let("add i64 %tile, %run"), fields["page_tokens"])
         keys, values = (self._of_slot(name, slot) for name in ("key", "value"))
-        left = function.let(f"call i64 @llvm.smax.i64(i64 {function.let(f'sub i64 {end}, {position}')}, i64 0)")
-        place = function.at(self._scratch["keys"], 4 * LANES * half)
-        self._add(f"  call void @transpose(ptr {keys}, i64 {fields['key_slot']}, ptr {place})")
-        return values, function.let(f"call i64 @llvm.umin.i64(i64 {left}, i64 {LANES})")
+        to_keys = function.at(scratch["keys"], "%run", "float")
+        to_values = self._of_row("values", self._shape.value_size, "%run")
+        self._add(f"  call void @transpose(ptr {keys}, i64 {fields['key_slot']}, ptr {to_keys})")
+        self._add(f"  call void @copy(ptr {values}, i64 {fields['value_slot']}, ptr {to_values})")
+        self._add(f"  %run_after = add i64 %run, {LANES}\n  %more_runs = icmp ult i64 %run_after, {needed}")
+        self._add("  br i1 %more_runs, label %runs, label %read\nread:")
+
+    def _score(self, needed: str) -> None:
+        """The scores of a group of queries; those of keys that nobody sees may be anything."""
+        function, scratch, product = self._function, self._scratch, self._scores
+        self._add("  br label %scores\nscores:\n  %scored = phi i64 [0, %groups], [%scored_after, %scores]")
+        query = self._of_row("query", self._shape.key_size, "%group")
+        keys, scores = (function.at(scratch[name], "%scored", "float") for name in ("keys", "weights"))
+        for row in range(0, _ROWS, product.num_rows):
+            queries, sums = function.at(query, 4 * self._shape.key_size * row), function.at(scores, 4 * TILE_KEYS * row)
+            self._call(product, queries, keys, str(self._shape.key_size), sums, "null")
+        self._add(f"  %scored_after = add i64 %scored, {LANES * product.num_vectors}")
+        self._add(f"  %more_scores = icmp ult i64 %scored_after, {needed}")
+        self._add("  br i1 %more_scores, label %scores, label %scored_all\nscored_all:")
+
+    def _add_values(self, needed: str) -> None:
+        function, size = self._function, self._shape.value_size
+        output = self._of_row("output", size, "%group")
+        for row in range(0, _ROWS, _VALUE_ROWS):
+            weights = function.at(self._scratch["weights"], 4 * TILE_KEYS * row)
+            corrections = function.at(self._scratch["corrections"], 4 * LANES * row)
+            first = 0
+            for product in self._values:
+                values = function.at(self._scratch["values"], 4 * first)
+                self._call(product, weights, values, needed, function.at(output, 4 * (size * row + first)), corrections)
+                first += LANES * product.num_vectors
+
+    def _call(self, product: _Product, rows: str, matrix: str, count: str, sums: str, corrections: str) -> None:
+        self._add(f"  call void @{product.name}(ptr {rows}, ptr {matrix}, i64 {count}, ptr {sums}, ptr {corrections})")
 
     def _of_slot(self, name: str, slot: str) -> str:
         function, fields = self._function, self._fields
         base = function.at(fields[f"{name}s"], function.let(f"mul i64 %head, {fields[f'{name}_head']}"))
         return function.at(base, function.let(f"mul i64 {slot}, {fields[f'{name}_slot']}"))
-
-    def _add_values(self, half: int, values: str, count: str, corrections: str, output: str) -> None:
-        function = self._function
-        for row in range(0, _ROWS, _num_value_rows(self._shape)):
-            weights = function.at(self._scratch["weights"], 4 * (TILE_KEYS * row + LANES * half))
-            correction = function.at(corrections, 4 * LANES * row)
-            sums = function.at(output, 4 * self._shape.value_size * row)
-            self._add(
-                f"  call void @values(ptr {weights}, ptr {correction}, ptr {values}, i64 {self._fields['value_slot']}, "
-                f"i64 {count}, ptr {sums})"
-            )
 
     def _finish(self) -> None:
         function, shape = self._function, self._shape

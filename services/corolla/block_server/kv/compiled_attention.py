@@ -6,6 +6,7 @@ has half of the speed of these.
 
 import ctypes
 import functools
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from corolla.block_server.kv.kernels import flash_cpu
 from corolla.block_server.kv.next_token_source import JOB
 from corolla.block_server.kv.run_attention import RunAttention
 from corolla.chassis.errors import StartupError
-from corolla.models.compiler import Compiled, has_openmp, objection
+from corolla.models.compiler import Compiled, has_openmp, max_sums, objection
 from corolla.models.llvm_text import LANES
 
 ELEMENTS: Final[Mapping[torch.dtype, str]] = {
@@ -159,7 +160,7 @@ def _shape_of(given: LayerInput) -> HeadShape | None:
     element = ELEMENTS.get(given.query.dtype)
     if given.softcap is not None or element is None or key_size % LANES or value_size % LANES:
         return None
-    return HeadShape(element, key_size, value_size, given.query.shape[1] // key_heads)
+    return HeadShape(element, key_size, value_size, given.query.shape[1] // key_heads, max_sums())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -214,8 +215,9 @@ def _tables(
     for row in rows:
         table = row.cache.tables[group]
         if row.num_tokens > _MAX_TOKENS:
-            # Tiles begin at multiples of positions, whatever pages a window has given back: one page stands in.
-            stand_ins = list(table.pages[:1]) if table.first_token % TILE_KEYS else []
+            # Tiles begin at multiples of positions, whatever pages a window has given back: others stand in.
+            num_stand_ins = next(n for n in itertools.count() if (table.first_token - n * page_tokens) % TILE_KEYS == 0)
+            stand_ins = [table.pages[0]] * num_stand_ins
             first_key = table.first_token - len(stand_ins) * page_tokens
             for token in range(0, row.num_tokens, num_block_tokens):
                 count = min(num_block_tokens, row.num_tokens - token)

@@ -33,10 +33,14 @@ def module_source(shape: HeadShape, *, has_threads: bool) -> str:
     `piece(job, number, key_head)` and, once all pieces are done, `merge(job, number of a query, key_head)`: what
     `attend` consists of. They write to no job.
     """
-    parts = [HEAD, OPENMP if has_threads else "", _tile(shape), _piece(shape), _merge(shape)]
+    sizes = sorted({shape.key_size, shape.value_size})
+    parts = [HEAD, OPENMP if has_threads else "", *(_fetch(shape, size) for size in sizes)]
+    parts += [_tile(shape), _piece(shape), _merge(shape)]
     parts += [items_source("piece", has_threads=has_threads), items_source("merge", has_threads=False)]
     return "\n".join([*parts, _attend(), ATTRIBUTES])
 
+
+_LINE_BYTES: Final = 64
 
 JOB: Final = (
     *COMMON_FIELDS,
@@ -147,6 +151,17 @@ def _weigh(
     return correction
 
 
+def _fetch(shape: HeadShape, size: int) -> str:
+    """Has the processor bring 16 heads of so many numbers to its caches: it does not foresee steps as long as these."""
+    function = Function()
+    function.lines.append(f"define internal void @fetch_{size}(ptr %numbers, i64 %slot_bytes) #0 {{\nentry:")
+    for number in range(LANES):
+        head = function.at("%numbers", function.let(f"mul i64 %slot_bytes, {number}"))
+        for line in range(0, size * shape.element_bytes, _LINE_BYTES):
+            function.lines.append(f"  call void @llvm.prefetch.p0(ptr {function.at(head, line)}, i32 0, i32 3, i32 1)")
+    return "\n".join([*function.lines, "  ret void\n}"])
+
+
 def _piece(shape: HeadShape) -> str:
     """A piece of a row's keys, for the queries of one key head: a state, whatever was there before."""
     function = Function()
@@ -187,6 +202,14 @@ def _piece(shape: HeadShape) -> str:
     slot = slot_of(function, pages, "%tile", page_tokens)
     tile_keys = function.at(keys, function.let(f"mul i64 {slot}, {key_slot}"))
     tile_values = function.at(values, function.let(f"mul i64 {slot}, {value_slot}"))
+    next_tile = function.let(f"add i64 %tile, {LANES}")
+    # Behind the piece there may be no page.
+    is_one = function.let(f"icmp ult i64 {next_tile}, {end}")
+    next_tile = function.let(f"select i1 {is_one}, i64 {next_tile}, i64 %tile")
+    next_slot = slot_of(function, pages, next_tile, page_tokens)
+    for base, stride, size in ((keys, key_slot, shape.key_size), (values, value_slot, shape.value_size)):
+        place = function.at(base, function.let(f"mul i64 {next_slot}, {stride}"))
+        lines.append(f"  call void @fetch_{size}(ptr {place}, i64 {stride})")
     seen = function.let(f"call i64 @llvm.umax.i64(i64 {first}, i64 %tile)")
     low = function.let(f"sub i64 {seen}, %tile")
     high = function.let(f"call i64 @llvm.umin.i64(i64 {function.let(f'sub i64 {end}, %tile')}, i64 {LANES})")

@@ -54,7 +54,6 @@ def module_source(
     `expand(ids, count, columns, weights, y)`: rows of the matrix, by their numbers, to float32 `[count, columns]`.
 
     Args:
-        layout: a plain one is of the type of `rows`.
         tiles: rows and panels that are multiplied at once, as many as registers allow; for each number of rows there
             is one with a single panel, and for a single row, too.
         has_threads: whether the functions of OpenMP can be linked.

@@ -24,9 +24,11 @@ PLAIN_TILES: Final[Tiles] = ((6, 4), (6, 2), (6, 1), (4, 4), (4, 2), (4, 1), (2,
 """Those for plain weights, which need no registers but their own."""
 NARROW_TILES: Final[Tiles] = ((4, 1), (2, 2), (2, 1), (1, 2), (1, 1))
 """For smaller registers, or fewer."""
+NARROW_PLAIN_TILES: Final[Tiles] = ((6, 1), (4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1))
+"""Those for plain weights."""
+DTYPES: Final = {Rows.FLOAT32: torch.float32, Rows.BFLOAT16: torch.bfloat16}
 LEAST_PRODUCTS_OF_THREADS: Final = 1 << 19
 """Fewer products take less time than it takes to wake another thread."""
-_DTYPES: Final = {Rows.FLOAT32: torch.float32, Rows.BFLOAT16: torch.bfloat16}
 
 
 class Kernel:
@@ -55,11 +57,6 @@ class Kernel:
             self._expand = self._compiled.function("expand", pointer, number, number, pointer, pointer)
 
     @property
-    def rows(self) -> Rows:
-        """What it multiplies by panels."""
-        return self._rows
-
-    @property
     def part_address(self) -> int:
         """Of `part`, see `module_source`, for other compiled functions."""
         return self._compiled.address("part")
@@ -77,7 +74,7 @@ class Kernel:
         Raises:
             ValueError: rows and panels do not fit each other.
         """
-        rows = rows.to(_DTYPES[self._rows]).contiguous()
+        rows = rows.to(DTYPES[self._rows]).contiguous()
         num_rows, num_columns = rows.shape
         num_panels, num_blocks, _ = panels.shape
         if num_blocks * self._layout.block_weights != num_columns:
@@ -109,7 +106,12 @@ class Kernel:
 
 def kernel_of(layout: Layout | PlainLayout, dtype: torch.dtype = torch.float32) -> Kernel:
     """The process's only one for a layout and a type of hidden states. Raises as `Kernel`."""
-    return _kernel(layout, Rows.BFLOAT16 if dtype == torch.bfloat16 and _multiplies_pairs() else Rows.FLOAT32)
+    return _kernel(layout, rows_of(dtype))
+
+
+def rows_of(dtype: torch.dtype) -> Rows:
+    """What kernels multiply, of hidden states of a type."""
+    return Rows.BFLOAT16 if dtype == torch.bfloat16 and _multiplies_pairs() else Rows.FLOAT32
 
 
 def multiplied(
@@ -133,12 +135,10 @@ def multiplied(
 
 @functools.cache
 def plain_layout(dtype: torch.dtype) -> PlainLayout | None:
-    """How plain weights of a type are laid out for a kernel; None where this processor has no instructions for it."""
-    if objection() is not None or not processor_features().get("avx512f"):
+    """How plain weights of a type are laid out for a kernel; None where there is none."""
+    if objection() is not None:
         return None
-    if dtype == torch.float32:
-        return PLAIN_FLOAT32
-    return PLAIN_BFLOAT16 if dtype == torch.bfloat16 and _multiplies_pairs() else None
+    return {torch.float32: PLAIN_FLOAT32, torch.bfloat16: PLAIN_BFLOAT16}.get(dtype)
 
 
 @functools.cache
@@ -159,6 +159,7 @@ def check_support() -> None:
 
 
 def _tiles_of_this_processor(layout: Layout | PlainLayout) -> Tiles:
-    if not processor_features().get("avx512f"):
-        return NARROW_TILES
-    return PLAIN_TILES if isinstance(layout, PlainLayout) else WIDE_TILES
+    is_plain, is_wide = isinstance(layout, PlainLayout), processor_features().get("avx512f")
+    if is_plain:
+        return PLAIN_TILES if is_wide else NARROW_PLAIN_TILES
+    return WIDE_TILES if is_wide else NARROW_TILES

@@ -109,17 +109,27 @@ def columns(function: Function, layout: Layout | PlainLayout, panel: str) -> Ite
 
     Args:
         function: to which lines are added; there `%unit` counts rounds of so many columns from the beginning of a row.
-        layout: of plain ones that of float32.
         panel: where the panel begins.
     """
     if isinstance(layout, PlainLayout):
-        return iter((function.load(FLOATS, panel_part(function, layout, panel)),))
+        return _plain_columns(function, layout, panel)
     if not layout.has_sub_scales:
         block = function.at(panel, function.let(f"mul i64 %unit, {layout.block_bytes}"))
         return _Unit(function, layout, block, "").columns()
     number = function.let(f"udiv i64 %unit, {layout.units}")
     block = function.at(panel, function.let(f"mul i64 {number}, {layout.block_bytes}"))
     return _Unit(function, layout, block, function.let(f"urem i64 %unit, {layout.units}")).columns()
+
+
+def _plain_columns(function: Function, layout: PlainLayout, panel: str) -> Iterator[str]:
+    part = panel_part(function, layout, panel)
+    if layout.block_weights == 1:
+        yield function.load(FLOATS, part)
+        return
+    # The first of two numbers lies in the lower half, on processors whose lowest byte is the first.
+    both = function.load(INTS, part)
+    for bits in (f"shl {INTS} {both}, splat (i32 16)", f"and {INTS} {both}, splat (i32 -65536)"):
+        yield function.let(f"bitcast {INTS} {function.let(bits)} to {FLOATS}")
 
 
 def panel_part(function: Function, layout: PlainLayout, panel: str) -> str:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from corolla.block_server.kv import compiled_attention
 from corolla.block_server.kv.attention import AttentionBatch, PackedRow
+from corolla.block_server.kv.chunk_source import TILE_KEYS
 from corolla.block_server.kv.compiled_attention import CompiledAttention
 from corolla.block_server.kv.store import KVStore, SessionCache
 
@@ -112,6 +114,18 @@ def test_every_shape_of_heads_is_right(
         assert (output - rows.expected(3, num_new)).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 96)])
+@pytest.mark.parametrize("num_new", [1, 70])
+def test_results_do_not_depend_on_how_many_sums_fit_registers(
+    sizes: tuple[int, int], num_new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, found = Rows([200], heads=6, sizes=sizes), []
+    for max_sums in (24, 6):
+        monkeypatch.setattr(compiled_attention, "max_sums", lambda max_sums=max_sums: max_sums)
+        found += rows.attended([0], num_new)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 100, 1500])
 @pytest.mark.parametrize("num_new", [1, 5, 9, 300])
 def test_windows_and_pieces_of_long_rows_are_right(window: int | None, num_new: int, num_threads: int) -> None:
@@ -174,8 +188,8 @@ def test_pages_that_a_window_gave_back_change_no_bit(num_new: int) -> None:
         first_token = cache.tables[0].first_token
         return first_token, rows.attend({0: cache}, {0: num_new})[0]
 
-    found = [attended(num_taken_back) for num_taken_back in (0, 16, 32)]
-    assert len({first_token % 32 for first_token, _ in found}) == 2
+    found = [attended(num_taken_back) for num_taken_back in (0, 16, 32, 48)]
+    assert len({first_token % TILE_KEYS for first_token, _ in found}) == TILE_KEYS // PAGE_TOKENS
     for _, output in found[1:]:
         assert torch.equal(output, found[0][1])
 
