@@ -314,7 +314,8 @@ class _Buffers:
     def __init__(self, dtype: torch.dtype, shapes: Sequence[BlockShape]) -> None:
         self._num_tokens = 0
         sizes = [shape.sizes for shape in shapes]
-        multiplied = DTYPES[rows_of(dtype)]
+        rows = rows_of(dtype)
+        multiplied = DTYPES[rows]
         self._widths = {
             "normed": (max(shape.hidden_size for shape in shapes), multiplied),
             "product": (max(outputs for each in sizes for _, outputs in each.values()), torch.float32),
@@ -327,7 +328,7 @@ class _Buffers:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         # Layers of one shape at a time, at worst one by one.
         self._counters = torch.empty(len(shapes) * counter_bytes(1), dtype=torch.uint8)
-        self.scratch_bytes = max(scratch_bytes(inputs) for each in sizes for inputs, _ in each.values())
+        self.scratch_bytes = max(scratch_bytes(inputs, rows) for each in sizes for inputs, _ in each.values())
 
     def of(self, num_tokens: int) -> Mapping[str, int]:
         """Where they lie, with room for so many."""

@@ -12,16 +12,17 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from corolla.models.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
-from corolla.models.packed.layouts import UNIT, Layout, PlainLayout
+from corolla.models.packed.layouts import PLAIN_BFLOAT16, PLAIN_FLOAT32, UNIT, Layout, PlainLayout
 from corolla.models.packed.weights_source import columns, panel_part
 
 _PAIRS: Final = f"<{2 * LANES} x bfloat>"
-_PAIR_BYTES: Final = 4 * LANES
 _DOT: Final = "llvm.x86.avx512bf16.dpbf16ps.512"
 _ROUND: Final = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
 # How many panels are one group, the most first: of unpacked ones few, so that they stay in the cache.
 _PANELS: Final = (4, 2, 1)
 UNPACKED_PANELS: Final = 2
+MAX_FEW_ROWS: Final = 8
+"""More rows are multiplied by weights that are unpacked first."""
 
 _HEAD: Final = f"""\
 declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
@@ -40,13 +41,18 @@ class Rows(enum.Enum):
     BFLOAT16 = "bfloat"
 
 
+Tiles = Sequence[tuple[int, int]]
+"""Rows and panels that are multiplied at once, as many as registers allow; for each number of rows there is one with a
+single panel, and for a single row, too."""
+
+
 def module_source(
-    layout: Layout | PlainLayout, tiles: Sequence[tuple[int, int]], rows: Rows, *, has_threads: bool
+    layout: Layout | PlainLayout, rows: Rows, *, packed_tiles: Tiles, plain_tiles: Tiles, has_threads: bool
 ) -> str:
     """A module with three functions, of plain weights only the first two; all their counts are int64:
 
-    `multiply(x, rows, columns, weights, y, panels, scratch, scratch_bytes, threads)`: `[rows, columns]` times a packed
-    matrix, to float32 `[rows, 16 * panels]`. In bfloat16, many rows need `scratch_bytes` for each thread, see
+    `multiply(x, rows, columns, weights, y, panels, scratch, scratch_bytes, threads)`: `[rows, columns]` times a matrix,
+    to float32 `[rows, 16 * panels]`. Many rows times a packed one need `scratch_bytes` for each thread, see
     `scratch_bytes`.
 
     `part(x, rows, columns, weights, y, panels, scratch, first, end)`: the same for some of the panels, by one thread.
@@ -54,33 +60,36 @@ def module_source(
     `expand(ids, count, columns, weights, y)`: rows of the matrix, by their numbers, to float32 `[count, columns]`.
 
     Args:
-        tiles: rows and panels that are multiplied at once, as many as registers allow; for each number of rows there
-            is one with a single panel, and for a single row, too.
+        packed_tiles: for weights that are unpacked while they are multiplied.
+        plain_tiles: for plain ones, and for those that are unpacked first, since there are more rows.
         has_threads: whether the functions of OpenMP can be linked.
     """
     parts = [_HEAD, _HEAD_OF_PAIRS if rows is Rows.BFLOAT16 else ""]
-    most: int | None = None
+    tile = _FloatTile if rows is Rows.FLOAT32 else _PairTile
     if isinstance(layout, PlainLayout):
-        tile = _FloatTile if rows is Rows.FLOAT32 else _PairTile
-        parts += [_tile(tile(layout, height, width)) for height, width in tiles]
-    elif rows is Rows.FLOAT32:
-        parts += [_tile(_FloatTile(layout, height, width)) for height, width in tiles]
+        parts += [_tile(tile(layout, *size), "tile") for size in plain_tiles]
+        parts += [_part(layout, plain_tiles, rows), _all_or_few(unpacks=False)]
     else:
-        few = [tile for tile in tiles if tile[1] <= UNPACKED_PANELS]
-        parts.append(_unpack(layout))
-        parts += [_tile(_PairTile(layout, height, width)) for height, width in tiles]
-        parts += [_tile(_UnpackedTile(layout, height, width)) for height, width in few]
-        parts.append(_part(layout, few, rows, is_unpacked=True))
-        most = max(height for height, _ in tiles)
-    parts.append(_part(layout, tiles, rows, is_unpacked=False))
-    parts += [_all_or_few(most), _SHARE if has_threads else "", _multiply(has_threads)]
+        unpacked = unpacked_layout(rows)
+        few = [size for size in plain_tiles if size[1] <= UNPACKED_PANELS]
+        parts += [_tile(tile(layout, *size), "tile") for size in packed_tiles]
+        parts += [_unpack(layout, rows), *(_tile(tile(unpacked, *size), "unpacked") for size in few)]
+        parts += [_part(layout, packed_tiles, rows), _part(layout, few, rows, unpacked)]
+        parts.append(_all_or_few(unpacks=True))
+    parts += [_SHARE if has_threads else "", _multiply(has_threads)]
     parts += ["" if isinstance(layout, PlainLayout) else _expand(layout), ATTRIBUTES]
     return "\n".join(parts)
 
 
-def scratch_bytes(num_columns: int) -> int:
-    """Of a thread: a group of panels in bfloat16."""
-    return UNPACKED_PANELS * num_columns // 2 * _PAIR_BYTES
+def unpacked_layout(rows: Rows) -> PlainLayout:
+    """That of weights which are multiplied by many rows."""
+    return PLAIN_FLOAT32 if rows is Rows.FLOAT32 else PLAIN_BFLOAT16
+
+
+def scratch_bytes(num_columns: int, rows: Rows) -> int:
+    """Of a thread: a group of unpacked panels."""
+    layout = unpacked_layout(rows)
+    return UNPACKED_PANELS * num_columns // layout.block_weights * layout.block_bytes
 
 
 _Place = tuple[int, int]
@@ -90,7 +99,6 @@ _Place = tuple[int, int]
 class _FloatTile:
     """What a tile does with a round of columns, in float32."""
 
-    name = "tile"
     rows = Rows.FLOAT32
 
     def __init__(self, layout: Layout | PlainLayout, num_rows: int, num_panels: int) -> None:
@@ -115,27 +123,14 @@ class _PairTile(_FloatTile):
     rows = Rows.BFLOAT16
 
     def add(self, function: Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
-        for pair, weights in enumerate(zip(*(self._pairs(function, panel) for panel in panels), strict=True)):
+        units = [_rounded_pairs(function, self.layout, panel) for panel in panels]
+        for pair, weights in enumerate(zip(*units, strict=True)):
             for row, base in enumerate(inputs):
                 both = function.let(f"load i32, ptr {function.at(base, 4 * pair)}, align 2")
                 pairs = function.let(f"bitcast {INTS} {function.splat(both, 'i32')} to {_PAIRS}")
                 for panel, weight in enumerate(weights):
                     arguments = f"{FLOATS} {sums[row, panel]}, {_PAIRS} {weight}, {_PAIRS} {pairs}"
                     sums[row, panel] = function.let(f"call {FLOATS} @{_DOT}({arguments})")
-
-    def _pairs(self, function: Function, panel: str) -> Iterator[str]:
-        return _rounded_pairs(function, self.layout, panel)
-
-
-class _UnpackedTile(_PairTile):
-    """By weights that `unpack` has left."""
-
-    name = "unpacked"
-
-    def _pairs(self, function: Function, panel: str) -> Iterator[str]:
-        base = function.at(panel, function.let(f"mul i64 %unit, {UNIT // 2 * _PAIR_BYTES}"))
-        for pair in range(UNIT // 2):
-            yield function.load(_PAIRS, base, pair * _PAIR_BYTES)
 
 
 def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str) -> Iterator[str]:
@@ -150,12 +145,12 @@ def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str)
         yield function.let(f"shufflevector {_PAIRS} {apart}, {_PAIRS} poison, <{2 * LANES} x i32> <{order}>")
 
 
-def _tile(tile: _FloatTile) -> str:
+def _tile(tile: _FloatTile, name: str) -> str:
     """Some rows times some panels, whose sums stay in registers from the first column to the last."""
     function, element = Function(), tile.rows.value
     lines = function.lines
     lines.append(
-        f"define internal void @{tile.name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
+        f"define internal void @{name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
         "ptr noalias %w, i64 %panel_bytes, ptr noalias %y, i64 %y_columns) #0 {\nentry:"
     )
     lines.append(f"  %units = udiv i64 %columns, {tile.layout.step}")
@@ -181,8 +176,8 @@ def _tile(tile: _FloatTile) -> str:
     return "\n".join(lines)
 
 
-def _unpack(layout: Layout) -> str:
-    """A panel to bfloat16, two columns side by side."""
+def _unpack(layout: Layout, rows: Rows) -> str:
+    """A panel to that of plain weights."""
     function = Function()
     lines = function.lines
     lines.append(
@@ -194,9 +189,13 @@ entry:
 loop:
   %unit = phi i64 [0, %entry], [%next, %loop]"""
     )
-    target = function.at("%to", function.let(f"mul i64 %unit, {UNIT // 2 * _PAIR_BYTES}"))
-    for pair, weights in enumerate(_rounded_pairs(function, layout, "%w")):
-        lines.append(f"  store {_PAIRS} {weights}, ptr {function.at(target, pair * _PAIR_BYTES)}, align {LANES}")
+    unpacked = unpacked_layout(rows)
+    target = function.at("%to", function.let(f"mul i64 %unit, {UNIT // unpacked.block_weights * unpacked.block_bytes}"))
+    is_float = rows is Rows.FLOAT32
+    kind, blocks = (FLOATS, columns) if is_float else (_PAIRS, _rounded_pairs)
+    for number, weights in enumerate(blocks(function, layout, "%w")):
+        place = function.at(target, number * unpacked.block_bytes)
+        lines.append(f"  store {kind} {weights}, ptr {place}, align {LANES}")
     lines.append(
         """\
   %next = add i64 %unit, 1
@@ -212,24 +211,26 @@ done:
 _ARGUMENTS: Final = "ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 %first, i64 %end"
 
 
-def _part(layout: Layout | PlainLayout, tiles: Sequence[tuple[int, int]], rows: Rows, *, is_unpacked: bool) -> str:
+def _part(layout: Layout | PlainLayout, tiles: Tiles, rows: Rows, unpacked: PlainLayout | None = None) -> str:
     """All rows times the panels from `first` to `end`: the weights of a few panels are read once, the rows again.
 
     Args:
-        is_unpacked: whether a group's weights are unpacked first, and read so for all rows.
+        unpacked: how a group's weights are unpacked first, and read for all rows; None: they are not.
     """
-    widths = [width for width in _PANELS if width <= UNPACKED_PANELS or not is_unpacked]
-    wide = "%two" if is_unpacked else "%four"
+    widths = [width for width in _PANELS if width <= UNPACKED_PANELS or unpacked is None]
+    wide = "%four" if unpacked is None else "%two"
     name, tile, w_group, stride = (
-        ("many", "unpacked", "%scratch", "%unpacked_bytes")
-        if is_unpacked
-        else ("few", "tile", "%w_group", "%panel_bytes")
+        ("few", "tile", "%w_group", "%panel_bytes")
+        if unpacked is None
+        else ("many", "unpacked", "%scratch", "%unpacked_bytes")
     )
+    read = layout if unpacked is None else unpacked
     lines = [
         f"""\
 define internal void @{name}({_ARGUMENTS}) #0 {{
 entry:
-  %unpacked_bytes = mul i64 %columns, {_PAIR_BYTES // 2}
+  %rounds = udiv i64 %columns, {read.block_weights}
+  %unpacked_bytes = mul i64 %rounds, {read.block_bytes}
   %blocks = udiv i64 %columns, {layout.block_weights}
   %panel_bytes = mul i64 %blocks, {layout.block_bytes}
   %y_columns = mul i64 %panels, {LANES}
@@ -248,7 +249,7 @@ group:
   %w_group = getelementptr i8, ptr %w, i64 %w_offset
   %y_offset = mul i64 %panel, {LANES}
   %y_group = getelementptr float, ptr %y, i64 %y_offset
-{_UNPACKING if is_unpacked else "  br label %rows_start"}
+{"  br label %rows_start" if unpacked is None else _UNPACKING}
 rows_start:
   br label %rows_left
 rows_left:
@@ -313,14 +314,14 @@ unpacking:
   br i1 %is_more_to_do, label %unpacking, label %rows_start"""
 
 
-def _all_or_few(most: int | None) -> str:
-    """Unpacks first for more rows than `most`, if that is said."""
+def _all_or_few(*, unpacks: bool) -> str:
+    """`part`, which has weights unpacked first where there are many rows, or never."""
     passed = _ARGUMENTS
-    if most is None:
+    if not unpacks:
         return f"define void @part({_ARGUMENTS}) #0 {{\n  call void @few({passed})\n  ret void\n}}"
     return f"""\
 define void @part({_ARGUMENTS}) #0 {{
-  %are_many = icmp ugt i64 %rows, {most}
+  %are_many = icmp ugt i64 %rows, {MAX_FEW_ROWS}
   br i1 %are_many, label %unpack, label %keep
 unpack:
   call void @many({passed})

@@ -5,7 +5,7 @@ llvmlite brings the compiler; where the server runs, there need be none. It take
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -14,18 +14,29 @@ from torch import Tensor
 from corolla.chassis.errors import StartupError
 from corolla.models.compiler import Compiled, has_openmp, objection, processor_features
 from corolla.models.llvm_text import LANES
-from corolla.models.packed.kernel_source import Rows, module_source, scratch_bytes
+from corolla.models.packed.kernel_source import MAX_FEW_ROWS, Rows, Tiles, module_source, scratch_bytes
 from corolla.models.packed.layouts import PLAIN_BFLOAT16, PLAIN_FLOAT32, Layout, PlainLayout
 
-Tiles = Sequence[tuple[int, int]]
-WIDE_TILES: Final[Tiles] = ((8, 2), (8, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1))
-"""Rows and panels that are multiplied at once: their sums, weights and an input fit 32 registers of 16 numbers."""
-PLAIN_TILES: Final[Tiles] = ((6, 4), (6, 2), (6, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1))
-"""Those for plain weights, which need no registers but their own."""
-NARROW_TILES: Final[Tiles] = ((4, 1), (2, 2), (2, 1), (1, 2), (1, 1))
+
+@dataclass(frozen=True, slots=True)
+class Tilings:
+    """What is multiplied at once by weights that are unpacked meanwhile, and by plain ones: sums, weights and an input
+    fit the registers."""
+
+    packed: Tiles
+    plain: Tiles
+
+
+WIDE: Final = Tilings(
+    packed=((8, 2), (8, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1)),
+    plain=((6, 4), (6, 2), (6, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1)),
+)
+"""For 32 registers of 16 numbers."""
+NARROW: Final = Tilings(
+    packed=((4, 1), (2, 2), (2, 1), (1, 2), (1, 1)),
+    plain=((6, 1), (4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1)),
+)
 """For smaller registers, or fewer."""
-NARROW_PLAIN_TILES: Final[Tiles] = ((6, 1), (4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1))
-"""Those for plain weights."""
 DTYPES: Final = {Rows.FLOAT32: torch.float32, Rows.BFLOAT16: torch.bfloat16}
 LEAST_PRODUCTS_OF_THREADS: Final = 1 << 19
 """Fewer products take less time than it takes to wake another thread."""
@@ -36,18 +47,20 @@ class Kernel:
 
     Args:
         rows: of float32 or of bfloat16; those of plain weights are of their type.
-        tiles: None: those that this processor has registers for; the results are the same in every bit.
+        tilings: None: those that this processor has registers for; the results are the same in every bit.
 
     Raises:
         StartupError: llvmlite is not installed, or this processor cannot run what it makes.
     """
 
-    def __init__(self, layout: Layout | PlainLayout, rows: Rows = Rows.FLOAT32, tiles: Tiles | None = None) -> None:
+    def __init__(self, layout: Layout | PlainLayout, rows: Rows = Rows.FLOAT32, tilings: Tilings | None = None) -> None:
         self._layout, self._rows = layout, rows
         check_support()
-        tiles = tiles or _tiles_of_this_processor(layout)
-        self._most_few_rows = max(height for height, _ in tiles)
-        self._compiled = Compiled(module_source(layout, tiles, rows, has_threads=has_openmp()))
+        tilings = tilings or (WIDE if processor_features().get("avx512f") else NARROW)
+        source = module_source(
+            layout, rows, packed_tiles=tilings.packed, plain_tiles=tilings.plain, has_threads=has_openmp()
+        )
+        self._compiled = Compiled(source)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._multiply: Any = self._compiled.function(
             "multiply", pointer, number, number, pointer, pointer, number, pointer, number, number
@@ -82,7 +95,7 @@ class Kernel:
         product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
         are_many = num_rows * num_columns * num_panels * LANES >= LEAST_PRODUCTS_OF_THREADS
         num_threads = torch.get_num_threads() if are_many else 1
-        scratch, num_scratch_bytes = None, scratch_bytes(num_columns)
+        scratch, num_scratch_bytes = None, scratch_bytes(num_columns, self._rows)
         if self._unpacks(num_rows):
             scratch = torch.empty(num_threads * num_scratch_bytes, dtype=torch.uint8)
         # The interpreter's lock is released meanwhile.
@@ -93,8 +106,7 @@ class Kernel:
         return product
 
     def _unpacks(self, num_rows: int) -> bool:
-        is_packed = not isinstance(self._layout, PlainLayout)
-        return is_packed and self._rows is Rows.BFLOAT16 and num_rows > self._most_few_rows
+        return not isinstance(self._layout, PlainLayout) and num_rows > MAX_FEW_ROWS
 
     def expand(self, row_ids: Tensor, panels: Tensor, num_columns: int) -> Tensor:
         """Rows of the matrix, float32 `[R, in]`, by their int64 `[R]` numbers, which must be within it."""
@@ -156,10 +168,3 @@ def check_support() -> None:
     """Raises StartupError: packed weights cannot be multiplied here."""
     if (reason := objection()) is not None:
         raise StartupError(f"COROLLA_QUANTIZATION=packed does not work here: {reason}. Set it to none.")
-
-
-def _tiles_of_this_processor(layout: Layout | PlainLayout) -> Tiles:
-    is_plain, is_wide = isinstance(layout, PlainLayout), processor_features().get("avx512f")
-    if is_plain:
-        return PLAIN_TILES if is_wide else NARROW_PLAIN_TILES
-    return WIDE_TILES if is_wide else NARROW_TILES

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from corolla.models.gguf.header import TYPES
 from corolla.models.llvm_text import LANES
-from corolla.models.packed.kernels import NARROW_TILES, WIDE_TILES, Kernel, kernel_of, plain_layout
+from corolla.models.packed.kernels import NARROW, WIDE, Kernel, kernel_of, plain_layout
 from corolla.models.packed.layouts import LAYOUTS, PLAIN_BFLOAT16, PLAIN_FLOAT32
 from corolla.models.packed.modules import PackedEmbedding, PackedLinear
 from corolla.models.packed.repacking import empty_matrices, lay_out, repack
@@ -93,8 +93,8 @@ def test_the_small_tiles_of_other_processors_give_the_same_bits(name: str) -> No
     panels = packed(random_rows(name, 150), name)
     inputs = torch.randn(23, NUM_COLUMNS, generator=torch.Generator().manual_seed(4))
     expected = kernel_of(LAYOUTS[name]).multiply(inputs, panels)
-    for tiles in (WIDE_TILES, NARROW_TILES):
-        assert torch.equal(Kernel(LAYOUTS[name], tiles=tiles).multiply(inputs, panels), expected)
+    for tilings in (WIDE, NARROW):
+        assert torch.equal(Kernel(LAYOUTS[name], tilings=tilings).multiply(inputs, panels), expected)
 
 
 def test_rows_of_another_length_are_refused() -> None:
