@@ -70,7 +70,7 @@ class BlockServerSettings(ServiceSettings):
     )
     fused_blocks: bool = Field(
         True,
-        description="Run blocks of the usual shape with fused projections, and where a CPU has AVX-512 whole, by "
+        description="Run blocks of the usual shape with fused projections, and on CPUs whole, by "
         "compiled functions; off, with the family's own code.",
     )
     tuning_budget_s: float = Field(

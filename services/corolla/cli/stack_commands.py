@@ -8,9 +8,15 @@ import typer
 from corolla.chassis.weight_formats import QuantizationName, full_dtype_name
 
 _PANEL = "Run a whole stack"
+_MAX_DEFAULT_THREADS = 8
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, GGUF file, hub id, or demo.")]
-Threads = Annotated[int, typer.Option(min=1, max=1024, help="Torch threads of each process.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=1024, show_default=False, help="Torch threads of each process.  [default: all cores, at most 8]"
+    ),
+]
 LogFolder = Annotated[
     Path | None, typer.Option(help="Folder for the log files; a new one if not given.", show_default=False)
 ]
@@ -50,7 +56,7 @@ def up(
         Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"], typer.Option(help="Of weights and cache.")
     ] = "float32",
     quantization: Annotated[QuantizationName, typer.Option(help="Of the block servers' weights.")] = "none",
-    threads: Threads = 1,
+    threads: Threads = None,
     log_folder: LogFolder = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every log line.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
@@ -65,14 +71,14 @@ def up(
     options = StackOptions(
         model=model, num_servers=2 if servers is None else servers, blocks=blocks, port=port, http_port=http_port,
         router_port=router_port, host=host, redis_url=redis_url, dtype=full_dtype_name(dtype),
-        quantization=quantization, num_threads=threads, log_folder=log_folder or new_log_folder(),
+        quantization=quantization, num_threads=_num_threads(threads), log_folder=log_folder or new_log_folder(),
     )  # fmt: skip
     return run_up(options, verbose=verbose, as_json=json)
 
 
 def demo(
     servers: Annotated[int, typer.Option(min=1, help="Block servers.")] = 3,
-    threads: Threads = 1,
+    threads: Threads = None,
     log_folder: LogFolder = None,
 ) -> int:
     """Shows it all: starts a stack with a real model, streams an answer and a chat, and stops it."""
@@ -80,5 +86,12 @@ def demo(
     from corolla.local.log_files import new_log_folder
     from corolla.local.options import StackOptions
 
-    options = StackOptions(num_servers=servers, num_threads=threads, log_folder=log_folder or new_log_folder())
+    options = StackOptions(num_servers=servers, num_threads=_num_threads(threads), log_folder=log_folder or new_log_folder())
     return run_demo(options)
+
+
+def _num_threads(asked_for: int | None) -> int:
+    """Servers that share processors are fastest where each has all of them in turn."""
+    from corolla.chassis.processors import available_cores
+
+    return asked_for or min(available_cores(), _MAX_DEFAULT_THREADS)

@@ -32,7 +32,7 @@ def processor_features() -> Mapping[str, bool]:
 
 
 def max_sums() -> int:
-    """Vectors of 16 sums that fit this processor's registers beside what is multiplied: of 32 or of 16 that a vector
+    """Vectors of 16 sums that fit this processor's registers next to what is multiplied: of 32 or of 16 that a vector
     fills, or of 16 or 32 that are a half or a quarter of one."""
     return 24 if processor_features().get("avx512f") else 6
 
