@@ -86,7 +86,9 @@ def demo(
     from corolla.local.log_files import new_log_folder
     from corolla.local.options import StackOptions
 
-    options = StackOptions(num_servers=servers, num_threads=_num_threads(threads), log_folder=log_folder or new_log_folder())
+    options = StackOptions(
+        num_servers=servers, num_threads=_num_threads(threads), log_folder=log_folder or new_log_folder()
+    )
     return run_demo(options)
 
 
