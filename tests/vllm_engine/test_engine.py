@@ -19,6 +19,7 @@ from corolla.block_server.engines.vllm_layers import VERSION, VLLM_FAMILIES, che
 from corolla.block_server.runner import RowWork, Runner
 from corolla.block_server.speed import measure_speed
 from corolla.chassis.errors import StartupError
+from corolla.models import linear
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
@@ -263,6 +264,15 @@ def test_the_reference_is_the_default(tmp_path: Path) -> None:
     checkpoint = checkpoint_of("llama", tmp_path)
     assert choose_engine("transformers", checkpoint, dtype=torch.float32, device="cpu")[0] == "transformers"
     assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu")[0] == "vllm"
+
+
+@pytest.mark.parametrize("gain_of_panels, name", [(2.0, "transformers"), (0.1, "vllm")])
+def test_blocks_that_are_compiled_whole_are_left_to_transformers(
+    gain_of_panels: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "measured_gain", lambda *_: gain_of_panels)
+    checkpoint = checkpoint_of("llama", tmp_path, head_dim=32)
+    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu")[0] == name
 
 
 def test_the_block_that_auto_tries_is_the_one_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
