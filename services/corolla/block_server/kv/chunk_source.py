@@ -230,7 +230,7 @@ def _weigh() -> str:
 
 
 def _larger(function: Function, vector: str, other: str) -> str:
-    """Lane by lane; where a number is none, that of the other vector."""
+    """Lane by lane; `other` where either is no number."""
     is_more = function.let(f"fcmp ogt {FLOATS} {vector}, {other}")
     return function.let(f"select <{LANES} x i1> {is_more}, {FLOATS} {vector}, {FLOATS} {other}")
 
