@@ -63,7 +63,8 @@ class BlockServerSettings(ServiceSettings):
     engine: Literal["transformers", "vllm", "auto"] = Field(
         "transformers",
         description="What computes the blocks: `transformers`, the reference; `vllm`, its layers and kernels; `auto`: "
-        "`vllm` where it is installed and knows the family and the format of the weights.",
+        "`vllm` where it is installed and knows the family and the format of the weights, unless `transformers` "
+        "compiles the blocks whole.",
     )
     attention: Literal["auto", "compiled", "flash", "paged", "sdpa"] = Field(
         "auto", description="Attention kernel; `auto` takes the fastest one that is right on this device."

@@ -46,7 +46,7 @@ class Kernel:
     """Multiplies by matrices of one layout.
 
     Args:
-        rows: of float32 or of bfloat16; those of plain weights are of their type.
+        rows: of float32 or of bfloat16; those of plain weights in float32 are of float32.
         tilings: None: those that this processor has registers for; the results are the same in every bit.
 
     Raises:
