@@ -13,7 +13,7 @@ from corolla.client.text.bounded_worker import OUT_OF_MEMORY, read, write
 
 log = logging.getLogger(__name__)
 
-_LONGEST_S: Final = 10.0
+LONGEST_S: Final = 10.0
 """A process that gives no answer for so long is ended: it was stopped, or has no processor."""
 
 _RAN_AWAY: Final = {
@@ -98,14 +98,14 @@ class WorkerProcess:
             cast(IO[bytes], process.stdin).close()
         cast(IO[bytes], process.stdout).close()
         try:
-            return process.wait(_LONGEST_S)
+            return process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
 
 
 def _answer(process: subprocess.Popen[bytes], request: Any) -> Any:
-    guard = threading.Timer(_LONGEST_S, process.kill)
+    guard = threading.Timer(LONGEST_S, process.kill)
     guard.start()
     try:
         write(cast(IO[bytes], process.stdin), request)

@@ -110,7 +110,7 @@ def test_tokens_that_take_long_do_not_count_against_their_grammar(
     grammars: GrammarProcess, byte_level_tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So many have to be sent, too, and a busy machine takes its time.
-    monkeypatch.setattr(worker_process, "_LONGEST_S", 120.0)
+    monkeypatch.setattr(worker_process, "LONGEST_S", 120.0)
     form = formats.regex("a*", "regex")
     received = byte_level_tokenizer.encode("a", add_special_tokens=False) * 20_000_000
     assert "received.ids" in str(refusal(grammars, form, received))
