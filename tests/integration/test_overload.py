@@ -184,9 +184,11 @@ async def test_client_service_tokenizes_texts_one_by_one_in_a_thread_and_bounds_
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spell, working, most_at_a_time = TextTokenizer.token_text, set[int](), 0
+    may_go_on = threading.Event()
 
     def token_text(tokenizer: TextTokenizer, token_id: int) -> str:
         nonlocal most_at_a_time
+        may_go_on.wait(timeout=60)  # the queue is full however slowly calls arrive
         working.add(threading.get_ident())
         most_at_a_time = max(most_at_a_time, len(working))
         time.sleep(0.001)  # others have their chance
@@ -203,6 +205,9 @@ async def test_client_service_tokenizes_texts_one_by_one_in_a_thread_and_bounds_
             asyncio.ensure_future(stub.Tokenize(request, metadata=key_metadata(KEYS["ada"])))
             for _ in range(3 * NUM_WAITING)
         ]
+        # Only a refused call ends while the first is held up.
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        may_go_on.set()
         done = await asyncio.gather(*calls, return_exceptions=True)
     answers = [each for each in done if isinstance(each, pb.TokenizeResponse)]
     refused = [refusal_of(each) for each in done if isinstance(each, grpc.aio.AioRpcError)]
