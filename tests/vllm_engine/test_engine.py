@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import weakref
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -266,13 +267,24 @@ def test_the_reference_is_the_default(tmp_path: Path) -> None:
     assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu")[0] == "vllm"
 
 
-@pytest.mark.parametrize("gain_of_panels, name", [(2.0, "transformers"), (0.1, "vllm")])
+@pytest.mark.parametrize(
+    "gain_of_panels, settings, name",
+    [
+        (2.0, {}, "transformers"),
+        (0.1, {}, "vllm"),
+        (2.0, {"is_fused": False}, "vllm"),
+        (2.0, {"attention": "sdpa"}, "vllm"),
+        (2.0, {"kv_cache_dtype": "int8"}, "vllm"),
+    ],
+)
 def test_blocks_that_are_compiled_whole_are_left_to_transformers(
-    gain_of_panels: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gain_of_panels: float, settings: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "measured_gain", lambda *_: gain_of_panels)
     checkpoint = checkpoint_of("llama", tmp_path, head_dim=32)
-    assert choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu")[0] == name
+    make_runner = partial(Runner, **settings)
+    found = choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu", make_runner=make_runner)
+    assert found[0] == name
 
 
 def test_the_block_that_auto_tries_is_the_one_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,14 @@ class BlockServer:
             max_prefill_tokens_during_decode=settings.prefill_tokens_during_decode,
         )
         self._sessions: SessionTable[SessionCache] | None = None
+        self._new_runner = partial(
+            Runner,
+            page_tokens=settings.num_page_tokens,
+            attention=settings.attention,
+            is_fused=settings.fused_blocks,
+            tuning_budget_s=settings.tuning_budget_s,
+            kv_cache_dtype=settings.kv_cache_dtype,
+        )
         self._compute_thread = ComputeThread()
         self._engine: Engine | None = None
         self._relay: Relay | None = None
@@ -193,11 +201,11 @@ class BlockServer:
         )
         engine_name, block = await self._compute_thread.run(
             choose_engine, settings.engine, checkpoint,
-            dtype=dtype, device=settings.device, quantization=settings.quantization,
+            dtype=dtype, device=settings.device, quantization=settings.quantization, make_runner=self._new_runner,
         )  # fmt: skip
         speed = await self._compute_thread.run(
             measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
-            settings.kv_cache_dtype, engine_name, block,
+            self._new_runner, engine_name, block,
         )  # fmt: skip
         del block
         description = await asyncio.to_thread(self._description, checkpoint, fingerprint, engine_name, speed)
@@ -394,17 +402,12 @@ class BlockServer:
         layers_per_group = LayerGroups.of(page_windows(model), pageless_layers(model.config)).layers_per_group
         num_pages, num_state_pages = self._num_pages(cache_bytes_per_token * layers_per_group, state_bytes(model))
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
-        runner = Runner(
+        runner = self._new_runner(
             model,
             num_pages=num_pages,
-            page_tokens=settings.num_page_tokens,
             max_step_tokens=max(settings.max_tokens_per_frame, _MAX_TAKEN_BACK),
-            attention=settings.attention,
-            is_fused=settings.fused_blocks,
-            tuning_budget_s=settings.tuning_budget_s,
             has_scratch_page=may_replay,
             max_stack_bytes=settings.adapters_mib << 20,
-            kv_cache_dtype=settings.kv_cache_dtype,
             num_state_pages=num_state_pages,
         )
         runner.warm_up()

@@ -1,10 +1,12 @@
 """What is planned by the size and speed of one block fits every block."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from corolla.block_server.runner import Runner
 from corolla.block_server.speed import measure_speed
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
@@ -31,3 +33,12 @@ def test_the_largest_block_is_measured(tmp_path: Path, family: str, numbers_per_
     assert speed.head_blocks == head_bytes(checkpoint, torch.float32) / max(sizes)
     assert speed.cache_bytes_per_token == numbers_per_token * torch.float32.itemsize
     assert speed.decode_tokens_per_second > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba"])
+def test_keys_and_values_are_measured_as_the_server_stores_them(tmp_path: Path, family: str) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family)))
+    plain = measure_speed(checkpoint, torch.float32, "cpu")
+    make_runner = partial(Runner, page_tokens=8, attention="sdpa", kv_cache_dtype="fp8")
+    stored = measure_speed(checkpoint, torch.float32, "cpu", make_runner=make_runner)
+    assert stored.cache_bytes_per_token == plain.cache_bytes_per_token // torch.float32.itemsize

@@ -3,7 +3,7 @@
 import gc
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -29,12 +29,19 @@ _CHECKED_TOKENS: Final = (15, 1)
 
 
 def choose_engine(
-    wanted: str, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str, quantization: str = "none"
+    wanted: str,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    quantization: str = "none",
+    make_runner: Callable[..., Runner] = Runner,
 ) -> tuple[EngineName, SpanEngine | None]:
     """The engine for a checkpoint; `auto` is `vllm` where that is installed, knows family and format, and is faster.
 
     Args:
         wanted: `transformers`, `vllm` or `auto`.
+        make_runner: `Runner` with this server's settings, which decide whether blocks can be compiled.
 
     Returns:
         Its name, and the largest block with made-up weights where one was made to find out.
@@ -53,7 +60,7 @@ def choose_engine(
     if objection is None:
         try:
             vllm_layers.check_version()
-            if _are_compiled(checkpoint, dtype, device):
+            if _are_compiled(checkpoint, dtype, device, make_runner):
                 log.info("vLLM does not compute the blocks", extra={"reason": "compiled ones are faster"})
                 return "transformers", None
             # Whether a kernel has the format, only vLLM knows. Where some blocks have experts, the largest one does.
@@ -131,12 +138,12 @@ def _objection(checkpoint: Checkpoint, device: str, quantization: str) -> str | 
     return None
 
 
-def _are_compiled(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> bool:
+def _are_compiled(checkpoint: Checkpoint, dtype: torch.dtype, device: str, make_runner: Callable[..., Runner]) -> bool:
     """Whether `transformers` runs plain blocks whole here, by compiled functions."""
     if checkpoint.quantization is not None:
         return False
     largest = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
-    return Runner(make_span(checkpoint, largest, dtype=dtype, device=device), num_pages=1).compiled is not None
+    return make_runner(make_span(checkpoint, largest, dtype=dtype, device=device), num_pages=1).compiled is not None
 
 
 def _first_of_each(kinds: Sequence[object]) -> list[int]:
