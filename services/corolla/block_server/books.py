@@ -70,12 +70,13 @@ def _sums(sessions: SessionTable[Any], outputs: BoundaryActivations) -> Iterator
     states = {"used": pool.num_used, "cached": pool.num_cached, "unused": pool.num_unused}
     if sum(states.values()) != pool.num_pages or pool.num_used != pool.num_pages - pool.holders.count(0):
         yield Breach("pages", f"{states} do not add up to {pool.num_pages}")
-    num_promised = sum(table.num_promised for table in tables)
+    num_promised = sum(session.cache.num_pages for session in sessions)
     if num_promised != pool.num_pages - pool.num_available:
         yield Breach(
             "promises", f"{pool.num_pages - pool.num_available} pages are promised, {num_promised} to sessions"
         )
-    if pool.num_reserved < 0 or pool.num_cached > pool.num_available:
+    # What stands for something else than tokens is promised, and never held.
+    if pool.num_used > sum(table.num_promised for table in tables) or pool.num_cached > pool.num_available:
         yield Breach("promises", "more pages are used or cached than the promises leave")
     if any(table.num_pages > table.num_promised for table in tables):
         yield Breach("promises", "a session holds more pages than it was promised")

@@ -24,8 +24,8 @@ class Server:
     """A session in mid-answer, a parked one, one that arrives, and boundary activations."""
 
     def __init__(self) -> None:
-        self.pool = PagePool(32, 4)
-        self.sessions = SessionTable(self.pool, lambda: SessionPages(self.pool, [GroupRule(), GroupRule(6, 4)]))
+        self.pool = PagePool(38, 4)
+        self.sessions = SessionTable(self.pool, lambda: SessionPages(self.pool, [GroupRule(), GroupRule(6, 4)], 2))
         self.outputs = BoundaryActivations(1000)
         self.sessions.on_forget = self.outputs.forget
         self.streams = {b"c": {7}}
