@@ -250,6 +250,9 @@ def _built(
     if config.quant_config is not None and config.model_config.is_moe:
         # Where it has some, these round activations to eight bits.
         raise ValueError("it has no kernel for packed experts that takes activations as they are")
+    if config.quant_config is not None and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        # Its layers would find out with the first token. On x86 the kernel needs AVX-512.
+        raise ValueError("its build for this processor has no kernel for packed weights")
     with set_current_vllm_config(config):
         with set_default_torch_dtype(dtype), device:
             model = initialize_model(config)
