@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("row", choices=[*ROWS, "all"], help=f"{rows}; all: every one but `soak`")
     parser.add_argument("--jobs", type=int, default=1, help="of `all`: rows at a time, each on a stack of its own")
     parser.add_argument("--runs", type=int, default=0, help="how often; each row has a default")
-    parser.add_argument("--at-most", type=int, metavar="RUNS", help="fewer where a row's default is more")
+    parser.add_argument("--at-most", type=int, default=0, metavar="RUNS", help="fewer, where a row's default is more")
     parser.add_argument("--minutes", type=float, default=0, help="of `soak`, instead of `--runs`")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
     parser.add_argument("--model", default="tiny", help="checkpoint folder, `demo`, or a random `tiny` one")
@@ -117,11 +117,12 @@ def main() -> int:
     outage_s = given.outage or (15.0 if given.row == "all" else 60.0)
     num_runs = given.runs or round(3 * given.minutes)
     if given.row != "all":
-        num_runs = num_runs or min(ROWS[given.row][1], given.at_most or sys.maxsize)
+        default_runs = ROWS[given.row][1]
+        num_runs = num_runs or min(default_runs, given.at_most or default_runs)
         return asyncio.run(run(given.row, given.model, given.spans, given.seed, num_runs, outage_s))
     passed_on = {
         "runs": num_runs,
-        "at-most": given.at_most or 0,
+        "at-most": given.at_most,
         "seed": given.seed,
         "model": given.model,
         "spans": given.spans,

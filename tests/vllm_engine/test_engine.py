@@ -289,8 +289,8 @@ def test_blocks_that_are_compiled_whole_are_left_to_transformers(
 ) -> None:
     monkeypatch.setattr(linear, "measured_gain", lambda *_: gain_of_panels)
     checkpoint = checkpoint_of("llama", tmp_path, head_dim=32)
-    make_runner = partial(Runner, **settings)
-    found = choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu", make_runner=make_runner)
+    new_runner = partial(Runner, **settings)
+    found = choose_engine("auto", checkpoint, dtype=torch.float32, device="cpu", new_runner=new_runner)
     assert found[0] == name
 
 

@@ -201,7 +201,7 @@ class BlockServer:
         )
         engine_name, block = await self._compute_thread.run(
             choose_engine, settings.engine, checkpoint,
-            dtype=dtype, device=settings.device, quantization=settings.quantization, make_runner=self._new_runner,
+            dtype=dtype, device=settings.device, quantization=settings.quantization, new_runner=self._new_runner,
         )  # fmt: skip
         speed = await self._compute_thread.run(
             measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,

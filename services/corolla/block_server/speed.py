@@ -88,7 +88,7 @@ def measure_speed(
     device: str,
     quantization: str = "none",
     num_threads: int = 1,
-    make_runner: Callable[..., Runner] = Runner,
+    new_runner: Callable[..., Runner] = Runner,
     engine: EngineName = "transformers",
     model: SpanEngine | None = None,
 ) -> Speed:
@@ -99,7 +99,7 @@ def measure_speed(
 
     Args:
         num_threads: of this process, from now on; 0 takes those with which the block is fastest.
-        make_runner: `Runner` with this server's settings.
+        new_runner: `Runner` with this server's settings.
         engine: see `choose_engine`.
         model: the largest block, if it was made already.
     """
@@ -108,25 +108,25 @@ def measure_speed(
         block = Span(number, number + 1)
         return make_engine(engine, checkpoint, block, dtype=dtype, device=device, quantization=quantization)
 
-    trial = _Trial(model or made(), make_runner)
+    trial = _Trial(model or made(), new_runner)
 
     def seconds() -> float:
         nonlocal trial
         if trial.has_run and trial.model.keeps_threads:
-            trial = _Trial(made(), make_runner)
+            trial = _Trial(made(), new_runner)
         # Both matter alike, and neither hides the other.
         return math.sqrt(trial.prefill_s() * trial.decode_s())
 
     num_threads = set_num_threads(num_threads, seconds)
     if trial.has_run and trial.model.keeps_threads:
-        trial = _Trial(made(), make_runner)
+        trial = _Trial(made(), new_runner)
     prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
     others = (made(other).nbytes for other in checkpoint.largest_blocks if other != checkpoint.largest_block)
     block_bytes = max(trial.model.nbytes, *others, 0)
     # Where no block keeps keys and values, what pages stand for are states.
     bytes_per_token = (
         trial.page_bytes_per_token
-        or _page_bytes(checkpoint, dtype, device, make_runner)
+        or _page_bytes(checkpoint, dtype, device, new_runner)
         or max(1, trial.bytes_per_token)
     )
     # One row takes the time of reading the weights, so bytes tell it. To make a head up may take gigabytes.
@@ -141,12 +141,10 @@ class _Trial:
         has_run: whether any of it was timed.
     """
 
-    def __init__(self, model: SpanEngine, make_runner: Callable[..., Runner]) -> None:
+    def __init__(self, model: SpanEngine, new_runner: Callable[..., Runner]) -> None:
         self.model = model
         self.has_run = False
-        self._runner = make_runner(
-            model, num_pages=1, page_tokens=2 * _PREFILL_TOKENS, tuning_budget_s=_TUNING_BUDGET_S
-        )
+        self._runner = new_runner(model, num_pages=1, page_tokens=2 * _PREFILL_TOKENS, tuning_budget_s=_TUNING_BUDGET_S)
         self._cache = self._runner.new_cache()
         self._cache.reserve(_PREFILL_TOKENS + 1)
 
@@ -174,11 +172,11 @@ class _Trial:
         return _best_seconds(lambda: self._runner.forward(rows, hidden, self.model.span))
 
 
-def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, make_runner: Callable[..., Runner]) -> int:
+def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_runner: Callable[..., Runner]) -> int:
     """Bytes of a token's keys and values in a block that keeps some; 0: none does."""
     block = Span(checkpoint.caching_block, checkpoint.caching_block + 1)
     model = make_span(checkpoint, block, dtype=dtype, device=device)
-    runner = make_runner(model, num_pages=1, page_tokens=1, attention="auto", is_fused=False)
+    runner = new_runner(model, num_pages=1, page_tokens=1, attention="auto", is_fused=False)
     with decode_step(runner) as step:
         step()
     return runner.store.page_bytes

@@ -35,13 +35,13 @@ def choose_engine(
     dtype: torch.dtype,
     device: str,
     quantization: str = "none",
-    make_runner: Callable[..., Runner] = Runner,
+    new_runner: Callable[..., Runner] = Runner,
 ) -> tuple[EngineName, SpanEngine | None]:
     """The engine for a checkpoint; `auto` is `vllm` where that is installed, knows family and format, and is faster.
 
     Args:
         wanted: `transformers`, `vllm` or `auto`.
-        make_runner: `Runner` with this server's settings, which decide whether blocks can be compiled.
+        new_runner: `Runner` with this server's settings, which decide whether blocks can be compiled.
 
     Returns:
         Its name, and the largest block with made-up weights where one was made to find out.
@@ -60,7 +60,7 @@ def choose_engine(
     if objection is None:
         try:
             vllm_layers.check_version()
-            if _are_compiled(checkpoint, dtype, device, make_runner):
+            if _are_compiled(checkpoint, dtype, device, new_runner):
                 log.info("vLLM does not compute the blocks", extra={"reason": "compiled ones are faster"})
                 return "transformers", None
             # Whether a kernel has the format, only vLLM knows. Where some blocks have experts, the largest one does.
@@ -138,12 +138,12 @@ def _objection(checkpoint: Checkpoint, device: str, quantization: str) -> str | 
     return None
 
 
-def _are_compiled(checkpoint: Checkpoint, dtype: torch.dtype, device: str, make_runner: Callable[..., Runner]) -> bool:
+def _are_compiled(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_runner: Callable[..., Runner]) -> bool:
     """Whether `transformers` runs plain blocks whole here, by compiled functions."""
     if checkpoint.quantization is not None:
         return False
     largest = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
-    return make_runner(make_span(checkpoint, largest, dtype=dtype, device=device), num_pages=1).compiled is not None
+    return new_runner(make_span(checkpoint, largest, dtype=dtype, device=device), num_pages=1).compiled is not None
 
 
 def _first_of_each(kinds: Sequence[object]) -> list[int]:
