@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import json
 import random
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,8 +43,6 @@ _NUM_FULL_SPEED: Final = 2
 """Tries before the victim is slowed down: a short answer has often ended when its first token arrives here."""
 _SLOW_KILLS: Final = (0.2, 0.4)
 """Of all tokens of the answers that run together: most of those of the other server."""
-_STOPPED_S: Final = 0.05
-_RUNNING_S: Final = 0.002
 _PROMPT: Final = "the thin the thin"
 _CLOSING_BIAS: Final = 6.0
 _CHATS: Final = "/v1/chat/completions"
@@ -266,9 +262,11 @@ class _Row:
         waiting, num_kills, began_s = self.wanted, 0, time.monotonic()
         for number in range(1, _MOST_TRIES + 1):
             missed: list[Wanted] = []
+            is_slowed = number > _NUM_FULL_SPEED
+            kills = _SLOW_KILLS if is_slowed else (0, _LATEST_KILL / number)
             # Those that are of a length are in their midst at the same time, and short ones only soon.
             for batch in _batches(sorted(waiting, key=self._length), _AT_A_TIME // (number // 3 + 1)):
-                missed += await self._lose_one(batch, span, number)
+                missed += await self._lose_one(batch, span, self._rng.uniform(*kills), is_slowed=is_slowed)
                 num_kills += 1
             waiting = missed
         say(f"servers of {span}: {num_kills} killed under {len(self.wanted)} answers, of which {len(waiting)} were "
@@ -278,12 +276,8 @@ class _Row:
     def _length(self, wanted: Wanted) -> int:
         return len(self.expected[wanted.undisturbed].token_ids)
 
-    async def _lose_one(self, batch: Sequence[Wanted], span: str, number: int) -> list[Wanted]:
-        """A server of the span dies, in try `number`, when a share of all tokens has come.
-
-        Returns:
-            The answers that were not hit.
-        """
+    async def _lose_one(self, batch: Sequence[Wanted], span: str, share: float, *, is_slowed: bool) -> list[Wanted]:
+        """A server of the span dies when this share of all tokens has come. Returns the answers that were not hit."""
         # The last hops have read the grammars then, and a server that had most to do will have so again.
         servers = [server for server in self._stand.servers if server.blocks == span]
         before = [await _num_tokens(server) for server in servers]
@@ -291,11 +285,9 @@ class _Row:
             self._check(each, heard)
         done = [await _num_tokens(server) - num for server, num in zip(servers, before, strict=True)]
         victim = servers[done.index(max(done))]
-        is_slowed = number > _NUM_FULL_SPEED
-        share = self._rng.uniform(*(_SLOW_KILLS if is_slowed else (0, _LATEST_KILL / number)))
         num_tokens = max(1, round(share * sum(map(self._length, batch))))
         answers = [Heard() for _ in batch]
-        with self._slowed(victim) if is_slowed else contextlib.nullcontext():
+        with self._stand.slowed(victim) if is_slowed else contextlib.nullcontext():
             asking = asyncio.gather(*map(self._asker.listen, batch, answers))
             while sum(len(each.token_ids) for each in answers) < num_tokens and not asking.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -308,28 +300,6 @@ class _Row:
                 self._figures.stalls_s.append(heard.longest_wait_s(killed_s))
         await self._stand.restart(victim)
         return [each for each, heard in zip(batch, answers, strict=True) if not heard.num_recoveries]
-
-    @contextlib.contextmanager
-    def _slowed(self, server: ManagedProcess) -> Iterator[None]:
-        """Lets a server run a little at a time. It is stopped at the end."""
-        is_over = threading.Event()
-
-        def slow_down() -> None:
-            while True:
-                self._stand.kill(server, signal.SIGSTOP)
-                if is_over.wait(_STOPPED_S):
-                    return
-                self._stand.kill(server, signal.SIGCONT)
-                is_over.wait(_RUNNING_S)
-
-        # A thread of its own: the loop that listens to the answers may be behind.
-        slowing = threading.Thread(target=slow_down)
-        slowing.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            slowing.join()
 
     async def _heard(self, batch: Sequence[Wanted]) -> list[Heard]:
         heard = [Heard() for _ in batch]

@@ -6,9 +6,10 @@ import queue
 import random
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,9 @@ from tests.integration.waiting import until
 NUM_BLOCKS = 6
 TINY_SPANS = "0:3,0:3,3:6,3:6"
 _RECOVERY_TIMEOUT_S = 60.0
+# In turn, of a server that is slowed down.
+_STOPPED_S = 0.05
+_RUNNING_S = 0.002
 _WORDS = (
     "the",
     "thin",
@@ -121,6 +125,28 @@ class Stand:
 
     def kill(self, server: ManagedProcess, number: int = signal.SIGKILL) -> None:
         self.stack.kill(server.name, number)
+
+    @contextmanager
+    def slowed(self, server: ManagedProcess) -> Iterator[None]:
+        """Lets a server run a little at a time. It is stopped at the end, to be killed or to go on."""
+        is_over = threading.Event()
+
+        def slow_down() -> None:
+            while True:
+                self.kill(server, signal.SIGSTOP)
+                if is_over.wait(_STOPPED_S):
+                    return
+                self.kill(server, signal.SIGCONT)
+                is_over.wait(_RUNNING_S)
+
+        # A thread of its own: the loop that listens to answers may be behind.
+        slowing = threading.Thread(target=slow_down)
+        slowing.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            slowing.join()
 
     async def end(self, server: ManagedProcess, number: int = signal.SIGTERM) -> tuple[str, float]:
         """Asks a server to end. Returns how it did, in words, and after how many seconds."""
