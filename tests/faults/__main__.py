@@ -28,6 +28,7 @@ from tests.faults.freeze import freeze
 from tests.faults.herd import herd
 from tests.faults.kill import kill
 from tests.faults.library import library
+from tests.faults.pauses import PAUSES
 from tests.faults.places import places
 from tests.faults.soak import soak
 from tests.faults.stand import TINY_SPANS, Stand, standing
@@ -69,7 +70,8 @@ async def run(row: str, model: str, spans: str, seed: int, num_runs: int, outage
     async with standing(model, spans, _SETTINGS.get(row), outage_s=outage_s, is_secure=is_secure) as stand:
         # The callers are here: what was imported took the collector half a second, in which no token could arrive.
         settle()
-        return await work(stand, random.Random(seed), num_runs)
+        with PAUSES.watched():
+            return await work(stand, random.Random(seed), num_runs)
 
 
 async def run_all(arguments: Sequence[str], num_jobs: int) -> int:

@@ -8,6 +8,7 @@ import psutil
 
 from corolla.sdk.async_client import AsyncClient
 from tests.faults.figures import Figures, say
+from tests.faults.pauses import PAUSES
 from tests.faults.stand import Stand
 from tests.faults.streams import Answer, Question, listen, until_tokens
 
@@ -74,7 +75,7 @@ async def _check_empty(stand: Stand, figures: Figures, what: str) -> None:
         if time.monotonic() - left_s > 10 * MAX_SECONDS_TO_EMPTY:
             break
         await asyncio.sleep(0.02)
-    seconds = time.monotonic() - left_s
+    seconds = time.monotonic() - left_s - PAUSES.num_seconds(left_s)
     figures.check(seconds <= MAX_SECONDS_TO_EMPTY, f"all was free only after {seconds:.2f} s")
     say(f"{what}; all pages and requests gone after {seconds:.2f} s")
 

@@ -23,6 +23,7 @@ from corolla.local.processes import ManagedProcess
 from corolla.sdk.results import FinishReason
 from tests.faults.figures import Figures, say
 from tests.faults.stand import Stand
+from tests.faults.streams import longest_wait_s
 from tests.integration.metrics import sample
 from tests.json_schemas import SUITE, made_schemas
 
@@ -104,8 +105,7 @@ class Heard:
 
     def longest_wait_s(self, since_s: float) -> float:
         """Between two tokens, of which the second one came after `since_s`."""
-        pairs = zip(self.arrived_s, self.arrived_s[1:], strict=False)
-        return max((after - before for before, after in pairs if after >= since_s), default=0.0)
+        return longest_wait_s(self.arrived_s, since_s)
 
     @property
     def said(self) -> tuple[list[int], str, str]:

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from corolla.chassis.errors import CorollaError
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Usage
+from tests.faults.pauses import PAUSES
 from tests.faults.stand import shuffled_words
 
 
@@ -63,14 +65,22 @@ class Answer:
 
     def longest_wait_s(self, since_s: float, until_s: float = math.inf) -> float:
         """Between two tokens, of which the second came after `since_s`, and the first before `until_s`."""
-        return max(
-            (
-                after - before
-                for before, after in zip(self.arrived_s, self.arrived_s[1:], strict=False)
-                if after >= since_s and before <= until_s
-            ),
-            default=0.0,
-        )
+        return longest_wait_s(self.arrived_s, since_s, until_s)
+
+
+def longest_wait_s(arrived_s: Sequence[float], since_s: float, until_s: float = math.inf) -> float:
+    """Between two arrivals, of which the second was after `since_s`, and the first before `until_s`.
+
+    Without the pauses of this machine.
+    """
+    return max(
+        (
+            after - before - PAUSES.num_seconds(before, after)
+            for before, after in pairwise(arrived_s)
+            if after >= since_s and before <= until_s
+        ),
+        default=0.0,
+    )
 
 
 class Repertoire:

