@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,21 @@ async def forger(kind: str) -> AsyncIterator[str]:
     server.close()
 
 
+def connections(swarm: Swarm) -> Counter[str]:
+    """How often the client service begins a stream to each address, from now on."""
+    wires, begun = swarm.wires_of(swarm.clients[0]), Counter[str]()
+    connect = wires.beneath.connect
+
+    def connect_counted(
+        address: str, accept: stream.Accept, limits: stream.StreamLimits | None = None
+    ) -> stream.Stream:
+        begun[address] += 1
+        return connect(address, accept, limits)
+
+    wires.beneath = replace(wires.beneath, connect=connect_counted)
+    return begun
+
+
 @pytest.mark.parametrize("kind", quick(["absent", "silent", "welcomes"], "welcomes"))
 async def test_a_forged_ready_costs_each_client_service_little(tmp_path: Path, kind: str) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
@@ -77,10 +94,12 @@ async def test_a_forged_ready_costs_each_client_service_little(tmp_path: Path, k
         )  # fmt: skip
         await forged.join("0:5")
         forged.load.decode_step_seconds = 1e-9
-        port = swarm.clients[0].metrics_port
+        begun, opened = connections(swarm), swarm.wires_of(swarm.clients[0]).openings
         async with forged.beating():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LONG_S):
                     while True:
                         assert (await client.generate([1, 2, 3], **options)).token_ids == expected
-        assert 1 <= await sample(port, "corolla_quarantines_total") <= MOST_TIMES_ASKED
+        # Not quarantines, of which the honest server has one where the machine pauses while it opens a session.
+        assert 1 <= max(begun[address], opened[address]) <= MOST_TIMES_ASKED
+        assert await sample(swarm.clients[0].metrics_port, "corolla_quarantines_total") >= 1

@@ -11,13 +11,16 @@ import pytest
 import pytest_asyncio
 from google.protobuf.message import Message
 
+from corolla.chain.placement import PlacementWatch
+from corolla.client import service
 from corolla.v1 import blocks_pb2 as pb
-from corolla.v1 import common_pb2
+from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.frames import Frame
 from corolla.wire.stream import connect
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -186,8 +189,18 @@ async def test_a_session_does_not_move_to_a_strangers_address(swarm: Swarm) -> N
         assert lies > 0
 
 
-async def test_while_no_router_answers_a_client_service_says_who_has_joined(tmp_path: Path) -> None:
+async def test_while_no_router_answers_a_client_service_says_who_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Routers go before a block server has asked again who is placed: it connects to whom the plan names."""
+    placements: list[PlacementWatch] = []
+
+    class Kept(PlacementWatch):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            placements.append(self)
+
+    monkeypatch.setattr(service, "PlacementWatch", Kept)
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
     async with (
         Swarm(tmp_path, model, ["0:3", "3:5"], router={"lease_ms": 120_000}) as swarm,
@@ -195,7 +208,14 @@ async def test_while_no_router_answers_a_client_service_says_who_has_joined(tmp_
     ):
         expected = (await client.generate([1, 2, 3], max_tokens=8)).token_ids
         joined = await swarm.add_server("3:5")
-        await asyncio.sleep(0.2)  # the client service gets the placement, and block servers ask once a second
+        (placement,) = placements
+
+        async def is_placed() -> bool:
+            ready = router_pb2.SERVER_STATE_READY
+            return (joined.server_id, ready) in [(each.server.server_id, each.state) for each in placement.servers]
+
+        # As soon as the client service knows of it: block servers ask once a second.
+        await until(is_placed)
         await swarm.router.stop()
         async with asyncio.timeout(60):
             while not await sample(joined.metrics_port, "corolla_hop_tokens_total"):

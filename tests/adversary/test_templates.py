@@ -44,7 +44,6 @@ async def test_conversations_that_run_away_are_refused_and_answers_go_on(swarm: 
     async with open_channel(swarm.address) as channel, swarm.connect() as client:
         stub = GenerationServiceStub(channel)
         expected = (await stub.Chat(a_chat("hi"))).token_ids
-        longest_s, last_s = 0.0, 0.0
         loop = asyncio.get_running_loop()
 
         async def refused(content: str) -> str:
@@ -53,14 +52,23 @@ async def test_conversations_that_run_away_are_refused_and_answers_go_on(swarm: 
             assert refusal_of(failure.value).fields == ("messages",)
             return refusal_of(failure.value).message
 
-        running = asyncio.gather(refused("forever"), refused("huge"), refused("forever"))
-        async with client.stream([1, 2, 3], max_tokens=400, ignore_eos=True) as stream:
-            async for _ in stream:
-                now_s = loop.time()
-                longest_s, last_s = max(longest_s, now_s - (last_s or now_s)), now_s
-        messages = await running
-        assert ["too long" in each for each in messages] == [True, False, True]
-        assert "too much memory" in messages[1]
-        # The process that serves answers is not the one that renders.
+        async def longest_gap_s() -> float:
+            """Between two tokens of an answer, while conversations run away."""
+            longest_s, last_s = 0.0, 0.0
+            running = asyncio.gather(refused("forever"), refused("huge"), refused("forever"))
+            async with client.stream([1, 2, 3], max_tokens=400, ignore_eos=True) as stream:
+                async for _ in stream:
+                    now_s = loop.time()
+                    longest_s, last_s = max(longest_s, now_s - (last_s or now_s)), now_s
+            messages = await running
+            assert ["too long" in each for each in messages] == [True, False, True]
+            assert "too much memory" in messages[1]
+            return longest_s
+
+        # The process that serves answers is not the one that renders: where it waited for a second of a processor that
+        # a rendering has, it would do so each time. A machine pauses some times only.
+        for _ in range(5):
+            if (longest_s := await longest_gap_s()) < 0.5:
+                break
         assert longest_s < 0.5
         assert (await stub.Chat(a_chat("hi"))).token_ids == expected

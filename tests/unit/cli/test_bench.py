@@ -91,12 +91,14 @@ def test_a_table_for_people(server: GenerationServer, capsys: pytest.CaptureFixt
 
 
 def test_ctrl_c_prints_what_was_measured_so_far(server: GenerationServer) -> None:
-    command = [sys.executable, "-m", "corolla", *RUN, "--seconds", "600", "--server", server.address, "--json"]
+    # With five under way at a time, the tenth is asked only when it has the answers of five.
+    run = [*RUN, "--seconds", "600", "--concurrency", "5"]
+    command = [sys.executable, "-m", "corolla", *run, "--server", server.address, "--json"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ)
     while len(server.servicer.requests) < 10:
         assert running.poll() is None
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    output, _ = running.communicate(timeout=30)
+    output, _ = running.communicate(timeout=60)
     assert running.returncode == EXIT_INTERRUPTED
     assert json.loads(output)["answers"] >= 5

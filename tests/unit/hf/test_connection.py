@@ -34,6 +34,7 @@ def test_work_runs_in_the_thread(connection: Connection) -> None:
 
 
 def test_models_share_a_connection() -> None:
+    gc.collect()  # what other tests left behind has threads, too
     before = num_threads()
     first = Connection.shared(NOBODY, "shared", "fingerprint", 4)
     assert Connection.shared(NOBODY, "shared", "fingerprint", 4) is first
@@ -87,6 +88,7 @@ def test_a_forked_process_is_asked_to_load_its_own_model(
 
 
 def test_the_last_reference_may_go_in_the_thread_itself() -> None:
+    gc.collect()
     before = num_threads()
     holder = [Connection(NOBODY, "model", "fingerprint", 4)]
 

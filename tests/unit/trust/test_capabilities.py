@@ -235,20 +235,28 @@ def test_chains_are_verified_once_until_they_end(
 
 
 def test_an_open_costs_little(identities: Identities, hop: Capabilities) -> None:
+    """Little more than one signature and its verification, which take as long as the machine lets them."""
     client = of(identities, Role.CLIENT, "1")
-    hop.verify(signed_by(client))
+    opening = signed_by(client)
+    hop.verify(opening)
+    key, algorithm, data = ec.generate_private_key(ec.SECP256R1()), ec.ECDSA(hashes.SHA256()), bytes(100)
+    public_key, signature = key.public_key(), key.sign(data, algorithm)
 
-    def best_us(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(300):
-            started_s = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - started_s)
-        return min(times) * 1e6
+    def took_s(work: Callable[[], object]) -> float:
+        started_s = time.perf_counter()
+        work()
+        return time.perf_counter() - started_s
 
-    signing_us, opening = best_us(lambda: client.sign(an_open())), signed_by(client)
-    verifying_us = best_us(lambda: hop.verify(opening))
-    assert signing_us + verifying_us < 300
+    works: list[Callable[[], object]] = [
+        lambda: client.sign(an_open()),
+        lambda: hop.verify(opening),
+        lambda: key.sign(data, algorithm),
+        lambda: public_key.verify(signature, data, algorithm),
+    ]
+    # By turns: what slows one for a while slows all of them.
+    times_s = [list(map(took_s, works)) for _ in range(300)]
+    signing_s, verifying_s, *bare_s = map(min, zip(*times_s, strict=True))
+    assert signing_s + verifying_s < 2.3 * sum(bare_s)
 
 
 def test_who_opens_sessions_needs_a_key_that_signs(identities: Identities, monkeypatch: pytest.MonkeyPatch) -> None:
