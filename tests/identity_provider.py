@@ -56,7 +56,7 @@ class IdentityProvider:
     Attributes:
         keys: which it has now.
         status: what every request is answered with; 0: as it should be.
-        delay_s: before its answers.
+        may_give_keys: until it is set, who asks for the key set waits.
         num_requests: for the key set.
         describes: what its description says besides, or in other words.
     """
@@ -67,7 +67,8 @@ class IdentityProvider:
         self.ca_file = folder / AUTHORITY_FILE
         self.keys = list(keys)
         self.status = 0
-        self.delay_s = 0.0
+        self.may_give_keys = threading.Event()
+        self.may_give_keys.set()
         self.num_requests = 0
         self.describes: dict[str, Any] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -104,13 +105,13 @@ class IdentityProvider:
 
     def answer(self, path: str) -> tuple[int, bytes]:
         """Status and content of what is asked for."""
-        time.sleep(self.delay_s)
         if self.status:
             return self.status, b""
         if path == "/.well-known/openid-configuration":
             return 200, json.dumps(
                 {"issuer": self.issuer, "jwks_uri": f"{self.issuer}/keys", **self.describes}
             ).encode()
+        self.may_give_keys.wait(60)
         return 200, key_set(*self.keys)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

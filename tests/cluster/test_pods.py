@@ -108,7 +108,7 @@ def test_a_deleted_pod_leaves_the_chains_at_once_and_its_handover_gives_an_event
             assert state_of(router, identities, uid) == pb.SERVER_STATE_READY
             release.kubectl("delete", "pod", name, "--wait=false")
             leaving = (pb.SERVER_STATE_DRAINING, 0)
-            release.wait_for(lambda: state_of(router, identities, uid) in leaving, 2, "chains still name it")
+            release.wait_for(lambda: state_of(router, identities, uid) in leaving, 15, "chains still name it")
 
     token_ids, _ = answer_of(address, golden, delete)
     assert token_ids == golden.token_ids

@@ -205,12 +205,20 @@ def slow(server: BlockServer) -> SlowRunner:
     return runner
 
 
+async def until_begun(server: BlockServer, num_answers: int) -> None:
+    async def have_begun() -> bool:
+        return len(server.sessions) == num_answers and all(each.num_tokens for each in server.sessions)
+
+    await until(have_begun)
+
+
 async def test_a_removed_adapter_ends_answers_with_a_clear_status(swarm: Swarm, llama: Stand) -> None:
     slow(swarm.servers[0])
     async with swarm.connect() as client:
         ending = asyncio.ensure_future(client.generate(PROMPT, adapter="one", max_tokens=400, ignore_eos=True))
+        await until_begun(swarm.servers[1], 1)
         base = asyncio.ensure_future(client.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True))
-        await asyncio.sleep(0.5)
+        await until_begun(swarm.servers[1], 2)
         await remove(swarm, "one")
         with pytest.raises(errors.AdapterNotFound, match="taken out"):
             await ending
@@ -269,11 +277,7 @@ async def test_a_server_that_leaves_hands_sessions_over_to_one_that_loads_their_
     async with swarm.connect() as client:
         first, leaving = slow(swarm.servers[0]), swarm.servers[1]
         answers = [asyncio.ensure_future(answer(client, name)) for name in ("", *NAMES)]
-
-        async def have_begun() -> bool:
-            return len(leaving.sessions) == len(expected) and all(each.num_tokens for each in leaving.sessions)
-
-        await until(have_begun)
+        await until_begun(leaving, len(expected))
         first.may_go_on.clear()
         await swarm.add_server(SPANS[1])
         assert not (await swarm.statuses())[-1].adapters

@@ -18,6 +18,7 @@ from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Generation
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
+from tests.integration.gates import held_up
 from tests.integration.hf.models import draw_prompts
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
@@ -57,7 +58,8 @@ async def test_every_server_leaves_in_turn_and_nothing_is_computed_twice(tmp_pat
         for _ in range(2):
             leaving = swarm.servers.pop(0)
             await until_held(leaving, len(answers))
-            await swarm.add_server(leaving.settings.blocks)
+            with held_up(leaving):
+                await swarm.add_server(leaving.settings.blocks)
             await asyncio.wait_for(leaving.stop(), 60)
         given = await asyncio.gather(*answers)
         assert [each.token_ids for each in given] == [undisturbed[0]] * 3 + [undisturbed[1]] * 3
@@ -111,7 +113,8 @@ async def test_who_takes_a_session_over_verifies_who_opened_it_and_may_hand_it_o
         for _ in range(2):
             leaving = swarm.servers.pop(1)
             await until_held(leaving, 2)
-            await swarm.add_server("2:5")
+            with held_up(leaving):
+                await swarm.add_server("2:5")
             await asyncio.wait_for(leaving.stop(), 60)
             # What it counted can be read also when it has stopped.
             moved = leaving.registry.get_sample_value("corolla_sessions_handed_over_total", {"outcome": "moved"})
@@ -167,9 +170,10 @@ async def test_an_answer_whose_server_finds_no_peer_in_time_is_replayed(tmp_path
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 1.0}) as swarm, swarm.connect() as client:
         answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving = swarm.servers.pop()
-        # Each holds a part of the span only.
-        await swarm.add_server("2:3")
-        await swarm.add_server("3:5")
+        with held_up(leaving):
+            # Each holds a part of the span only.
+            await swarm.add_server("2:3")
+            await swarm.add_server("3:5")
         await leaving.stop()
         given = await answer
         assert given.token_ids == undisturbed
@@ -184,7 +188,8 @@ async def test_an_answer_is_replayed_on_a_server_with_room_if_the_peer_has_none(
     async with Swarm(tmp_path, model, ["0:2", "2:5"], **settings) as swarm, swarm.connect() as client:
         answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving = swarm.servers.pop()
-        small = await swarm.add_server("2:5", kv_cache_mib=1)
+        with held_up(leaving):
+            small = await swarm.add_server("2:5", kv_cache_mib=1)
         await leaving.stop()
         assert leaving.registry.get_sample_value("corolla_sessions_handed_over_total", {"outcome": "moved"}) == 0
         assert num_sessions(small) == 0
@@ -204,7 +209,8 @@ async def test_sessions_whose_pages_cannot_be_read_are_replayed_and_the_server_l
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 1.0}) as swarm, swarm.connect() as client:
         answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving = swarm.servers.pop()
-        await swarm.add_server("2:5")
+        with held_up(leaving):
+            await swarm.add_server("2:5")
 
         def fail(*_: object) -> None:
             raise RuntimeError("the device failed")
@@ -227,7 +233,8 @@ async def test_a_later_hop_of_the_same_chain_is_no_peer_and_keeps_its_own_blocks
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 120.0}) as swarm, swarm.connect() as client:
         answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving, victim = swarm.servers
-        whole = await swarm.add_server("0:5")
+        with held_up(leaving):
+            whole = await swarm.add_server("0:5")
         swarm.servers.remove(victim)
         await swarm.die(victim)
         await until_held(whole, 1)
@@ -268,7 +275,8 @@ async def test_a_hop_that_leaves_helps_to_replace_another_one(tmp_path: Path, mo
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
         answer, undisturbed = await begin(swarm, client, PROMPTS[0], options)
         leaving, victim = swarm.servers
-        await swarm.add_server("2:5")
+        with held_up(leaving):
+            await swarm.add_server("2:5")
         swarm.servers[:2] = []
         ending = asyncio.create_task(leaving.stop())
         await asyncio.sleep(0.2)
@@ -289,9 +297,10 @@ async def test_a_server_that_took_sessions_over_can_die(tmp_path: Path, model: P
     async with Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 120.0}) as swarm, swarm.connect() as client:
         answer, undisturbed = await begin(swarm, client, PROMPTS[1], options)
         leaving = swarm.servers[0]
-        taker = await swarm.add_server("0:2")
-        # The one with most free pages is asked first: a spare one of the same span does not take it over.
-        await swarm.add_server(dies_next, kv_cache_mib=8)
+        with held_up(leaving):
+            taker = await swarm.add_server("0:2")
+            # The one with most free pages is asked first: a spare one of the same span does not take it over.
+            await swarm.add_server(dies_next, kv_cache_mib=8)
         swarm.servers.remove(leaving)
         await leaving.stop()
         assert num_sessions(taker) == 1
@@ -316,7 +325,8 @@ async def test_a_handover_sends_only_the_tokens_that_a_sliding_window_still_sees
         for _ in range(2):
             leaving = swarm.servers.pop(0)
             await until_held(leaving, 1)
-            await swarm.add_server(leaving.settings.blocks)
+            with held_up(leaving):
+                await swarm.add_server(leaving.settings.blocks)
             await asyncio.wait_for(leaving.stop(), 60)
         assert (await answer).token_ids == undisturbed
         assert (await answer).usage.recoveries == 2

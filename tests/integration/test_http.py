@@ -96,7 +96,7 @@ async def test_a_caller_that_leaves_frees_its_pages(swarm: Swarm, http: httpx2.A
         async for _ in stream.aiter_lines():
             break
     with pytest.raises(httpx2.ReadTimeout):
-        await http.post("/v1/completions", json=body, timeout=0.05)
+        await http.post("/v1/completions", json=body, timeout=httpx2.Timeout(60, read=0.05))
     await swarm.until_empty()
 
 

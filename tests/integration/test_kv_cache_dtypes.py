@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from corolla.chassis.errors import NoChain
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.deaths import beyond, doom
+from tests.integration.gates import held_up
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -140,7 +141,8 @@ async def test_a_session_is_handed_over_as_it_is_stored(tmp_path: Path, kind: st
             return bool(leaving.sessions)
 
         await until(is_held)
-        other = await swarm.add_server("2:5")
+        with held_up(leaving):
+            other = await swarm.add_server("2:5")
         await leaving.stop()
         reference.check((await answering).token_ids)
         assert await sample(other.metrics_port, "corolla_handover_bytes_total", direction="in") > 0

@@ -16,6 +16,7 @@ from corolla.cli.app import main
 from corolla.local.ports import Ports
 from tests.architecture.sources import ROOT
 from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.gates import held_up
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -61,7 +62,8 @@ async def test_a_drain_request_returns_when_the_drain_is_done(
             await swarm.until_ready(120)
             answer = asyncio.create_task(client.generate("the thin man", **OPTIONS))
             await until_generating(swarm)
-            await swarm.add_server("2:5")
+            with held_up(swarm.servers[0]):
+                await swarm.add_server("2:5")
             assert await asyncio.to_thread(main, ["drain", f"127.0.0.1:{door}"]) == 0
             assert capsys.readouterr().out == "drained\n"
             assert await ended(process) == 0

@@ -10,6 +10,7 @@ import torch
 from corolla.hf import AutoDistributedModelForCausalLM
 from tests.checkpoints import LONG_ROPE_LENGTH, make_long_rope_checkpoint
 from tests.integration.deaths import beyond, doom
+from tests.integration.gates import held_up
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.reference import Sampling, Unsplit
@@ -167,7 +168,8 @@ async def test_a_server_that_leaves_hands_long_texts_over_and_nothing_is_compute
             return any(session.num_tokens > LONG_ROPE_LENGTH + 10 for session in leaving.sessions)
 
         await until(is_long)
-        await swarm.add_server(CHAINS[1][0])
+        with held_up(leaving):
+            await swarm.add_server(CHAINS[1][0])
         await leaving.stop()
         answer = await answering
         assert list(answer.token_ids) == expected

@@ -22,6 +22,7 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.gates import held_up
 from tests.integration.metrics import sample
 from tests.integration.refusals import SERVICE, key_metadata, refusal, refusal_of
 from tests.integration.swarm import Swarm
@@ -80,7 +81,7 @@ class Visitors:
 
 
 async def fill(swarm: Swarm, visitors: Visitors) -> list[asyncio.Task[None]]:
-    """As many of one tenant's requests as run and wait."""
+    """As many of one tenant's requests as run and wait; to be called while none can end."""
     tasks = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING + NUM_WAITING)]
 
     await until(partial(is_held, swarm, NUM_RUNNING + NUM_WAITING))
@@ -89,6 +90,10 @@ async def fill(swarm: Swarm, visitors: Visitors) -> list[asyncio.Task[None]]:
 
 async def is_held(swarm: Swarm, num_requests: int) -> bool:
     return await num_held(swarm) == num_requests
+
+
+async def are_refused(visitors: Visitors, num_requests: int) -> bool:
+    return visitors.refused.total() == num_requests
 
 
 async def num_held(swarm: Swarm) -> float:
@@ -119,14 +124,15 @@ async def test_client_service_serves_or_refuses_three_times_its_capacity(swarm: 
 
 
 async def test_a_refusal_comes_at_once_and_says_when_to_come_back(swarm: Swarm) -> None:
-    tasks = await fill(swarm, Visitors(swarm))
     request = pb.GenerateRequest(text=PROMPT, stopping=pb.StoppingParameters(max_tokens=NUM_TOKENS, ignore_eos=True))
-    async with open_channel(swarm.address) as channel:
-        refused = await refusal(channel, "GenerateStream", request, api_key=KEYS["ada"])
-    assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-    assert refused.retry_after_s > 0
-    # It waited for nobody: all places are still taken.
-    assert not any(task.done() for task in tasks)
+    with held_up(swarm.servers[0]):
+        tasks = await fill(swarm, Visitors(swarm))
+        async with open_channel(swarm.address) as channel:
+            refused = await refusal(channel, "GenerateStream", request, api_key=KEYS["ada"])
+        assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert refused.retry_after_s > 0
+        # It waited for nobody: all places are still taken.
+        assert not any(task.done() for task in tasks)
     await asyncio.gather(*tasks)
     await swarm.until_empty()
 
@@ -165,8 +171,9 @@ async def test_client_service_refuses_at_once_requests_beyond_model_or_servers(s
     request, code, reason = TOO_MUCH[name]
     visitors = Visitors(swarm)
     busy = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING - 1)]
-    times_s: list[float] = []
-    async with open_channel(swarm.address) as channel:
+
+    async def is_refused_at_once(channel: grpc.aio.Channel) -> bool:
+        times_s: list[float] = []
         for _ in range(5):
             started = time.monotonic()
             refused = await refusal(channel, "GenerateStream", request, api_key=KEYS["ada"])
@@ -174,7 +181,15 @@ async def test_client_service_refuses_at_once_requests_beyond_model_or_servers(s
             assert (refused.code, refused.reason) == (code, reason)
             # Coming back helps only where room may be made.
             assert ("RetryInfo" in refused.details) == (reason == "OUT_OF_PAGES")
-    assert min(times_s) < await asyncio.to_thread(seconds_of_all_the_work, swarm) / 4
+        return min(times_s) < await asyncio.to_thread(seconds_of_all_the_work, swarm) / 4
+
+    async with open_channel(swarm.address) as channel:
+        # Where all the work was done first, no measurement would say so, however busy the machine is.
+        for _ in range(3):
+            if await is_refused_at_once(channel):
+                break
+        else:
+            pytest.fail("it was not refused at once")
     await asyncio.gather(*busy)
     assert len(visitors.order) == len(busy)
     await swarm.until_empty()
@@ -270,12 +285,13 @@ async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refus
         ids = pb.TokenIds(ids=[40] * (CONTEXT_LENGTH - before.num_tokens))
         request = pb.GenerateRequest(tokens=ids, session_id=before.session_id)
         visitors = Visitors(swarm)
-        tasks = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING)]
-        await until(partial(is_held, swarm, NUM_RUNNING))
-        for _ in range(3):
-            refused = await refusal(channel, "GenerateStream", request, api_key=KEYS["ada"])
-            assert (refused.code, refused.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
-        assert not any(task.done() for task in tasks), "it waited for a place"
+        with held_up(swarm.servers[0]):
+            tasks = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING)]
+            await until(partial(is_held, swarm, NUM_RUNNING))
+            for _ in range(3):
+                refused = await refusal(channel, "GenerateStream", request, api_key=KEYS["ada"])
+                assert (refused.code, refused.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
+            assert not any(task.done() for task in tasks), "it waited for a place"
         await asyncio.gather(*tasks)
         after = await session.info()
         assert (after.num_tokens, after.num_turns, after.busy) == (before.num_tokens, 1, False)
@@ -284,8 +300,6 @@ async def test_a_turn_that_is_too_long_for_its_session_does_not_wait_to_be_refus
 
 async def test_the_line_is_bounded_in_bytes(swarm: Swarm) -> None:
     visitors = Visitors(swarm)
-    running = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING)]
-    await until(partial(is_held, swarm, NUM_RUNNING))
     # A field that nobody knows is carried along.
     padding = MAX_BYTES * 2 // 3
     tag_and_length = bytes([0xFA, 0x3F, *(padding >> shift & 0x7F | 0x80 for shift in (0, 7)), padding >> 14])
@@ -293,11 +307,14 @@ async def test_the_line_is_bounded_in_bytes(swarm: Swarm) -> None:
     async with open_channel(swarm.address) as channel:
         untyped: Any = channel
         call = untyped.unary_unary(SERVICE + "Generate")
-        waiting = asyncio.ensure_future(call(large, metadata=key_metadata(KEYS["ada"])))
-        await until(partial(is_held, swarm, NUM_RUNNING + 1))
-        refused = await refusal(channel, "Generate", large, api_key=KEYS["ada"])
-        assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-        assert not any(task.done() for task in running)
+        with held_up(swarm.servers[0]):
+            running = [asyncio.create_task(visitors.visit("ada")) for _ in range(NUM_RUNNING)]
+            await until(partial(is_held, swarm, NUM_RUNNING))
+            waiting = asyncio.ensure_future(call(large, metadata=key_metadata(KEYS["ada"])))
+            await until(partial(is_held, swarm, NUM_RUNNING + 1))
+            refused = await refusal(channel, "Generate", large, api_key=KEYS["ada"])
+            assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+            assert not any(task.done() for task in running)
         await asyncio.gather(*running, visitors.visit("ada"), waiting)
         assert not visitors.refused
         # Once it is gone, there is room for another.
@@ -320,8 +337,10 @@ async def test_a_flood_of_one_tenant_is_no_fault_of_the_service(swarm: Swarm) ->
     """Nor is a message that is too large: both would burn its error budget."""
     before = {fault: await failed(swarm, fault) for fault in ("caller", "service")}
     visitors = Visitors(swarm)
-    tasks = await fill(swarm, visitors)
-    await asyncio.gather(visitors.visit("ada"), visitors.visit("bob"))
+    with held_up(swarm.servers[0]):
+        tasks = await fill(swarm, visitors)
+        tasks += [asyncio.create_task(visitors.visit(tenant)) for tenant in KEYS]
+        await until(partial(are_refused, visitors, 2))
     await asyncio.gather(*tasks)
     assert visitors.refused == {"ada": 2}
     async with open_channel(swarm.address) as channel:
@@ -333,8 +352,10 @@ async def test_a_flood_of_one_tenant_is_no_fault_of_the_service(swarm: Swarm) ->
 
 async def test_a_flood_of_one_tenant_does_not_shut_out_another(swarm: Swarm) -> None:
     visitors = Visitors(swarm)
-    tasks = await fill(swarm, visitors)
-    await visitors.visit("bob")
+    with held_up(swarm.servers[0]):
+        tasks = await fill(swarm, visitors)
+        tasks.append(asyncio.create_task(visitors.visit("bob")))
+        await until(partial(are_refused, visitors, 1))
     await asyncio.gather(*tasks)
     assert visitors.refused == {"ada": 1}
     # Bob had none running, so the first place that became free was his.
@@ -344,15 +365,12 @@ async def test_a_flood_of_one_tenant_does_not_shut_out_another(swarm: Swarm) -> 
 
 async def test_a_caller_that_gives_up_waiting_leaves_no_gap(swarm: Swarm) -> None:
     visitors = Visitors(swarm)
-    tasks = await fill(swarm, visitors)
-    for task in tasks[NUM_RUNNING:]:
-        task.cancel()
-    await asyncio.wait(tasks[NUM_RUNNING:])
-
-    async def have_left() -> bool:
-        return await num_held(swarm) <= NUM_RUNNING
-
-    await until(have_left)
+    with held_up(swarm.servers[0]):
+        tasks = await fill(swarm, visitors)
+        for task in tasks[NUM_RUNNING:]:
+            task.cancel()
+        await asyncio.wait(tasks[NUM_RUNNING:])
+        await until(partial(is_held, swarm, NUM_RUNNING))
     await asyncio.gather(*tasks[:NUM_RUNNING], *(visitors.visit("bob") for _ in range(NUM_RUNNING)))
     assert Counter(visitors.order)["bob"] == NUM_RUNNING
     assert not visitors.refused

@@ -233,15 +233,19 @@ def cut(swarm: Swarm, server: BlockServer, position: int, num_losses: int = 1000
 
 async def test_a_request_waits_for_a_replacement_no_longer_than_configured(tmp_path: Path, model: Path) -> None:
     """Also where the lost server is asked again and again meanwhile."""
-    async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=5.0) as swarm, swarm.connect() as client:
-        _, num_prompt_tokens = await undisturbed(swarm)
-        victim = swarm.servers[1]
-        deaths = doom(swarm, victim, beyond(num_prompt_tokens + 10))
-        with pytest.raises((HopUnavailable, NoChain)):
-            await client.generate(PROMPT, **OPTIONS)
-        # With as much again after the last attempt it would be eight or nine.
-        assert 5 <= time.monotonic() - deaths[0] < 7
-        await end(swarm, [victim])
+    waits_s: list[float] = []
+    # With as much again after the last attempt it would be eight or nine, each time.
+    while not waits_s or (waits_s[-1] >= 7 and len(waits_s) < 3):
+        async with swarm_of(tmp_path, model, SPANS, recovery_patience_s=5.0) as swarm, swarm.connect() as client:
+            _, num_prompt_tokens = await undisturbed(swarm)
+            victim = swarm.servers[1]
+            deaths = doom(swarm, victim, beyond(num_prompt_tokens + 10))
+            with pytest.raises((HopUnavailable, NoChain)):
+                await client.generate(PROMPT, **OPTIONS)
+            waits_s.append(time.monotonic() - deaths[0])
+            await end(swarm, [victim])
+    assert min(waits_s) >= 5
+    assert waits_s[-1] < 7, waits_s
 
 
 async def test_a_conversation_whose_stream_broke_between_two_steps_goes_on(

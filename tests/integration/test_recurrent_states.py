@@ -14,6 +14,7 @@ from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.models.checkpoint import Checkpoint
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.deaths import beyond, doom
+from tests.integration.gates import held_up
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -122,7 +123,8 @@ async def test_a_server_that_leaves_hands_states_over_and_nothing_is_computed_tw
                 return any(session.num_tokens > 100 for session in server.sessions)
 
             await until(has_begun)
-            await swarm.add_server(leaving.settings.blocks)
+            with held_up(leaving):
+                await swarm.add_server(leaving.settings.blocks)
             await asyncio.wait_for(leaving.stop(), 60)
         answer = await answering
         assert list(answer.token_ids) == expected

@@ -169,14 +169,14 @@ async def test_no_token_is_of_a_tenant_that_has_keys(swarm: Swarm, provider: Ide
 
 async def test_an_answer_ends_with_its_token(swarm: Swarm, provider: IdentityProvider) -> None:
     async with (
-        AsyncClient(swarm.address, api_key=provider.token(exp=time.time() + 2)) as one,
+        AsyncClient(swarm.address, api_key=provider.token(exp=time.time() + 13)) as one,
         AsyncClient(swarm.address, api_key=provider.token()) as other,
     ):
         # Nobody takes their tokens meanwhile, so neither comes to its end.
         ending, going = (each.stream([1, 2, 3], max_tokens=LONG, ignore_eos=True) for each in (one, other))
         for stream in (ending, going):
             await anext(stream)
-        await asyncio.sleep(2 + SKEW_S)
+        await asyncio.sleep(13 + SKEW_S)
         with pytest.raises(Unauthenticated, match="good no more"):
             async for _ in ending:
                 pass
@@ -295,17 +295,19 @@ async def test_a_slow_issuer_holds_up_only_those_whose_key_is_not_known(
     swarm: Swarm, provider: IdentityProvider
 ) -> None:
     await until_rested(swarm, provider)
-    provider.delay_s = 2.0
+    before = provider.num_requests
+    provider.may_give_keys.clear()
     try:
         asking = asyncio.create_task(
             is_taken(swarm.address, SigningKey("made-up", has_curve=True).sign(provider.claims()))
         )
-        await asyncio.sleep(0.2)
+        await until(lambda: _has_been_asked(provider, before))
         assert await is_taken(swarm.address, provider.token())
         assert not asking.done()
+        provider.may_give_keys.set()
         assert not await asking
     finally:
-        provider.delay_s = 0.0
+        provider.may_give_keys.set()
 
 
 async def test_known_keys_stay_in_force_while_the_issuer_is_away(swarm: Swarm, provider: IdentityProvider) -> None:

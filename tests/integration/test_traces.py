@@ -22,6 +22,7 @@ from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
 from corolla.v1 import generation_pb2, generation_pb2_grpc
 from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.gates import held_up
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.trace_collector import CollectedSpan, TraceCollector, tree
@@ -169,7 +170,8 @@ async def test_a_handover_is_a_span_of_the_server_that_leaves(
             return bool(leaving.sessions)
 
         await until(is_held)
-        taker = await swarm.add_server(SPANS[1])
+        with held_up(leaving):
+            taker = await swarm.add_server(SPANS[1])
         await leaving.stop()
         assert (await answering).usage.recoveries == 1
         (request,) = await ended(collector)

@@ -12,6 +12,7 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Reply
 from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.gates import held_up
 from tests.integration.metrics import sample
 from tests.integration.refusals import refusal
 from tests.integration.swarm import Swarm
@@ -93,7 +94,8 @@ async def test_one_turn_at_a_time_whichever_client_it_runs_on(swarm: Swarm, clie
         await anext(running)
         message = pb.ChatMessage(role="user", content="hi")
         request = pb.ChatRequest(session_id=await chat.open(), messages=[message])
-        refused = await refusal(channel, "Chat", request)
+        with held_up(swarm.servers[0]):
+            refused = await refusal(channel, "Chat", request)
         assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
         assert refused.retry_after_s > 0
 
