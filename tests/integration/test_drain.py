@@ -53,16 +53,16 @@ async def test_every_server_leaves_in_turn_and_nothing_is_computed_twice(tmp_pat
         Swarm(tmp_path, model, ["0:2", "2:5"], server=grace, client={"prefill_chunk_tokens": 16}) as swarm,
         swarm.connect() as client,
     ):
-        undisturbed = [(await client.generate(text, **OPTIONS)).token_ids for text in PROMPTS]
+        undisturbed = [await client.generate(text, **OPTIONS) for text in PROMPTS]
         answers = [asyncio.create_task(client.generate(text, **OPTIONS)) for text in PROMPTS for _ in "abc"]
         for _ in range(2):
             leaving = swarm.servers.pop(0)
-            await until_held(leaving, len(answers))
+            await until_held(leaving, len(answers), undisturbed[1].usage.prompt_tokens)
             with held_up(leaving):
                 await swarm.add_server(leaving.settings.blocks)
             await asyncio.wait_for(leaving.stop(), 60)
         given = await asyncio.gather(*answers)
-        assert [each.token_ids for each in given] == [undisturbed[0]] * 3 + [undisturbed[1]] * 3
+        assert [each.token_ids for each in given] == [each.token_ids for each in undisturbed for _ in "abc"]
         assert all(each.usage.recoveries == 2 for each in given)
         port = swarm.clients[0].metrics_port
         assert await sample(port, RECOMPUTED) == 0
@@ -107,19 +107,19 @@ async def test_who_takes_a_session_over_verifies_who_opened_it_and_may_hand_it_o
         swarm.connect() as client,
     ):
         session = (await client.create_session()).session_id
-        undisturbed = (await client.generate(PROMPTS[1], **OPTIONS)).token_ids
+        undisturbed = await client.generate(PROMPTS[1], **OPTIONS)
         await client.generate(PROMPTS[0], max_tokens=40, ignore_eos=True, session=session)
         answer = asyncio.create_task(client.generate(PROMPTS[1], **OPTIONS))
         for _ in range(2):
             leaving = swarm.servers.pop(1)
-            await until_held(leaving, 2)
+            await until_held(leaving, 2, undisturbed.usage.prompt_tokens)
             with held_up(leaving):
                 await swarm.add_server("2:5")
             await asyncio.wait_for(leaving.stop(), 60)
             # What it counted can be read also when it has stopped.
             moved = leaving.registry.get_sample_value("corolla_sessions_handed_over_total", {"outcome": "moved"})
             assert moved == 2
-        assert (await answer).token_ids == undisturbed
+        assert (await answer).token_ids == undisturbed.token_ids
         again = await client.generate(PROMPTS[1], max_tokens=8, session=session)
         assert again.usage.cached_tokens > 0
         assert await sample(swarm.clients[0].metrics_port, RECOMPUTED) == 0
@@ -434,17 +434,20 @@ def load_remote(model: Path, swarm: Swarm) -> Any:
 async def begin(
     swarm: Swarm, client: AsyncClient, prompt: str, options: dict[str, Any]
 ) -> tuple[asyncio.Task[Generation], tuple[int, ...]]:
-    """An answer that every server of the swarm has begun to work at, and the tokens that it has undisturbed."""
-    undisturbed = (await client.generate(prompt, **options)).token_ids
+    """An answer of which every server of the swarm has computed some tokens, and those that it has undisturbed."""
+    undisturbed = await client.generate(prompt, **options)
     await swarm.until_empty()
     answer = asyncio.create_task(client.generate(prompt, **options))
     for server in swarm.servers:
-        await until_held(server, 1)
-    return answer, undisturbed
+        await until_held(server, 1, undisturbed.usage.prompt_tokens)
+    return answer, undisturbed.token_ids
 
 
-async def until_held(server: BlockServer, count: int) -> None:
+async def until_held(server: BlockServer, count: int, num_tokens: int = 0) -> None:
+    """Until it has so many sessions, of which the longest has more than so many tokens."""
+
     async def is_held() -> bool:
-        return num_sessions(server) == count
+        lengths = [session.num_tokens for session in server.sessions]
+        return len(lengths) == count and max(lengths, default=0) > num_tokens
 
     await until(is_held)

@@ -138,7 +138,7 @@ async def test_a_session_is_handed_over_as_it_is_stored(tmp_path: Path, kind: st
         leaving = swarm.servers.pop()
 
         async def is_held() -> bool:
-            return bool(leaving.sessions)
+            return any(session.num_tokens > len(PROMPTS[1]) for session in leaving.sessions)
 
         await until(is_held)
         with held_up(leaving):
