@@ -1,8 +1,11 @@
 """The measurements of a row of faults, and whether they held."""
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from tests.faults.pauses import PAUSES
 
 
 def say(line: str) -> None:
@@ -48,6 +51,8 @@ class Figures:
                 f"longest {max(stalls):.2f} s; limit of p{share * 100:.0f} {max_stall_s:.1f} s")  # fmt: skip
             reached_s = percentile(stalls, share)
             self.check(reached_s <= max_stall_s, f"the stall's p{share * 100:.0f} is {reached_s:.2f} s")
+        if paused_s := PAUSES.num_seconds(-math.inf):
+            say(f"this machine paused for {paused_s:.1f} s in all, which no wait includes")
         num_bad = len({failure.partition(":")[0] for failure in self.failures})
         say(f"{self.num_runs - num_bad} of {self.num_runs} runs held")
         return 1 if self.failures else 0
