@@ -1,4 +1,4 @@
-"""Block servers that wait for a test."""
+"""Tests and block servers wait for each other."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from corolla.block_server.runner import RowWork
 from corolla.block_server.service import BlockServer
 from tests.faulty_runner import FaultyRunner
+from tests.integration.waiting import until
 
 
 @contextmanager
@@ -26,3 +27,13 @@ def held_up(server: BlockServer) -> Iterator[None]:
     finally:
         server.engine.runner = runner
         may_go_on.set()
+
+
+async def until_held(server: BlockServer, count: int, num_tokens: int = 0) -> None:
+    """Until it has so many sessions, of which the longest has more than so many tokens."""
+
+    async def is_held() -> bool:
+        lengths = [session.num_tokens for session in server.sessions]
+        return len(lengths) == count and max(lengths, default=0) > num_tokens
+
+    await until(is_held)

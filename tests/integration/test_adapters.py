@@ -4,19 +4,15 @@ import asyncio
 import re
 import shlex
 import shutil
-import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from torch import Tensor
 
 from corolla import Client
-from corolla.block_server.iteration import BatchRunner
-from corolla.block_server.runner import BatchOutput, RowWork
 from corolla.block_server.service import BlockServer
 from corolla.chassis import errors
 from corolla.cli.app import main
@@ -25,10 +21,11 @@ from corolla.models.adapters.file import digest_of
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import common_pb2, router_pb2, router_pb2_grpc
 from corolla.wire.network import Network
-from corolla.wire.span import Span
 from tests.adapters import make_adapter, unsplit_with
 from tests.architecture.sources import ROOT
 from tests.checkpoints import make_tiny_checkpoint
+from tests.faulty_runner import FaultyRunner
+from tests.integration.gates import held_up
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.reference import Sampling, Unsplit
@@ -185,24 +182,9 @@ async def test_a_key_for_a_model_with_one_adapter_uses_its_sessions(swarm: Swarm
     await swarm.until_empty()
 
 
-class SlowRunner:
-    """One that takes a while for each step, and waits where it is told to."""
-
-    def __init__(self, runner: BatchRunner) -> None:
-        self._runner = runner
-        self.warm_up = runner.warm_up
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
-
-    def forward_each(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> BatchOutput:
-        time.sleep(0.02)
-        self.may_go_on.wait(30)
-        return self._runner.forward_each(rows, hidden, blocks)
-
-
-def slow(server: BlockServer) -> SlowRunner:
-    runner = server.engine.runner = SlowRunner(server.engine.runner)
-    return runner
+def slow(server: BlockServer) -> None:
+    """Each of its steps takes a while."""
+    server.engine.runner = FaultyRunner(server.engine.runner, before=lambda _rows: time.sleep(0.02))
 
 
 async def until_begun(server: BlockServer, num_answers: int) -> None:
@@ -275,14 +257,14 @@ async def test_a_server_that_leaves_hands_sessions_over_to_one_that_loads_their_
 ) -> None:
     expected = [llama.expected(name) for name in ("", *NAMES)]
     async with swarm.connect() as client:
-        first, leaving = slow(swarm.servers[0]), swarm.servers[1]
+        first, leaving = swarm.servers
+        slow(first)
         answers = [asyncio.ensure_future(answer(client, name)) for name in ("", *NAMES)]
         await until_begun(leaving, len(expected))
-        first.may_go_on.clear()
-        await swarm.add_server(SPANS[1])
-        assert not (await swarm.statuses())[-1].adapters
+        with held_up(first):
+            await swarm.add_server(SPANS[1])
+            assert not (await swarm.statuses())[-1].adapters
         swarm.servers.remove(leaving)
-        first.may_go_on.set()
         await leaving.stop()
         assert await asyncio.gather(*answers) == expected
         moved = leaving.registry.get_sample_value("corolla_sessions_handed_over_total", {"outcome": "moved"})

@@ -18,11 +18,10 @@ from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Generation
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
-from tests.integration.gates import held_up
+from tests.integration.gates import held_up, until_held
 from tests.integration.hf.models import draw_prompts
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
-from tests.integration.waiting import until
 from tests.tiers import quick
 
 PROMPTS = tuple(f"{words} in the inner tent " * repeats for words, repeats in (("the thin man", 1), ("anthem", 9)))
@@ -441,13 +440,3 @@ async def begin(
     for server in swarm.servers:
         await until_held(server, 1, undisturbed.usage.prompt_tokens)
     return answer, undisturbed.token_ids
-
-
-async def until_held(server: BlockServer, count: int, num_tokens: int = 0) -> None:
-    """Until it has so many sessions, of which the longest has more than so many tokens."""
-
-    async def is_held() -> bool:
-        lengths = [session.num_tokens for session in server.sessions]
-        return len(lengths) == count and max(lengths, default=0) > num_tokens
-
-    await until(is_held)

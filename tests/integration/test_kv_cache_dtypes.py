@@ -15,10 +15,9 @@ from transformers import DynamicCache
 from corolla.chassis.errors import NoChain
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.deaths import beyond, doom
-from tests.integration.gates import held_up
+from tests.integration.gates import held_up, until_held
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
-from tests.integration.waiting import until
 from tests.reference import Unsplit
 from tests.tiers import quick
 
@@ -136,11 +135,7 @@ async def test_a_session_is_handed_over_as_it_is_stored(tmp_path: Path, kind: st
     ):
         answering = asyncio.create_task(client.generate(PROMPTS[1], max_tokens=200, ignore_eos=True))
         leaving = swarm.servers.pop()
-
-        async def is_held() -> bool:
-            return any(session.num_tokens > len(PROMPTS[1]) for session in leaving.sessions)
-
-        await until(is_held)
+        await until_held(leaving, 1, len(PROMPTS[1]))
         with held_up(leaving):
             other = await swarm.add_server("2:5")
         await leaving.stop()

@@ -10,7 +10,7 @@ import torch
 from corolla.hf import AutoDistributedModelForCausalLM
 from tests.checkpoints import LONG_ROPE_LENGTH, make_long_rope_checkpoint
 from tests.integration.deaths import beyond, doom
-from tests.integration.gates import held_up
+from tests.integration.gates import held_up, until_held
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.reference import Sampling, Unsplit
@@ -163,11 +163,7 @@ async def test_a_server_that_leaves_hands_long_texts_over_and_nothing_is_compute
     async with swarm_of(tmp_path, model, CHAINS[1]) as swarm, swarm.connect() as client:
         answering = asyncio.create_task(client.generate(prompt_ids, max_tokens=300, ignore_eos=True))
         leaving = swarm.servers.pop(0)
-
-        async def is_long() -> bool:
-            return any(session.num_tokens > LONG_ROPE_LENGTH + 10 for session in leaving.sessions)
-
-        await until(is_long)
+        await until_held(leaving, 1, LONG_ROPE_LENGTH + 10)
         with held_up(leaving):
             await swarm.add_server(CHAINS[1][0])
         await leaving.stop()

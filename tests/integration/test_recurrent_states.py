@@ -14,7 +14,7 @@ from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.models.checkpoint import Checkpoint
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.deaths import beyond, doom
-from tests.integration.gates import held_up
+from tests.integration.gates import held_up, until_held
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -118,11 +118,7 @@ async def test_a_server_that_leaves_hands_states_over_and_nothing_is_computed_tw
         answering = asyncio.create_task(client.generate(PROMPT, max_tokens=400, ignore_eos=True, **SAMPLED))
         for _ in range(2):
             leaving = swarm.servers.pop(0)
-
-            async def has_begun(server: Any = leaving) -> bool:
-                return any(session.num_tokens > 100 for session in server.sessions)
-
-            await until(has_begun)
+            await until_held(leaving, 1, 100)
             with held_up(leaving):
                 await swarm.add_server(leaving.settings.blocks)
             await asyncio.wait_for(leaving.stop(), 60)

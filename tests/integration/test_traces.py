@@ -22,7 +22,7 @@ from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
 from corolla.v1 import generation_pb2, generation_pb2_grpc
 from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.gates import held_up
+from tests.integration.gates import held_up, until_held
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.trace_collector import CollectedSpan, TraceCollector, tree
@@ -166,12 +166,8 @@ async def test_a_handover_is_a_span_of_the_server_that_leaves(
         num_prompt_tokens = (await client.generate(PROMPT, max_tokens=1)).usage.prompt_tokens
         answering = asyncio.create_task(client.generate(PROMPT, max_tokens=600, ignore_eos=True))
         leaving = swarm.servers.pop()
-
-        async def is_held() -> bool:
-            # Past the prompt: what happens to that is under a span of its own.
-            return any(session.num_tokens > num_prompt_tokens for session in leaving.sessions)
-
-        await until(is_held)
+        # Past the prompt: what happens to that is under a span of its own.
+        await until_held(leaving, 1, num_prompt_tokens)
         with held_up(leaving):
             taker = await swarm.add_server(SPANS[1])
         await leaving.stop()
