@@ -1,4 +1,4 @@
-"""Which room may import which, by the contracts of pyproject.toml, and which modules are loaded at run time."""
+"""The contracts of pyproject.toml guard something, and light rooms load nothing heavy at run time."""
 
 import subprocess
 import sys
@@ -6,20 +6,11 @@ import tomllib
 
 import grimp
 import pytest
-from importlinter import configuration
-from importlinter.application import use_cases
 
 from tests.architecture.sources import PACKAGE, ROOT, dotted, own_modules
 
 HEAVY = ("numpy", "safetensors", "tokenizers", "torch", "transformers")
 ROOMS_TO_COME = {"corolla.hf.**", "corolla.sdk.**"}
-
-
-def test_every_contract_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-    configuration.configure()
-    # Not through its command: that one switches all loggers off that exist by then, for all later tests.
-    assert use_cases.lint_imports(cache_dir=None), capsys.readouterr().out
 
 
 def test_every_contract_guards_something() -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Final
 
 import grimp
-import pytest
 
-from tests.architecture.sources import PACKAGE, dotted, identify, own_modules
+from tests.architecture.sources import PACKAGE, dotted, own_modules
 
 IMPURE: Final = ("asyncio", "grpc", "random", "redis", "socket", "threading", "time", "torch")
 ALLOWED: Final = {("corolla.chassis.errors", "grpc")}
@@ -24,20 +23,18 @@ def calls_itself_pure(path: Path) -> bool:
 PURE: Final = [path for path in own_modules(PACKAGE) if calls_itself_pure(path)]
 
 
-@pytest.fixture(scope="module")
-def imports() -> grimp.ImportGraph:
-    graph = grimp.build_graph(
+def test_modules_that_say_pure_are() -> None:
+    imports = grimp.build_graph(
         "corolla", include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None
     )
     for importer, imported in ALLOWED:
-        graph.remove_import(importer=importer, imported=imported)
-    return graph
-
-
-@pytest.mark.parametrize("path", PURE, ids=identify)
-def test_modules_that_say_pure_are(path: Path, imports: grimp.ImportGraph) -> None:
-    name = dotted(path)
-    ways = [imports.find_shortest_chain(importer=name, imported=each) for each in IMPURE if each in imports.modules]
+        imports.remove_import(importer=importer, imported=imported)
+    ways = [
+        imports.find_shortest_chain(importer=dotted(path), imported=each)
+        for path in PURE
+        for each in IMPURE
+        if each in imports.modules
+    ]
     assert [" -> ".join(way) for way in ways if way] == []
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-import pytest
-
 from tests.architecture.sources import PACKAGE, ROOT, identify, own_modules, walk
 
 # What stands on the left has the name on the right.
@@ -74,25 +72,35 @@ def words_of(text: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", text).lower().replace(_CIPHER_SUITES, "")
 
 
-@pytest.mark.parametrize("path", [*own_modules(PACKAGE), *sorted(PACKAGE.rglob("*.lua"))], ids=identify)
-def test_a_module_uses_the_fields_words(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    odd = [f"{number}: {found[0]}" for number, line in enumerate(lines, 1) for found in _FORMS.finditer(words_of(line))]
+def test_modules_use_the_fields_words() -> None:
+    odd = [
+        f"{identify(path)}:{number}: {found[0]}"
+        for path in [*own_modules(PACKAGE), *sorted(PACKAGE.rglob("*.lua"))]
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for found in _FORMS.finditer(words_of(line))
+    ]
     assert odd == []
 
 
-@pytest.mark.parametrize("path", texts(), ids=identify)
-def test_a_text_uses_the_fields_words(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    if path.name == "CHANGELOG.md":
-        text = re.sub(r"`[^`]*`", "", text)  # former names
-    assert _NEVER.findall(words_of(text)) == []
+def test_texts_use_the_fields_words() -> None:
+    odd = []
+    for path in texts():
+        text = path.read_text(encoding="utf-8")
+        if path.name == "CHANGELOG.md":
+            text = re.sub(r"`[^`]*`", "", text)  # former names
+        odd += [f"{identify(path)}: {word}" for word in _NEVER.findall(words_of(text))]
+    assert odd == []
 
 
-@pytest.mark.parametrize("path", own_modules(*(ROOT / place for place in _PLACES)), ids=identify)
-def test_names_use_the_fields_words(path: Path) -> None:
-    if path != Path(__file__):
-        assert [name for name in names_of(path) if _FORMS.search(words_of(name))] == []
+def test_names_use_the_fields_words() -> None:
+    odd = [
+        f"{identify(path)}: {name}"
+        for path in own_modules(*(ROOT / place for place in _PLACES))
+        if path != Path(__file__)
+        for name in names_of(path)
+        if _FORMS.search(words_of(name))
+    ]
+    assert odd == []
 
 
 def test_odd_words_are_found_in_names_and_in_prose() -> None:
