@@ -22,6 +22,8 @@ JOBS ?= 3
 # Of torch: `cpu` or `cuda`; empty: whichever pip finds.
 TORCH_VARIANT ?=
 export PATH := $(abspath $(VENV)/bin):$(PATH)
+# Tests start hundreds of processes: where none may keep what it has compiled, each compiles all sources anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help
 help: ## Lists these targets.
@@ -109,9 +111,25 @@ demo: setup ## Starts the whole stack with a real model, streams an answer and a
 HELM := $(if $(shell command -v helm),,$(VENV)/bin/helm)
 
 .PHONY: test
-test: setup $(HELM) ## Runs one test or more of every feature, in 10 to 30 minutes of two cores.
+test: setup $(HELM) ## Runs one test or more of every feature, in 8 minutes of two cores.
 	@echo "==> Testing"
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
+
+# Of what is neither of a feature nor of a kind, four commits in a row run everything.
+QUARTER ?= $(shell git rev-list --count HEAD)
+# Milliseconds between tokens are judged, so nothing else runs.
+STRANGERS := tests/adversary/test_strangers.py
+
+.PHONY: test-gate
+test-gate: test-tools ## Runs what a commit must pass: `make test`, every kind, and a quarter of all other tests.
+	@echo "==> Testing, in turn $(QUARTER)"
+	@$(PY) -m pytest -q -m "not cluster and not vllm" --quarter $(QUARTER) --ignore $(STRANGERS) \
+	  -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
+
+.PHONY: test-strangers
+test-strangers: setup ## Has a thousand strangers at each port, or with QUARTER=0 to 3 at some; nothing else should run.
+	@echo "==> Testing with strangers"
+	@$(PY) -m pytest -q -m "full" $(if $(filter file,$(origin QUARTER)),,--quarter $(QUARTER)) $(STRANGERS) $(ARGS)
 
 .PHONY: gemma
 gemma: $(VENV)/.gemma-done ## Installs a second real model (240 MB), which `make test-all` and `make test-vllm` serve.
@@ -166,10 +184,21 @@ $(VENV)/.fuzzing-done: requirements/fuzzing.txt | $(STAMP)
 	  -r requirements/fuzzing.txt || echo "    !!! NOTHING IS FUZZED: atheris has no wheel for this Python or machine !!!"
 	@touch $@
 
+# What the larger tiers need besides.
+.PHONY: test-tools
+test-tools: setup $(HELM) gemma http-clients browser fuzzing
+	@for tool in chromium promtool; do command -v $$tool >/dev/null || { \
+	  echo "$$tool is missing: on Debian or Ubuntu, apt-get install chromium prometheus" >&2; exit 1; }; done
+
 .PHONY: test-all
-test-all: setup $(HELM) gemma http-clients browser fuzzing ## Runs all tests but those of faults and of a cluster.
+test-all: test-tools ## Runs all tests but those of faults and of a cluster.
 	@echo "==> Testing everything"
-	@$(PY) -m pytest -q -m "not promtool and not cluster and not vllm" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
+	@$(PY) -m pytest -q -m "not cluster and not vllm" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
+
+.PHONY: durations
+durations: test-tools ## Measures how long tests take, all or those in ARGS, and writes it to tests/durations.json.
+	@echo "==> Measuring how long tests take"
+	@$(PY) -m pytest -q -m "not cluster and not vllm" --record-durations tests/durations.json -n $(JOBS) --dist worksteal $(ARGS)
 
 # The file that takes longest is the last by name, and has to begin first.
 .PHONY: test-vllm
@@ -248,7 +277,7 @@ format: setup ## Formats the sources and fixes what ruff can fix.
 	@ruff format .
 
 .PHONY: verify
-verify: lint check-protos check-sync-client check-docs check-chart check-lock audit ## Checks all that needs no test: lint, generated files current, lock in step.
+verify: lint check-protos check-sync-client check-docs check-chart check-lock check-durations audit ## Checks all that needs no test: lint, generated files current, lock in step, budgets of time.
 
 .PHONY: check-protos
 check-protos: setup ## Checks that the stubs are what the protocol files give.
@@ -287,6 +316,11 @@ check-chart: setup ## Checks that the chart's schema, README and dashboards are 
 check-lock: setup ## Checks that the lock is the whole closure of pyproject.toml and nothing else.
 	@echo "==> lock"
 	@$(PY) -m pytest -q tests/architecture/test_lock.py
+
+.PHONY: check-durations
+check-durations: setup ## Checks that no stage of the gate takes longer than it may, by what was measured.
+	@echo "==> time that tests take"
+	@$(PY) -m tests.durations
 
 # --- supply chain ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 # Idle OpenMP threads that spin slow every neighbour process several times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -21,7 +22,9 @@ import hypothesis
 import pytest
 
 from corolla.chassis.logs import TextFormatter
+from tests import durations
 from tests.patience import outlast_pauses
+from tests.tiers import NUM_QUARTERS, outside_of_quarter
 
 # How long an example takes says more of the machine than of the code.
 # The same examples in each run, so that what passed here passes there; `--hypothesis-profile=explore` draws others.
@@ -33,6 +36,38 @@ hypothesis.settings.load_profile("corolla")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 outlast_pauses()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("corolla")
+    group.addoption(
+        "--quarter", type=int, help="of the tests marked full, runs those of this quarter only: 0, 1, 2 or 3"
+    )
+    group.addoption("--record-durations", type=Path, metavar="FILE", help="writes how long each test file took")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    quarter = config.getoption("quarter")
+    return (
+        f"of what is marked full: quarter {quarter % NUM_QUARTERS} of {NUM_QUARTERS}" if quarter is not None else None
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the other quarters out."""
+    if (quarter := config.getoption("quarter")) is None:
+        return
+    outside = outside_of_quarter((each.nodeid for each in items if each.get_closest_marker("full")), quarter)
+    config.hook.pytest_deselected(items=[each for each in items if each.nodeid in outside])
+    items[:] = [each for each in items if each.nodeid not in outside]
+
+
+_SECONDS: dict[str, durations.Seconds] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    durations.add(_SECONDS, report)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -48,6 +83,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or hasattr(session.config, "workerinput"):
         return
+    if path := session.config.getoption("record_durations"):
+        durations.record(path, _SECONDS)
     parts = [each for each in reporter.stats.get("passed", []) if "test_seeds_hold" in each.nodeid]
     if not parts:
         return

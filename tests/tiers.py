@@ -1,18 +1,58 @@
-"""Which cases of a parametrised test `make test` runs; `make test-all` runs every one."""
+"""The three tiers of tests, and which part of the largest one a run of the gate takes.
 
-from collections.abc import Iterable
-from typing import Any
+| command | runs | mark |
+| --- | --- | --- |
+| `make test` | one test or more of every feature | none |
+| `make test-gate` | these, every kind of a matrix, and a quarter of all that is left | `kind` |
+| `make test-all` | everything | `full` |
+
+The gate's quarter is chosen by the number of the commit, so four commits in a row run everything.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any, Final
 
 import pytest
 
+NUM_QUARTERS: Final = 4
 
-def quick(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """The values as parameters; all but those in `kept` run in `make test-all` only.
+
+def quick(values: Iterable[Any], *kept: Any, kinds: Collection[Any] = ()) -> list[Any]:
+    """The values as parameters of a test.
+
+    Args:
+        values: all cases.
+        kept: cases that `make test` runs.
+        kinds: cases that stand for all that is of their kind: every run of the gate has them.
 
     Raises:
-        ValueError: `kept` has what is not among the values, so that a renamed case does not leave `make test` silently.
+        ValueError: `kept` or `kinds` has what is not among the values, so that a renamed case does not leave silently.
     """
     cases = list(values)
-    if unknown := [each for each in kept if each not in cases]:
+    if unknown := [each for each in (*kept, *kinds) if each not in cases]:
         raise ValueError(f"no such cases: {unknown}")
-    return [each if each in kept else pytest.param(each, marks=pytest.mark.full) for each in cases]
+
+    def parameter(case: Any) -> Any:
+        if case in kept:
+            return case
+        return pytest.param(case, marks=pytest.mark.kind if case in kinds else pytest.mark.full)
+
+    return [parameter(each) for each in cases]
+
+
+def outside_of_quarter(node_ids: Iterable[str], quarter: int) -> set[str]:
+    """The node ids that another quarter runs.
+
+    Cases of one test go to the quarters in turn, so that each has its share of a test that takes long; where the first
+    one goes depends on the test's name alone.
+    """
+    seen: Counter[str] = Counter()
+    outside = set()
+    for node_id in node_ids:
+        test = node_id.partition("[")[0]
+        if (zlib.crc32(test.encode()) + seen[test]) % NUM_QUARTERS != quarter % NUM_QUARTERS:
+            outside.add(node_id)
+        seen[test] += 1
+    return outside

@@ -31,7 +31,7 @@ _SHARE_OF_NEW: Final = 0.6
 _CHURNED: Final = "churned"
 
 
-async def adapters(stand: Stand, rng: random.Random, num_runs: int) -> int:
+async def adapters(stand: Stand, rng: random.Random, runs: range) -> int:
     """Of each run: 1 to 4 streams with adapters or without, one server killed, and an adapter that comes and goes."""
     figures = Figures()
     with tempfile.TemporaryDirectory(prefix="corolla-adapters-") as name:
@@ -41,7 +41,7 @@ async def adapters(stand: Stand, rng: random.Random, num_runs: int) -> int:
         repertoire = Repertoire(stand.client)
         await _compare(stand, folders, figures)
         known: list[Question] = []
-        for number in range(num_runs):
+        for number in runs:
             figures.num_runs += 1
             await _run(stand, rng, figures, repertoire, known, folders, number % len(stand.spans))
     return figures.conclude(MAX_STALL_S)

@@ -19,13 +19,13 @@ _NUM_SLOW = 16
 _SLOW_S = 5.0
 
 
-async def cancel(stand: Stand, rng: random.Random, num_runs: int) -> int:
-    """`num_runs` streams, cancelled or cut off before or after their first tokens, eight at a time; then slow ones."""
-    figures = Figures(num_runs=num_runs)
-    seeds = [rng.randrange(1 << 30) for _ in range(num_runs)]
-    for start in range(0, num_runs, _NUM_AT_A_TIME):
+async def cancel(stand: Stand, rng: random.Random, runs: range) -> int:
+    """A stream for each run, cancelled or cut off around its first tokens, eight at a time; then slow ones."""
+    figures = Figures(num_runs=len(runs))
+    seeds = [rng.randrange(1 << 30) for _ in runs]
+    for start in range(0, len(runs), _NUM_AT_A_TIME):
         await asyncio.gather(*(_leave(stand, random.Random(seed)) for seed in seeds[start : start + _NUM_AT_A_TIME]))
-    await _check_empty(stand, figures, f"{num_runs} streams cancelled or cut off")
+    await _check_empty(stand, figures, f"{len(runs)} streams cancelled or cut off")
     await _read_slowly(stand, rng, figures)
     await _check_empty(stand, figures, f"{_NUM_SLOW} slow readers gone")
     return figures.conclude(0.0)

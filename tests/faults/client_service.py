@@ -21,14 +21,14 @@ _MOST_TRIES = 5
 _PLACES = ("before_commit", "after_commit")
 
 
-async def client_service(stand: Stand, rng: random.Random, num_runs: int) -> int:
+async def client_service(stand: Stand, rng: random.Random, runs: range) -> int:
     """Of each run: 1 to 4 streams, of which half are turns of sessions; the two services die in turn.
 
     Every third one dies as it writes a turn back.
     """
     figures = Figures()
     services = [stand.service, await stand.add_service()]
-    for number in range(num_runs):
+    for number in runs:
         figures.num_runs += 1
         victim, other = services[number % 2], services[1 - number % 2]
         dies_at = _PLACES[number // 3 % 2] if number % 3 == 2 else ""

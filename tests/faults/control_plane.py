@@ -26,14 +26,14 @@ _NUM_STREAMS = 4
 _NUM_QUESTIONS = 6
 
 
-async def control_plane(stand: Stand, rng: random.Random, num_runs: int) -> int:
+async def control_plane(stand: Stand, rng: random.Random, runs: range) -> int:
     """Each fault in turn, with `_NUM_STREAMS` streams that run without a pause."""
     figures = Figures()
     questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(96, 256)) for _ in range(_NUM_QUESTIONS)]
     undisturbed = [Answer(question) for question in questions]
     await asyncio.gather(*(listen(stand.client, answer) for answer in undisturbed))
     healings_s = []
-    for number in range(num_runs):
+    for number in runs:
         figures.num_runs += 1
         what = list(_FAULTS)[number % len(_FAULTS)]
         healing_s = await _run(stand, rng, figures, undisturbed, what)

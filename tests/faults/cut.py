@@ -38,12 +38,12 @@ class _Edge:
     is_of_chain: bool
 
 
-async def cut(stand: Stand, rng: random.Random, num_runs: int) -> int:
+async def cut(stand: Stand, rng: random.Random, runs: range) -> int:
     """Of each run: two streams that outlast the cut of one wire, the first hop's, the next one's..."""
     figures = Figures()
     async with _relayed(stand) as wires:
         repertoire = LongRepertoire(stand, rng)
-        for number in range(num_runs):
+        for number in runs:
             figures.num_runs += 1
             edge_number, direction = divmod(number, len(_DIRECTIONS))
             await _run(repertoire, rng, figures, wires, edge_number, _DIRECTIONS[direction])

@@ -13,10 +13,10 @@ MAX_STALL_S = 0.5
 MAX_EXIT_S = 30.0
 
 
-async def drain(stand: Stand, rng: random.Random, num_runs: int) -> int:
+async def drain(stand: Stand, rng: random.Random, runs: range) -> int:
     """Of each run: every server ends and comes back, one after the other, while streams follow each other."""
     figures = Figures()
-    for _ in range(num_runs):
+    for _ in runs:
         figures.num_runs += 1
         await _run(stand, rng, figures)
     return figures.conclude(MAX_STALL_S, 0.95)

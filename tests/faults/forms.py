@@ -208,31 +208,31 @@ class Asker:
         }
 
 
-async def forms(stand: Stand, rng: random.Random, num_runs: int) -> int:
+async def forms(stand: Stand, rng: random.Random, runs: range) -> int:
     """Of so many schemas: every answer, each hop lost once, many at a time."""
     figures = Figures()
     limits = httpx2.Limits(max_connections=_AT_A_TIME)
     async with httpx2.AsyncClient(base_url=f"http://{stand.stack.http_address}", timeout=120, limits=limits) as http:
-        asker = Asker(stand, http, _chosen(num_runs))
+        asker = Asker(stand, http, _chosen(runs))
         row = _Row(stand, rng, figures, asker)
         num_answers = len(row.wanted)
         await row.ask_undisturbed()
         num_hit = sum([await row.lose(span) for span in stand.spans])
     num_whole, num_expected = sum(each.is_whole for each in row.expected.values()), len(row.expected)
-    figures.num_runs = num_runs
+    figures.num_runs = len(runs)
     figures.check(num_whole >= LEAST_WHOLE * num_expected, f"only {num_whole} of {num_expected} answers were whole")
     num_hits = num_answers * len(stand.spans)
     figures.check(num_hit >= LEAST_HIT * num_hits, f"only {num_hit} of {num_hits} answers lost their hop")
-    say(f"{num_runs} schemas, {num_expected} undisturbed answers, of which the model ended {num_whole}; "
+    say(f"{len(runs)} schemas, {num_expected} undisturbed answers, of which the model ended {num_whole}; "
         f"{num_hit} of {num_hits} answers lost their hop on the way")  # fmt: skip
     return figures.conclude(MAX_STALL_S)
 
 
-def _chosen(number: int) -> list[dict[str, Any]]:
-    """So many of the schemas, those of the public suite and made ones as they are mixed in all."""
+def _chosen(runs: range) -> list[dict[str, Any]]:
+    """A schema for each run, those of the public suite and made ones as they are mixed in all."""
     schemas = [each["schema"] for each in SUITE]
-    schemas += made_schemas(max(number, _NUM_SCHEMAS) - len(schemas))
-    return [schemas[index * len(schemas) // number] for index in range(number)]
+    schemas += made_schemas(max(len(runs), _NUM_SCHEMAS) - len(schemas))
+    return [schemas[(runs.start + index * len(schemas) // len(runs)) % len(schemas)] for index in range(len(runs))]
 
 
 class _Row:

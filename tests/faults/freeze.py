@@ -12,10 +12,10 @@ from tests.faults.stand import Stand
 MAX_STALL_S = 4.0
 
 
-async def freeze(stand: Stand, rng: random.Random, num_runs: int, frozen_s: float = 10.0) -> int:
+async def freeze(stand: Stand, rng: random.Random, runs: range, frozen_s: float = 10.0) -> int:
     """Of each run: two streams that outlast the frozen time, and one server frozen."""
     figures, repertoire = Figures(), LongRepertoire(stand, rng)
-    for number in range(num_runs):
+    for number in runs:
         figures.num_runs += 1
         await _run(repertoire, rng, figures, stand.spans[number % len(stand.spans)], frozen_s)
     return figures.conclude(MAX_STALL_S)

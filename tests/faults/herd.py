@@ -14,13 +14,13 @@ _MAX_TOKENS = 160
 _NUM_QUESTIONS = 8
 
 
-async def herd(stand: Stand, rng: random.Random, num_runs: int) -> int:
+async def herd(stand: Stand, rng: random.Random, runs: range) -> int:
     """Of each run: 64 streams, and the busier server of a span killed in their midst."""
     figures = Figures()
     repertoire = Repertoire(stand.client)
     questions = [Question.draw(rng, rng.randint(1, 20), _MAX_TOKENS) for _ in range(_NUM_QUESTIONS)]
     await repertoire.undisturbed(questions)
-    for number in range(num_runs):
+    for number in runs:
         figures.num_runs += 1
         span = stand.spans[number % len(stand.spans)]
         await _run(stand, rng, figures, repertoire, [rng.choice(questions) for _ in range(NUM_SESSIONS)], span)

@@ -15,11 +15,11 @@ MAX_STALL_S = 2.0
 CONTEXT_TOKENS = 256
 
 
-async def kill(stand: Stand, rng: random.Random, num_runs: int, max_streams: int = 4) -> int:
+async def kill(stand: Stand, rng: random.Random, runs: range, max_streams: int = 4) -> int:
     """Of each run: 1 to `max_streams` streams of up to 256 tokens of context, and one server killed."""
     figures = Figures()
     repertoire = Repertoire(stand.client)
-    for number in range(num_runs):
+    for number in runs:
         figures.num_runs += 1
         await _run(stand, rng, figures, repertoire, number % len(stand.spans), max_streams)
     return figures.conclude(MAX_STALL_S)

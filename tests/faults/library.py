@@ -64,12 +64,12 @@ class _InTokens(_Countdown, StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-async def library(stand: Stand, rng: random.Random, num_runs: int) -> int:
+async def library(stand: Stand, rng: random.Random, runs: range) -> int:
     """Each way of generating in turn, each hop in turn."""
     figures = Figures()
     folder = stand.stack.options.model
     unsplit, with_local_edges, with_remote_edges = await asyncio.to_thread(_load, folder, stand.stack.router_address)
-    for number in range(num_runs):
+    for number in runs:
         figures.num_runs += 1
         way = list(_WAYS)[number % len(_WAYS)]
         span = stand.spans[number // len(_WAYS) % len(stand.spans)]

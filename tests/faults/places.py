@@ -20,13 +20,13 @@ _GIVE_UP_S = 60.0
 PLACES = [place for place in get_args(failpoints.Place) if "commit" not in place]
 
 
-async def places(stand: Stand, rng: random.Random, num_runs: int) -> int:
+async def places(stand: Stand, rng: random.Random, runs: range) -> int:
     """Of each run: streams that follow each other until a server has died at the next place."""
     figures = Figures()
     questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(32, 96)) for _ in range(_NUM_QUESTIONS)]
     repertoire = Repertoire(stand.client)
     await repertoire.undisturbed(questions)
-    for number in range(num_runs):
+    for number in runs:
         figures.num_runs += 1
         round_number, place_number = divmod(number, len(PLACES))
         span = stand.spans[(round_number + place_number) % len(stand.spans)]

@@ -35,8 +35,8 @@ class _Sizes:
     descriptors: list[int] = field(default_factory=list)
 
 
-async def soak(stand: Stand, rng: random.Random, num_runs: int) -> int:
-    """`num_runs` faults, one every 20 seconds: a server killed or frozen, or callers that leave."""
+async def soak(stand: Stand, rng: random.Random, runs: range) -> int:
+    """A fault for each run, one every 20 seconds: a server killed or frozen, or callers that leave."""
     figures = Figures()
     repertoire = Repertoire(stand.client)
     questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(64, 256)) for _ in range(_NUM_QUESTIONS)]
@@ -53,7 +53,7 @@ async def soak(stand: Stand, rng: random.Random, num_runs: int) -> int:
 
     working = [asyncio.create_task(ask_on(random.Random(rng.random()))) for _ in range(_NUM_STREAMS)]
     working.append(asyncio.create_task(_measure(stand, sizes, is_over)))
-    for _ in range(num_runs):
+    for _ in runs:
         figures.num_runs += 1
         began_s = time.monotonic()
         what = await _break(stand, rng)

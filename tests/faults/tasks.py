@@ -48,7 +48,7 @@ TASKS: Final[dict[EssentialTask, tuple[str, int, int]]] = {
 }
 
 
-async def tasks(stand: Stand, rng: random.Random, num_runs: int) -> int:
+async def tasks(stand: Stand, rng: random.Random, runs: range) -> int:
     """Of each run: streams that follow each other until the next essential task has ended its process."""
     missing = set(get_args(EssentialTask)) - TASKS.keys()
     if missing:
@@ -61,7 +61,7 @@ async def tasks(stand: Stand, rng: random.Random, num_runs: int) -> int:
         async with AsyncClient(second.address) as other:
             repertoire = Repertoire(other)
             await repertoire.undisturbed(questions)
-            for number in range(num_runs):
+            for number in runs:
                 figures.num_runs += 1
                 task = list(TASKS)[number % len(TASKS)]
                 end_s = math.inf

@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from corolla.models.families import FAMILIES
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason
 from tests.checkpoints import RECURRENT_FAMILIES, make_tiny_checkpoint
+from tests.families import family_cases
 from tests.integration.swarm import Swarm
 from tests.reference import Reference, Sampling, Unsplit
-from tests.tiers import quick
 
-# One family for each shape of the table: fused blocks, alternating windows and capped scores, learned positions, rows
-# that are computed one by one, experts, biases, latents, the two kinds of recurrent states.
-SHAPES = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2", "deepseek_v3", "lfm2", "qwen3_next")
 CHAINS = (["0:5"], ["0:1", "1:5"], ["0:2", "2:3", "3:5"])
 CHUNK_TOKENS = 16
 NUM_NEW_TOKENS = 16
@@ -58,7 +54,7 @@ async def assert_streams_equal(
         assert answer.usage.cached_tokens == (num_whole if is_known else 0), where
 
 
-@pytest.mark.parametrize("family", quick(sorted(FAMILIES), *SHAPES))
+@pytest.mark.parametrize("family", family_cases())
 async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str) -> None:
     folder = make_tiny_checkpoint(family, tmp_path / family)
     unsplit = Unsplit(folder)

@@ -7,15 +7,11 @@ import pytest
 import torch
 
 from corolla.chassis.errors import UnsupportedFamily
-from corolla.models.families import FAMILIES
 from tests.checkpoints import RECURRENT_FAMILIES, make_tiny_checkpoint
+from tests.families import family_cases
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks
-from tests.tiers import quick
 
-# One family for each shape of the table: fused blocks, alternating windows and capped scores, learned positions, rows
-# that are computed one by one, experts, biases, parts that lie deeper, the two kinds of recurrent states.
-SHAPES = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2", "opt", "lfm2", "qwen3_next")
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}
 
 
@@ -24,7 +20,7 @@ def takes_embeddings(pair: ModelPair) -> bool:
     return "inputs_embeds" in inspect.signature(pair.unsplit.prepare_inputs_for_generation).parameters
 
 
-@pytest.mark.parametrize("family", quick(sorted(FAMILIES), *SHAPES))
+@pytest.mark.parametrize("family", family_cases())
 def test_generate_answers_as_the_unsplit_model(tmp_path: Path, stacks: Stacks, family: str) -> None:
     folder = make_tiny_checkpoint(family, tmp_path / family)
     pair = ModelPair.load(folder, stacks.start(folder, ["0:2", "2:5"]))

@@ -32,6 +32,7 @@ from tests.checkpoints import (
     make_long_rope_checkpoint,
     make_tiny_checkpoint,
 )
+from tests.families import family_cases
 
 UNEVEN = (Span(0, 1), Span(1, 4), Span(4, 5))
 
@@ -135,8 +136,8 @@ def assert_close(logits: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-every_family = pytest.mark.parametrize("family", sorted(FAMILIES))
-recurrent_family = pytest.mark.parametrize("family", sorted(RECURRENT_FAMILIES))
+every_family = pytest.mark.parametrize("family", family_cases())
+recurrent_family = pytest.mark.parametrize("family", family_cases(RECURRENT_FAMILIES))
 
 
 @every_family
@@ -195,7 +196,7 @@ def assert_equal_to_generate(chain: Chain, are_equal: Callable[[Tensor, Tensor],
     assert len(set(log[len(prompt) :])) > 3, "a continuation that repeats one token proves little"
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - RECURRENT_FAMILIES))
+@pytest.mark.parametrize("family", family_cases(FAMILIES.keys() - RECURRENT_FAMILIES))
 def test_chunks_then_rollback_then_other_tokens(make_chain: MakeChain, family: str) -> None:
     chain = make_chain(family)
     first, second = tokens(40, seed=1), tokens(20, seed=2)

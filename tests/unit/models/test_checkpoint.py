@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from corolla.chassis.errors import CheckpointError, UnsupportedFamily
 from corolla.models import weights
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.families import FAMILIES
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import (
@@ -26,7 +25,7 @@ from tests.checkpoints import (
     make_long_rope_checkpoint,
     make_tiny_checkpoint,
 )
-from tests.tiers import quick
+from tests.families import family_cases
 
 INDEX = "model.safetensors.index.json"
 
@@ -65,7 +64,7 @@ def edit_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.
     save_file(tensors, shard, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", family_cases())
 def test_every_family_is_described(tmp_path: Path, family: str) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=3)))
     facts = (checkpoint.family.model_type, checkpoint.num_blocks, checkpoint.hidden_size, checkpoint.vocab_size)
@@ -235,10 +234,10 @@ def test_where_no_text_is_long_there_are_no_long_factors(tmp_path: Path) -> None
 
 
 # Blocks that are alike, dense ones before those with experts or among them, and recurrent ones of either size.
-KINDS = ("llama", "mixtral", "qwen2_moe", "deepseek_v3", "ernie4_5_moe", "opt", "lfm2", "lfm2_moe", "qwen3_next")
+SIZES = ("llama", "mixtral", "qwen2_moe", "deepseek_v3", "ernie4_5_moe", "opt", "lfm2", "lfm2_moe", "qwen3_next")
 
 
-@pytest.mark.parametrize("family", quick(sorted(FAMILIES), *KINDS))
+@pytest.mark.parametrize("family", family_cases(kept=SIZES))
 def test_no_block_is_larger_than_what_is_planned_by(tmp_path: Path, family: str) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family)))
     # Buffers are left out: masks and rotary tables are not stored, and biases of routers are small.

@@ -14,6 +14,7 @@ from corolla.models.edges import edge_tensors, load_edges
 from corolla.models.families import FAMILIES
 from corolla.models.loading import LOADING
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
+from tests.families import family_cases
 
 NUM_TOKENS = 9
 
@@ -36,7 +37,7 @@ class Ends:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", family_cases())
 def test_edges_are_bit_equal_to_the_unsplit_model(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     folder = make_tiny_checkpoint(family, tmp_path / family, num_blocks=2)
     library: Any = AutoModelForCausalLM
@@ -57,7 +58,7 @@ def test_edges_are_bit_equal_to_the_unsplit_model(tmp_path: Path, family: str, d
     assert torch.equal(head, logits.float())
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", family_cases())
 @pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied head"])
 def test_one_end_alone_is_that_of_both(tmp_path: Path, family: str, is_tied: bool) -> None:
     folder = make_tiny_checkpoint(

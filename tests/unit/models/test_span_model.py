@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import edge_tensors
-from corolla.models.families import FAMILIES
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
+from tests.families import family_cases
 
 # Prints by how many bytes loading `span` raised this process's peak; a first load takes what every load takes.
 MEASURE_PEAK = """
@@ -73,7 +73,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     return reports
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", family_cases())
 def test_spans_share_out_the_blocks(tmp_path: Path, reports: list[Mapping[str, Any]], family: str) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)))
     whole = load_span(checkpoint, Span(0, 4), dtype=torch.float32)
@@ -90,7 +90,7 @@ def test_spans_share_out_the_blocks(tmp_path: Path, reports: list[Mapping[str, A
         assert [report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [set(), set(), set()]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", family_cases())
 def test_a_span_is_made_up_without_reading_weights(tmp_path: Path, family: str) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=2)))
     hidden = torch.randn(1, 20, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
