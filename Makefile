@@ -122,7 +122,7 @@ STRANGERS := tests/adversary/test_strangers.py
 
 .PHONY: test-gate
 test-gate: test-tools ## Runs what a commit must pass: `make test`, every kind, and a quarter of all other tests.
-	@echo "==> Testing, in turn $(QUARTER)"
+	@echo "==> Testing every feature, every kind, and quarter $$(( $(QUARTER) % 4 )) of 0 to 3 of all other tests"
 	@$(PY) -m pytest -q -m "not cluster and not vllm" --quarter $(QUARTER) --ignore $(STRANGERS) \
 	  -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 

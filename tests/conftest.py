@@ -1,7 +1,9 @@
 """Process environment of all tests and their servers; OpenMP and MKL read it once, when torch is imported."""
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # Idle OpenMP threads that spin slow every neighbour process several times over.
@@ -63,6 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [each for each in items if each.nodeid not in outside]
 
 
+MOST_DESCRIPTORS = 300
 _SECONDS: dict[str, durations.Seconds] = {}
 
 
@@ -75,6 +78,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     logging_plugin = session.config.pluginmanager.get_plugin("logging-plugin")
     if logging_plugin is not None:
         logging_plugin.report_handler.setFormatter(TextFormatter())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_descriptors() -> Iterator[None]:
+    """A process of tests that holds more and more files open leaks them."""
+    yield
+    gc.collect()
+    held = len(os.listdir("/dev/fd"))
+    assert held < MOST_DESCRIPTORS, f"{held} descriptors are open after all tests of this process"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -22,10 +22,12 @@ class Terminal:
     def wait_for(self, text: str, timeout_s: float = 30.0) -> None:
         """Fails unless the text appears after what was waited for last."""
         give_up = time.monotonic() + timeout_s
+        poll = select.poll()  # `select` knows the first 1024 descriptors only
+        poll.register(self._fd, select.POLLIN)
         while text not in self.shown:
             if time.monotonic() > give_up:
                 pytest.fail(f"{text!r} did not appear in {self.shown!r}")
-            if select.select([self._fd], [], [], 0.2)[0]:
+            if poll.poll(200):
                 try:
                     self.shown += os.read(self._fd, 4096).decode()
                 except OSError:

@@ -111,14 +111,17 @@ MakeChain = Callable[..., Chain]
 REFERENCE: Mapping[str, Any] = {"is_fused": False, "attention": "sdpa"}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_chain(tmp_path_factory: pytest.TempPathFactory) -> MakeChain:
+    """Makes chains, and keeps those of one family, whose tests follow each other; each holds its shards open."""
     made: dict[str, Chain] = {}
 
     def make(family: str, runner_options: Mapping[str, Any] | None = None, **config_changes: Any) -> Chain:
         options = runner_options or {}
         key = f"{family} {sorted(options.items())} {sorted(config_changes.items())}"
         if key not in made:
+            for other in [each for each in made if not each.startswith(f"{family} ")]:
+                del made[other]
             folder = tmp_path_factory.mktemp("checkpoint") / family
             made[key] = Chain(make_tiny_checkpoint(family, folder, config_changes=config_changes), **options)
         return made[key]
@@ -136,8 +139,9 @@ def assert_close(logits: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-every_family = pytest.mark.parametrize("family", family_cases())
-recurrent_family = pytest.mark.parametrize("family", family_cases(RECURRENT_FAMILIES))
+# All tests of a family come together.
+every_family = pytest.mark.parametrize("family", family_cases(), scope="module")
+recurrent_family = pytest.mark.parametrize("family", family_cases(RECURRENT_FAMILIES), scope="module")
 
 
 @every_family
@@ -196,7 +200,7 @@ def assert_equal_to_generate(chain: Chain, are_equal: Callable[[Tensor, Tensor],
     assert len(set(log[len(prompt) :])) > 3, "a continuation that repeats one token proves little"
 
 
-@pytest.mark.parametrize("family", family_cases(FAMILIES.keys() - RECURRENT_FAMILIES))
+@pytest.mark.parametrize("family", family_cases(FAMILIES.keys() - RECURRENT_FAMILIES), scope="module")
 def test_chunks_then_rollback_then_other_tokens(make_chain: MakeChain, family: str) -> None:
     chain = make_chain(family)
     first, second = tokens(40, seed=1), tokens(20, seed=2)
