@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.compute_thread import ComputeThread
 from corolla.block_server.delivery import Delivery
 from corolla.block_server.iteration import Admitted, BatchRunner, Computation, Computed, StepWork
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
@@ -27,13 +25,15 @@ from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
-from corolla.block_server.speed import DecodeSpeed
 from corolla.block_server.step_admission import StepAdmission
 from corolla.block_server.step_spans import StepSpans
 from corolla.block_server.step_times import StepTimes
+from corolla.cache.store import SessionCache
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, OutOfPages
 from corolla.chassis.handlers import where
+from corolla.compute.compute_thread import ComputeThread
+from corolla.compute.speed import DecodeSpeed
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span

@@ -11,11 +11,11 @@ from corolla.block_server.books import Breach, compare
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.iteration import StepWork
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
 
 log = logging.getLogger(__name__)
 

@@ -9,22 +9,17 @@ from typing import Final
 
 from corolla.block_server.adapters import Adapters
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.compute_thread import ComputeThread
-from corolla.block_server.decode_graphs import CudaCapture
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.engines.choice import choose_engine, load_engine
 from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.grammars import Grammars
-from corolla.block_server.graph_choice import choose_graphs
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.hop_session import SessionFacts
 from corolla.block_server.housekeeping import Housekeeping
 from corolla.block_server.iteration import StepWork
-from corolla.block_server.kv.states import NUM_KEPT_STATES
-from corolla.block_server.kv.store import LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.page_guarantees import PageGuarantees
@@ -32,15 +27,15 @@ from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
 from corolla.block_server.row_sampling import SharedBySamplers
-from corolla.block_server.runner import Runner, page_windows
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.servicer_admin import AdminEndpoint
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
-from corolla.block_server.speed import Speed, decode_step, measure_decode_step, measure_speed, state_bytes
 from corolla.block_server.spinning import measure_spin
 from corolla.block_server.step_spans import StepSpans
+from corolla.cache.states import NUM_KEPT_STATES
+from corolla.cache.store import LayerGroups, SessionCache
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import where
 from corolla.chassis.lifecycle import fail
@@ -51,6 +46,11 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tenant_limits import QuotaTable
 from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import EngineName, weight_format
+from corolla.compute.compute_thread import ComputeThread
+from corolla.compute.decode_graphs import CudaCapture
+from corolla.compute.graph_choice import choose_graphs
+from corolla.compute.runner import Runner, page_windows
+from corolla.compute.speed import Speed, decode_step, measure_decode_step, measure_speed, state_bytes
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges

@@ -17,12 +17,12 @@ from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, i
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.hop_session import OpenRequest, SessionState
 from corolla.block_server.iteration import StepWork
-from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
 from corolla.block_server.preparations import Preparations
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import KVStore, SessionCache
 from corolla.chassis import audit, failpoints
 from corolla.chassis.audit import Caller
 from corolla.chassis.errors import (

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Generic
 
 from corolla.block_server.hop_session import AnyCache, HopSession, OpenRequest, SessionEvent, SessionState
-from corolla.block_server.kv.pages import PagePool, too_few_pages
-from corolla.block_server.kv.prefixes import salt_of
 from corolla.block_server.page_guarantees import PageGuarantees
+from corolla.cache.pages import PagePool, too_few_pages
+from corolla.cache.prefixes import salt_of
 from corolla.chassis.errors import HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
 
 if TYPE_CHECKING:
     from corolla.block_server.adapters import LoadedAdapter
-    from corolla.block_server.prompts import BlockPrompts
+    from corolla.compute.prompts import BlockPrompts
     from corolla.v1 import blocks_pb2 as pb
 
 

@@ -8,10 +8,10 @@ import pytest
 from corolla.block_server.books import BOOKS, PAGES_PER_PART, Book, Breach, breaches, compare
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import OpenRequest
-from corolla.block_server.kv.pages import PagePool
-from corolla.block_server.kv.session_pages import SessionPages
-from corolla.block_server.kv.tables import GroupRule
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.pages import PagePool
+from corolla.cache.session_pages import SessionPages
+from corolla.cache.tables import GroupRule
 from corolla.wire.span import Span
 
 REQUEST = OpenRequest(
