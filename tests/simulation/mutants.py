@@ -123,7 +123,7 @@ def _pages_not_freed() -> AbstractContextManager[object]:
     def make(_right: Callable[..., Any]) -> Callable[..., Any]:
         def free(self: Any, held: Any) -> None:
             del self._sessions[held.request.session_id]
-            self.on_forget(held.request.session_id)
+            self._on_forget(held.request.session_id)
 
         return free
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ async def test_a_broken_device_is_noticed_where_an_idle_session_holds_all_other_
     metrics = BlockServerMetrics(CollectorRegistry())
     engine = Engine(
         FaultyRunner(runner, is_broken=True), Scheduler(8, 8), sessions, BoundaryActivations(0), peers,
-        Relay("", peers), metrics, fail=has_given_up.set,
+        partial(Relay, "", peers), metrics, fail=has_given_up.set,
     )  # fmt: skip
     hidden = torch.zeros(4, runner.model.hidden_size)
     runner.forward([RowWork(sessions.open(REQUEST, engine.clock()).cache, 0, 4)], hidden, SPAN)

@@ -33,9 +33,9 @@ def a_request(session_id: bytes = b"s", **changes: Any) -> OpenRequest:
     return replace(request, **changes)
 
 
-def a_table(**limits: int) -> SessionTable[SessionPages]:
+def a_table(max_prompt_bytes: int = 0) -> SessionTable[SessionPages]:
     pool = PagePool(NUM_PAGES, PAGE_TOKENS)
-    return SessionTable(pool, lambda: SessionPages(pool, [GroupRule()]), **limits)
+    return SessionTable(pool, lambda: SessionPages(pool, [GroupRule()]), max_prompt_bytes=max_prompt_bytes)
 
 
 def step(table: SessionTable[SessionPages], request: OpenRequest, position: int, num_tokens: int, now_s: float = 0.0,
