@@ -31,12 +31,12 @@ from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
-from corolla.block_server.runner import RowWork, Runner
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.chassis.metrics import TaskMetrics, new_registry
 from corolla.chassis.tasks import TaskGroup
+from corolla.compute.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2 as pb
@@ -110,7 +110,7 @@ class _Hop:
         metrics, peers = BlockServerMetrics(new_registry()), PeerTable()
         scheduler, outputs = Scheduler(4096, 4096), BoundaryActivations(64 << 20)  # type: ignore[var-annotated]
         sessions = SessionTable(self._runner.store.pool, self._runner.new_cache)
-        relay = Relay(_FINGERPRINT, peers, lambda *_: self._onward)
+        relay = partial(Relay, _FINGERPRINT, peers, connect=lambda *_: self._onward)
         self._engine = Engine(
             self._runner, scheduler, sessions, outputs, peers, relay, metrics,
             fail=lambda: None, use=ProcessorUse(max_inline_s=1.0),
@@ -123,9 +123,7 @@ class _Hop:
         )  # fmt: skip
         tasks = TaskGroup(lambda: None, TaskMetrics(new_registry()))
         receiver = HandoverReceiver(_SPAN, sessions, self._engine, metrics, tasks, max_part_tokens=4096)
-        servicer = BlockServicer(
-            identity, self._engine, scheduler, sessions, outputs, peers, self._runner.store, receiver, tasks
-        )
+        servicer = BlockServicer(identity, self._engine, sessions, outputs, peers, self._runner.store, receiver, tasks)
         self._from_client, self._from_hop = servicer.accept(_Onward()), servicer.accept(_Onward())
         self._parser = FrameParser(_FRAME_BYTES)
         self._steps = iter([self._step(position) for position in range(num_steps)])

@@ -13,9 +13,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from corolla.block_server.engines.choice import load_engine
-from corolla.block_server.runner import Runner
 from corolla.chassis import heap
 from corolla.chassis.weight_formats import EngineName
+from corolla.compute.runner import Runner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
 from corolla.wire.span import Span

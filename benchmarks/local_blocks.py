@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import Timing
-from corolla.block_server.kv.store import SessionCache
-from corolla.block_server.runner import RowWork, Runner
+from corolla.cache.store import SessionCache
+from corolla.compute.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.span_model import load_span

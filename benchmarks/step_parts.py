@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.command import interleaved, run
 from benchmarks.figures import Figure, figure, ratio
-from corolla.block_server.kv.store import SessionCache
-from corolla.block_server.runner import RowWork, Runner
+from corolla.cache.store import SessionCache
+from corolla.compute.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import DEMO_MODEL
 from corolla.models.span_model import load_span

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from corolla.block_server.iteration import BatchRunner
-from corolla.block_server.runner import BatchOutput, RowWork
+from corolla.compute.runner import BatchOutput, RowWork
 from corolla.wire.span import Span
 
 

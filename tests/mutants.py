@@ -84,17 +84,17 @@ MUTANTS: Final = (
     ),
     Mutant(
         "page_written_while_shared",
-        "services/corolla/block_server/kv/pages.py",
+        "services/corolla/cache/pages.py",
         "if self._num_holders[page] > 1:",
         "if self._num_holders[page] > 2:",
-        ("tests/unit/block_server/kv", "tests/unit/block_server"),
+        ("tests/unit/cache",),
     ),
     Mutant(
         "page_count_rounded_down",
-        "services/corolla/block_server/kv/pages.py",
+        "services/corolla/cache/pages.py",
         "return -(-num_tokens // self.page_tokens)",
         "return num_tokens // self.page_tokens + 1",
-        ("tests/unit/block_server/kv", "tests/unit/block_server"),
+        ("tests/unit/cache",),
     ),
     Mutant(
         "frame_cut_short",

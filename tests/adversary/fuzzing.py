@@ -18,9 +18,9 @@ import torch
 with atheris.instrument_imports(include=["corolla", "jinja2"]):
     from jinja2.exceptions import TemplateError
 
-    from corolla.block_server.kv import store as kv
-    from corolla.block_server.kv.transfer import TokenCopy, give_back, write_tokens
     from corolla.block_server.row_sampling import SessionSampler
+    from corolla.cache import store as kv
+    from corolla.cache.transfer import TokenCopy, give_back, write_tokens
     from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, OutOfPages
     from corolla.client.text.template import Template
     from corolla.router.sessions import SessionRecords

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.hop_session import SessionState
-from corolla.block_server.kv.transfer import token_bytes
+from corolla.cache.transfer import token_bytes
 from corolla.chassis import audit
 from corolla.trust.capabilities import Capabilities
 from corolla.trust.credentials import Credentials

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from corolla.block_server.runner import RowWork
 from corolla.block_server.service import BlockServer
+from corolla.compute.runner import RowWork
 from tests.faulty_runner import FaultyRunner
 from tests.integration.waiting import until
 

@@ -14,10 +14,10 @@ import torch
 from google.protobuf.message import Message
 
 from corolla.block_server import servicer
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer, PeerTable
-from corolla.block_server.runner import BatchOutput, RowWork, Runner
+from corolla.cache.store import SessionCache
 from corolla.client.text import formats
+from corolla.compute.runner import BatchOutput, RowWork, Runner
 from corolla.decoding.grammar_text import read_grammar
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2

@@ -14,8 +14,8 @@ import pytest
 from corolla.block_server.handover import sender as sending
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.hop_session import SessionState
-from corolla.block_server.kv.transfer import token_bytes
 from corolla.block_server.service import BlockServer
+from corolla.cache.transfer import token_bytes
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import HopUnavailable, MalformedMessage, OutOfPages
 from corolla.v1 import blocks_pb2 as pb

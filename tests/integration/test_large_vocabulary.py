@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from corolla import Client
-from corolla.block_server.speed import measure_speed
 from corolla.cli.control_channel import open_control_channel
+from corolla.compute.speed import measure_speed
 from corolla.models.checkpoint import Checkpoint
 from corolla.router.placement import HostedSpan, WeightMemory, choose_span, uncovered
 from corolla.v1 import router_pb2, router_pb2_grpc

@@ -13,8 +13,8 @@ import pytest
 
 from corolla.block_server import service
 from corolla.block_server.service import BlockServer
-from corolla.block_server.speed import Speed, measure_speed
 from corolla.chassis.errors import HopUnavailable, NoChain
+from corolla.compute.speed import Speed, measure_speed
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
 from tests.checkpoints import make_tiny_checkpoint

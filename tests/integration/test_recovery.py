@@ -12,7 +12,6 @@ import torch
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Failures
 from corolla.block_server.hop_session import SessionState
-from corolla.block_server.runner import BatchOutput, RowWork
 from corolla.block_server.service import BlockServer
 from corolla.chain.session import ChainSession, TokenReader
 from corolla.chassis.errors import (
@@ -26,6 +25,7 @@ from corolla.chassis.errors import (
     RequestKillsServers,
     StepFailed,
 )
+from corolla.compute.runner import BatchOutput, RowWork
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from functools import partial
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
@@ -14,7 +15,6 @@ from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.housekeeping import Housekeeping
 from corolla.block_server.iteration import StepWork
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import PeerTable
@@ -23,6 +23,7 @@ from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.reservations import ChainLimits
@@ -82,15 +83,16 @@ class Server:
         self.runner.warm_up()
         metrics = BlockServerMetrics(CollectorRegistry())
         self.scheduler: Scheduler[StepWork] = Scheduler(scenario.max_batch_tokens, 1024)
-        self.sessions: SessionTable[SessionCache] = SessionTable(self.runner.store.pool, self.runner.new_cache)
         self.outputs = BoundaryActivations(scenario.boundary_activation_bytes)
-        self.sessions.on_forget = self.outputs.forget
+        self.sessions: SessionTable[SessionCache] = SessionTable(
+            self.runner.store.pool, self.runner.new_cache, on_forget=self.outputs.forget
+        )
         self.peers = PeerTable()
         description = self._description(scenario)
         self._registration = Registration(ROUTER, description, self._load, channels)
         self._tasks = TaskGroup()
         self._neighbours = Neighbours(self._registration.placement, self._tasks, clock)
-        self.relay = Relay(FINGERPRINT, self.peers, streams, clock, self._neighbours)
+        relay = partial(Relay, FINGERPRINT, self.peers, connect=streams, clock=clock, neighbours=self._neighbours)
         self.engine = self.process.call(
             lambda: Engine(
                 self.runner,
@@ -98,7 +100,7 @@ class Server:
                 self.sessions,
                 self.outputs,
                 self.peers,
-                self.relay,
+                relay,
                 metrics,
                 clock,
                 fail=unexpected_failure,
@@ -116,7 +118,7 @@ class Server:
         most = scenario.max_step_tokens
         receiver = HandoverReceiver(span, self.sessions, self.engine, metrics, self._tasks, max_part_tokens=most)
         servicer = BlockServicer(
-            identity, self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self.runner.store, receiver,
+            identity, self.engine, self.sessions, self.outputs, self.peers, self.runner.store, receiver,
             self._tasks,
         )  # fmt: skip
         sender = HandoverSender(span, self.sessions, self.engine, max_part_tokens=most)

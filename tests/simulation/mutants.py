@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import HopSession, OpenRequest, SessionEvent
-from corolla.block_server.kv.prefixes import PrefixPages
 from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.prefixes import PrefixPages
 from corolla.chain.history import StepShapes
 from corolla.chain.recovery_plan import HopState
 from corolla.chain.routes import Routes
@@ -123,7 +123,7 @@ def _pages_not_freed() -> AbstractContextManager[object]:
     def make(_right: Callable[..., Any]) -> Callable[..., Any]:
         def free(self: Any, held: Any) -> None:
             del self._sessions[held.request.session_id]
-            self.on_forget(held.request.session_id)
+            self._on_forget(held.request.session_id)
 
         return free
 

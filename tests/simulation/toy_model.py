@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corolla.block_server.kv.store import KVStore
-from corolla.block_server.runner import RowWork, Runner
+from corolla.cache.store import KVStore
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.compute.runner import RowWork, Runner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampling import Sampler
 from corolla.models.edges import Edges

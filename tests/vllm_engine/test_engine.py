@@ -17,13 +17,13 @@ from corolla.block_server.engines.choice import choose_engine, load_engine
 from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.engines.vllm_engine import VllmEngine
 from corolla.block_server.engines.vllm_layers import VERSION, VLLM_FAMILIES, check_version
-from corolla.block_server.runner import RowWork, Runner
-from corolla.block_server.speed import measure_speed
 from corolla.chassis.errors import StartupError
+from corolla.compute.runner import RowWork, Runner
+from corolla.compute.speed import measure_speed
+from corolla.kernels.compiler import processor_features
 from corolla.models import linear
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.compiler import processor_features
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.adapters import make_adapter
@@ -320,7 +320,7 @@ def test_each_number_of_threads_is_tried_with_a_block_of_its_own(
         return make(checkpoint, span, dtype=dtype, device=device)
 
     monkeypatch.setattr(VllmEngine, "make", make_and_note)
-    monkeypatch.setattr("corolla.models.threads.available_cores", lambda: 2)
+    monkeypatch.setattr("corolla.compute.threads.available_cores", lambda: 2)
     before = torch.get_num_threads()
     try:
         measure_speed(checkpoint, torch.float32, "cpu", num_threads=0, engine="vllm")

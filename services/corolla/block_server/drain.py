@@ -12,11 +12,11 @@ from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import peers_for
 from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.hop_session import HopSession, SessionState
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, HopSessionLost, SessionBusy, SessionNotFound
 from corolla.chassis.handlers import where
 from corolla.chassis.tracing import spans

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.compute_thread import ComputeThread
 from corolla.block_server.delivery import Delivery
 from corolla.block_server.iteration import Admitted, BatchRunner, Computation, Computed, StepWork
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
@@ -27,13 +25,15 @@ from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
-from corolla.block_server.speed import DecodeSpeed
 from corolla.block_server.step_admission import StepAdmission
 from corolla.block_server.step_spans import StepSpans
 from corolla.block_server.step_times import StepTimes
+from corolla.cache.store import SessionCache
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, OutOfPages
 from corolla.chassis.handlers import where
+from corolla.compute.compute_thread import ComputeThread
+from corolla.compute.speed import DecodeSpeed
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
@@ -95,6 +95,8 @@ class Engine:
     """Runs the iterations of one block server.
 
     Args:
+        new_relay: makes the relay, which is closed with the engine, from what is to be called with each microbatch of a
+            ring that may not have arrived.
         clock: in seconds; of leases and of the durations of iterations.
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
@@ -112,7 +114,7 @@ class Engine:
         sessions: SessionTable[SessionCache],
         outputs: BoundaryActivations,
         peers: PeerTable,
-        relay: Relay,
+        new_relay: Callable[[Callable[[pb.Step], None]], Relay],
         metrics: BlockServerMetrics,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -129,13 +131,12 @@ class Engine:
         self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs
-        self._relay = relay
+        relay = self._relay = new_relay(self._give_up)
         self._metrics = metrics
         self.first_hop = FirstHop(
             sessions, self._submit_microbatch, self._fault, clock, max_microbatches=self._use.max_microbatches
         )
         self.last_hop = LastHop(sessions, peers, self.first_hop.on_next, relay.send)
-        relay.on_lost = self.last_hop.give_up
         self._delivery = Delivery(outputs, peers, relay, self.last_hop, metrics)
         self._admission = StepAdmission(sessions, outputs, self._delivery.fault, clock)
         self._commands: deque[tuple[Callable[[], None], int | None]] = deque()
@@ -164,8 +165,15 @@ class Engine:
         self._scheduler.add(queued, is_bounded=False)
         self._wake.set()
 
+    def _give_up(self, step: pb.Step) -> None:
+        self.last_hop.give_up(step)
+
     def _fault(self, step: pb.Next, error: CorollaError, rows: Sequence[pb.StepRow]) -> None:
         self._delivery.fault(step, error, rows)
+
+    @property
+    def num_queued_steps(self) -> int:
+        return len(self._scheduler)
 
     def between_iterations(self, command: Callable[[], None], *, max_released_pages: int | None = None) -> None:
         """Runs `command` when no session is being computed; in the order of the calls, before any later step.
@@ -285,6 +293,7 @@ class Engine:
                 self.last_hop.give_up(step.item.step)
 
     def close(self) -> None:
+        self._relay.close()
         self._compute_thread.close()
         self._computation.close()
 

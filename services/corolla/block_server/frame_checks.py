@@ -6,14 +6,14 @@ from typing import Final
 
 from corolla.block_server.grammars import GrammarNotRead
 from corolla.block_server.hop_session import OpenRequest
-from corolla.block_server.kv.prefixes import ExpectedText, salt_of
 from corolla.block_server.peers import Peer
 from corolla.block_server.preparations import takes_a_while
-from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
+from corolla.cache.prefixes import ExpectedText, salt_of
 from corolla.chassis.errors import CapabilityDenied, HopSessionLost, MalformedMessage
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import PARENT_HEADER, STATE_HEADER, TraceParent, trace_parent
+from corolla.compute.prompts import BlockPrompts
 from corolla.trust.capabilities import Capabilities
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb

@@ -6,8 +6,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
-from corolla.block_server.kv.prefixes import ExpectedText
-from corolla.block_server.kv.session_pages import SessionPages
+from corolla.cache.prefixes import ExpectedText
+from corolla.cache.session_pages import SessionPages
 from corolla.chassis.errors import HopLeaving, HopSessionLost, StaleEpoch
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
@@ -16,9 +16,9 @@ from corolla.wire.span import Span
 
 if TYPE_CHECKING:
     from corolla.block_server.adapters import LoadedAdapter
-    from corolla.block_server.prompts import BlockPrompts
     from corolla.block_server.row_sampling import SessionSampler
     from corolla.chassis.tracing.carriers import TraceParent
+    from corolla.compute.prompts import BlockPrompts
 
 UNCLAIMED_LEASE_S: Final = 30.0
 """How long a session that another server handed over, or began to, waits for the rest or for its client."""

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from corolla.block_server.hop_session import HopSession
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer
 from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, in_parts, sample_rows
-from corolla.block_server.runner import BatchOutput, RowWork
+from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import where
+from corolla.compute.runner import BatchOutput, RowWork
+from corolla.compute.threads import single_threaded_pool
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.edges import Edges
-from corolla.models.threads import single_threaded_pool
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
 from corolla.wire.span import Span

@@ -5,7 +5,6 @@ import logging
 from functools import partial
 from typing import Final
 
-from corolla.block_server.compute_thread import let_others_compute_alone
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis import heap
@@ -13,6 +12,7 @@ from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import where
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.tasks import TaskGroup
+from corolla.compute.compute_thread import let_others_compute_alone
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)

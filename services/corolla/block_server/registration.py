@@ -31,9 +31,9 @@ class Registration:
         load: called for each heartbeat.
         channels: to the router.
         interval_s: between heartbeats, until a router says another.
+        on_placement: is called with each placement that was asked for.
 
     Attributes:
-        on_placement: is called with each placement that was asked for.
         state: that the next heartbeat says.
     """
 
@@ -44,6 +44,7 @@ class Registration:
         load: Callable[[], router_pb2.ServerLoad],
         channels: Channels = open_channel,
         interval_s: float = 1.0,
+        on_placement: Callable[[router_pb2.Placement], None] = lambda placement: None,
     ) -> None:
         self._router = router
         self._channel = channels(router)
@@ -56,7 +57,7 @@ class Registration:
         self._num_heartbeats = 0
         self._ordered: Span | None = None
         self._order_came = asyncio.Event()
-        self.on_placement: Callable[[router_pb2.Placement], None] = lambda placement: None
+        self._on_placement = on_placement
         self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
 
     async def register(self, span: Span | None) -> Span:
@@ -157,7 +158,7 @@ class Registration:
             placement = await self._stub.GetPlacement(request, timeout=_CALL_TIMEOUT_S)
         except grpc.RpcError as failure:
             raise from_rpc_error(failure) from None
-        self.on_placement(placement)
+        self._on_placement(placement)
         return placement.servers
 
     async def move_session(self, session_id: bytes, tenant: str, hop: common_pb2.Hop) -> None:

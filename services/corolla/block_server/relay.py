@@ -38,31 +38,30 @@ class Relay:
     """One stream per hop, opened at first use and again after it broke.
 
     Args:
+        on_lost: is called with each microbatch of a ring that may not have arrived.
         connect: begins streams to other hops.
         clock: in seconds.
         neighbours: who may be connected to; None: every address.
-
-    Attributes:
-        on_lost: is called with each microbatch of a ring that may not have arrived.
     """
 
     def __init__(
         self,
         fingerprint: str,
         peers: PeerTable,
+        on_lost: Callable[[pb.Step], None],
         connect: Connect = connect,
         clock: Callable[[], float] = time.monotonic,
         neighbours: Neighbours | None = None,
     ) -> None:
         self._fingerprint = fingerprint
         self._peers = peers
+        self._on_lost = on_lost
         self._clock = clock
         self._connect = connect
         self._neighbours = neighbours
         self._links: dict[str, _Link] = {}
         # What goes to an address that a router is asked about.
         self._unsent: dict[str, list[tuple[pb.Step | pb.Next, Buffer]]] = {}
-        self.on_lost: Callable[[pb.Step], None] = lambda step: None
 
     def send(self, address: str, step: pb.Step | pb.Next, payload: Buffer = b"") -> None:
         """Queues a step for another hop; if that cannot be reached, the originating clients get a fault."""
@@ -150,7 +149,7 @@ class Relay:
         """Some rows of a step may not arrive; no rows: all of a client's."""
         self._peers.send_faults(step, error, rows)
         if isinstance(step, pb.Step) and step.ring.microbatch:
-            self.on_lost(step)
+            self._on_lost(step)
 
 
 def _unreachable(address: str) -> HopUnavailable:

@@ -3,28 +3,24 @@
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
 from corolla.block_server.adapters import Adapters
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.compute_thread import ComputeThread
-from corolla.block_server.decode_graphs import CudaCapture
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.engines.choice import choose_engine, load_engine
 from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.grammars import Grammars
-from corolla.block_server.graph_choice import choose_graphs
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.hop_session import SessionFacts
 from corolla.block_server.housekeeping import Housekeeping
 from corolla.block_server.iteration import StepWork
-from corolla.block_server.kv.states import NUM_KEPT_STATES
-from corolla.block_server.kv.store import LayerGroups, SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.page_guarantees import PageGuarantees
@@ -32,15 +28,15 @@ from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
 from corolla.block_server.row_sampling import SharedBySamplers
-from corolla.block_server.runner import Runner, page_windows
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.servicer_admin import AdminEndpoint
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
-from corolla.block_server.speed import Speed, decode_step, measure_decode_step, measure_speed, state_bytes
 from corolla.block_server.spinning import measure_spin
 from corolla.block_server.step_spans import StepSpans
+from corolla.cache.states import NUM_KEPT_STATES
+from corolla.cache.store import LayerGroups, SessionCache
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import where
 from corolla.chassis.lifecycle import fail
@@ -51,6 +47,11 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tenant_limits import QuotaTable
 from corolla.chassis.tracing import spans
 from corolla.chassis.weight_formats import EngineName, weight_format
+from corolla.compute.compute_thread import ComputeThread
+from corolla.compute.decode_graphs import CudaCapture
+from corolla.compute.graph_choice import choose_graphs
+from corolla.compute.runner import Runner, page_windows
+from corolla.compute.speed import Speed, decode_step, measure_decode_step, measure_speed, state_bytes
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges
@@ -135,7 +136,7 @@ class BlockServer:
         )
         self._compute_thread = ComputeThread()
         self._engine: Engine | None = None
-        self._relay: Relay | None = None
+        self._adapters: Adapters | None = None
         self._housekeeping: Housekeeping | None = None
         self._hub = Hub(settings.offline, settings.hub_patience_s)
         self._checkpoint: Checkpoint | None = None
@@ -209,7 +210,9 @@ class BlockServer:
         )  # fmt: skip
         del block
         description = await asyncio.to_thread(self._description, checkpoint, fingerprint, engine_name, speed)
-        self._registration = Registration(settings.router, description, self._load, network.channels)
+        self._registration = Registration(
+            settings.router, description, self._load, network.channels, on_placement=self._on_placement
+        )
         self._rpc.announce(_SERVICE)
         await self._rpc.start()
         span = await self._registration.register(self._wanted)
@@ -223,12 +226,11 @@ class BlockServer:
         runner = await self._compute_thread.run(self._make_runner, model, speed.cache_bytes_per_token)
         edges = await self._compute_thread.run(self._load_edges, checkpoint, span)
         shared = await self._compute_thread.run(self._load_shared, checkpoint, span)
-        self._sessions = self._make_sessions(runner)
         outputs = BoundaryActivations(settings.boundary_activations_mib << 20)
-        self._sessions.on_forget = outputs.forget
-        self._relay = self._make_relay(fingerprint, self._registration)
+        self._sessions = self._make_sessions(runner, outputs)
         engine = self._engine = Engine(
-            runner, self._scheduler, self._sessions, outputs, self._peers, self._relay, self._metrics,
+            runner, self._scheduler, self._sessions, outputs, self._peers,
+            self._relay_factory(fingerprint, self._registration), self._metrics,
             fail=self._fail, edges=edges,
             use=await self._compute_thread.run(self._processor_use, runner, checkpoint, speed.num_threads),
             spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
@@ -245,11 +247,11 @@ class BlockServer:
         )  # fmt: skip
         most = settings.max_tokens_per_frame
         receiver = HandoverReceiver(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
+        self._adapters = self._make_adapters(runner, checkpoint, engine, self._sessions, self._registration)
         servicer = BlockServicer(
-            identity, engine, self._scheduler, self._sessions, outputs, self._peers, runner.store, receiver,
-            self._tasks, shared, self._rpc_metrics.error, network.capabilities(fingerprint),
+            identity, engine, self._sessions, outputs, self._peers, runner.store, receiver,
+            self._tasks, shared, self._rpc_metrics.error, network.capabilities(fingerprint), self._adapters,
         )  # fmt: skip
-        servicer.adapters = self._make_adapters(runner, checkpoint, engine, self._sessions, self._registration)
         sender = HandoverSender(span, self._sessions, engine, max_part_tokens=most)
         self._drain = Drain(
             description, self._sessions, engine, self._peers, self._registration, sender, self._metrics, network.connect
@@ -343,8 +345,6 @@ class BlockServer:
         await self._listener.close()
         await self._rpc.stop(0)
         await self._tasks.close()
-        if self._relay is not None:
-            self._relay.close()
         if self._engine is not None:
             self._engine.close()
         self._compute_thread.close()
@@ -352,9 +352,14 @@ class BlockServer:
             await self._registration.close()
         self._metrics_endpoint.close()
 
-    def _make_sessions(self, runner: Runner) -> SessionTable[SessionCache]:
+    def _make_sessions(self, runner: Runner, outputs: BoundaryActivations) -> SessionTable[SessionCache]:
         settings = self.settings
-        sessions = SessionTable(runner.store.pool, runner.new_cache, max_prompt_bytes=settings.prompt_mib << 20)
+        sessions = SessionTable(
+            runner.store.pool,
+            runner.new_cache,
+            max_prompt_bytes=settings.prompt_mib << 20,
+            on_forget=outputs.forget,
+        )
         if (file := settings.quotas_file) is None:
             return sessions
 
@@ -382,20 +387,24 @@ class BlockServer:
         settings = self.settings
         if not settings.adapters_mib:
             return None
-        adapters = Adapters(
+        return Adapters(
             runner.model, checkpoint.num_blocks, runner.stacks,
             max_bytes=settings.adapters_mib << 20, folder=settings.adapters_dir, hub=self._hub,
             registered=registration.placement, in_use=lambda: sessions.adapters_in_use,
             between_iterations=partial(engine.between_iterations, max_released_pages=0),
             tasks=self._tasks, metrics=self._metrics,
         )  # fmt: skip
-        registration.on_placement = adapters.on_placement
-        return adapters
 
-    def _make_relay(self, fingerprint: str, registration: Registration) -> Relay:
+    def _on_placement(self, placement: router_pb2.Placement) -> None:
+        if self._adapters is not None:
+            self._adapters.on_placement(placement)
+
+    def _relay_factory(
+        self, fingerprint: str, registration: Registration
+    ) -> Callable[[Callable[[blocks_pb2.Step], None]], Relay]:
         neighbours = Neighbours(registration.placement, self._tasks)
         self._tasks.start_restartable(neighbours.run, "neighbours")
-        return Relay(fingerprint, self._peers, self._network.connect, neighbours=neighbours)
+        return partial(Relay, fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
 
     def _make_runner(self, model: SpanEngine, cache_bytes_per_token: int) -> Runner:
         settings = self.settings

@@ -17,12 +17,12 @@ from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity, i
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.hop_session import OpenRequest, SessionState
 from corolla.block_server.iteration import StepWork
-from corolla.block_server.kv.store import KVStore, SessionCache
 from corolla.block_server.peers import Peer, PeerTable, describe, step_fault
 from corolla.block_server.preparations import Preparations
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
-from corolla.block_server.scheduler import QueuedStep, Scheduler
+from corolla.block_server.scheduler import QueuedStep
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import KVStore, SessionCache
 from corolla.chassis import audit, failpoints
 from corolla.chassis.audit import Caller
 from corolla.chassis.errors import (
@@ -56,8 +56,6 @@ class BlockServicer:
         shared: what samplers use here.
         count_error: is called with the reason of each error that ended a stream.
         capabilities: of the model's sessions; None where nobody is asked who they are.
-
-    Attributes:
         adapters: that sessions may ask for; None: no session may have one.
     """
 
@@ -65,7 +63,6 @@ class BlockServicer:
         self,
         identity: Identity,
         engine: Engine,
-        scheduler: Scheduler[StepWork],
         sessions: SessionTable[SessionCache],
         outputs: BoundaryActivations,
         peers: PeerTable,
@@ -75,8 +72,9 @@ class BlockServicer:
         shared: SharedBySamplers = NOTHING_SHARED,
         count_error: Callable[[str], None] = lambda reason: None,
         capabilities: Capabilities | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        self.adapters: Adapters | None = None
+        self._adapters = adapters
         self._tasks = tasks
         self._identity = identity
         self._count_error = count_error
@@ -84,7 +82,6 @@ class BlockServicer:
         self._has_draft_model = shared.draft_model is not None
         self._preparations = Preparations(tasks, shared.grammars)
         self._engine = engine
-        self._scheduler = scheduler
         self._sessions = sessions
         self._outputs = outputs
         self._peers = peers
@@ -150,9 +147,9 @@ class BlockServicer:
             page_tokens=pool.page_tokens,
             kv_cache_bytes=pool.num_used * self._store.page_bytes,
             resident_memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
-            num_queued_steps=len(self._scheduler),
-            adapters=[version.to_message() for version in self.adapters.versions] if self.adapters else (),
-            adapter_bytes=self.adapters.nbytes if self.adapters else 0,
+            num_queued_steps=self._engine.num_queued_steps,
+            adapters=[version.to_message() for version in self._adapters.versions] if self._adapters else (),
+            adapter_bytes=self._adapters.nbytes if self._adapters else 0,
         )
 
     def _welcome(self, hello: pb.Hello, stream: Stream) -> Peer:
@@ -224,8 +221,8 @@ class BlockServicer:
     ) -> None:
         failpoints.passed("before_open")
         try:
-            if self.adapters is not None and request.adapter_version is not None:
-                request = replace(request, adapter=self.adapters.take(request.adapter_version, request.tenant))
+            if self._adapters is not None and request.adapter_version is not None:
+                request = replace(request, adapter=self._adapters.take(request.adapter_version, request.tenant))
             session = self._sessions.open(request, self._engine.clock())
         except CorollaError as error:
             refuse(error)
@@ -248,15 +245,15 @@ class BlockServicer:
 
     def _has_adapter(self, request: OpenRequest) -> bool:
         version = request.adapter_version
-        return version is None or (self.adapters is not None and self.adapters.has(version))
+        return version is None or (self._adapters is not None and self._adapters.has(version))
 
     async def _load_adapter(self, request: OpenRequest) -> None:
         """Returns when the server has what `request` asks for. Raises as `Adapters.load` does."""
         if request.adapter_version is None:
             return
-        if self.adapters is None:
+        if self._adapters is None:
             raise AdapterNotLoaded("a block server takes no adapters")
-        await self.adapters.load(request.adapter_version, request.tenant)
+        await self._adapters.load(request.adapter_version, request.tenant)
 
     def _step(self, frame: Frame, peer: Peer) -> None:
         step: pb.Step = frame.control  # type: ignore[assignment]

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Generic
 
 from corolla.block_server.hop_session import AnyCache, HopSession, OpenRequest, SessionEvent, SessionState
-from corolla.block_server.kv.pages import PagePool, too_few_pages
-from corolla.block_server.kv.prefixes import salt_of
 from corolla.block_server.page_guarantees import PageGuarantees
+from corolla.cache.pages import PagePool, too_few_pages
+from corolla.cache.prefixes import salt_of
 from corolla.chassis.errors import HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
 
 if TYPE_CHECKING:
     from corolla.block_server.adapters import LoadedAdapter
-    from corolla.block_server.prompts import BlockPrompts
+    from corolla.compute.prompts import BlockPrompts
     from corolla.v1 import blocks_pb2 as pb
 
 
@@ -32,18 +32,25 @@ class SessionTable(Generic[AnyCache]):
 
     Args:
         max_prompt_bytes: of the trained prompts of all sessions together.
+        on_forget: is called for each session whose tokens are all forgotten, so that nothing of them stays elsewhere.
 
     Attributes:
-        on_forget: is called for each session whose tokens are all forgotten, so that nothing of them stays elsewhere.
         guarantees: of pages, by tenant.
         is_draining: no session comes any more; those that are held may be reopened until they leave.
     """
 
-    def __init__(self, pool: PagePool, new_cache: Callable[[], AnyCache], *, max_prompt_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        new_cache: Callable[[], AnyCache],
+        *,
+        max_prompt_bytes: int = 0,
+        on_forget: Callable[[bytes], None] = lambda session_id: None,
+    ) -> None:
         self.pool = pool
-        self.on_forget: Callable[[bytes], None] = lambda session_id: None
         self.guarantees = PageGuarantees()
         self._new_cache = new_cache
+        self._on_forget = on_forget
         self._max_prompt_bytes = max_prompt_bytes
         # Least recently used first.
         self._sessions: dict[bytes, HopSession[AnyCache]] = {}
@@ -151,7 +158,7 @@ class SessionTable(Generic[AnyCache]):
             session = HopSession(request, cache)
         elif not request.resume or session.state is SessionState.ARRIVING or not session.request.agrees_with(request):
             cache.clear()
-            self.on_forget(request.session_id)
+            self._on_forget(request.session_id)
         elif cache.num_tokens > request.max_tokens:
             cache.truncate(cache.nearest_position(request.max_tokens))
         cache.allocate(request.max_tokens, request.text)
@@ -398,4 +405,4 @@ class SessionTable(Generic[AnyCache]):
         session.apply(SessionEvent.FREED)
         del self._sessions[session.request.session_id]
         session.cache.clear()
-        self.on_forget(session.request.session_id)
+        self._on_forget(session.request.session_id)

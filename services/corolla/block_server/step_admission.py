@@ -6,10 +6,10 @@ from typing import Protocol
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import HopSession, RingPlace
 from corolla.block_server.iteration import Admitted, StepWork
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer
 from corolla.block_server.scheduler import QueuedStep
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span

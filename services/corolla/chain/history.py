@@ -2,6 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from corolla.chain.streams import HiddenStates
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayInputs:
+    """What goes into the first block once more: the tokens' ids, or their hidden states."""
+
+    token_ids: Sequence[int] = ()
+    hidden: "HiddenStates | None" = None
 
 
 @dataclass(slots=True)
@@ -60,12 +72,35 @@ class StepShapes:
             yield begin, end
 
 
+class History(Protocol):
+    """What hops get of a sequence that is to be filled into them."""
+
+    @property
+    def position(self) -> int:
+        """How many tokens every hop must hold."""
+
+    @property
+    def shapes(self) -> StepShapes:
+        """The steps in which the sequence processed them, and perhaps more."""
+
+    def inputs(self, start: int, end: int) -> ReplayInputs:
+        """What went into the first block for these tokens."""
+
+
 @dataclass(slots=True)
 class TokenHistory:
     """The tokens that a whole chain has processed, and in which steps."""
 
     token_ids: list[int] = field(default_factory=list)
     shapes: StepShapes = field(default_factory=StepShapes)
+
+    @property
+    def position(self) -> int:
+        return len(self.token_ids)
+
+    def inputs(self, start: int, end: int) -> ReplayInputs:
+        """The ids of these tokens."""
+        return ReplayInputs(self.token_ids[start:end])
 
     def append(self, token_ids: Sequence[int], *, is_prompt: bool) -> None:
         if not token_ids:

@@ -3,10 +3,10 @@
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from corolla.chain.history import History
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
-from corolla.chain.replay import Replayable
 from corolla.chain.reservations import ChainBinding
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopLeaving
@@ -55,7 +55,7 @@ class OpenSequences:
 
     async def recover(
         self,
-        sequences: Sequence[Replayable],
+        sequences: Sequence[History],
         failure: CorollaError,
         budget: RecoveryBudget,
         ambiguous: frozenset[int] = frozenset(),

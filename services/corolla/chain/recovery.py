@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from corolla.chain.handovers import Handovers
+from corolla.chain.history import History
 from corolla.chain.moved_blocks import moved_blocks
 from corolla.chain.quarantine import LostServers
 from corolla.chain.recovery_budget import RECOVERABLE, RecoveryBudget, RecoveryReport
 from corolla.chain.recovery_plan import CLIENT, HopState, plan_lanes
-from corolla.chain.replay import Replayable, Replayer
+from corolla.chain.replay import Replayer
 from corolla.chain.reservations import LONGEST_BUSY_PAUSE_S, ChainBinding, ChainLimits, NotOpened, Reservations
 from corolla.chain.routes import Routes
 from corolla.chassis.errors import (
@@ -54,7 +55,7 @@ class _Job:
     """
 
     binding: ChainBinding
-    sequences: Sequence[Replayable]
+    sequences: Sequence[History]
     budget: RecoveryBudget
     lost: LostServers
     began_s: float
@@ -99,7 +100,7 @@ class Recovery:
     async def recover(
         self,
         binding: ChainBinding,
-        sequences: Sequence[Replayable],
+        sequences: Sequence[History],
         failure: CorollaError,
         budget: RecoveryBudget,
         stale: frozenset[int] = frozenset(),
@@ -125,7 +126,7 @@ class Recovery:
             _note(span, await self._retry(job, failure, cause), job)
 
     async def fill(
-        self, binding: ChainBinding, sequence: Replayable, states: Sequence[HopState], budget: RecoveryBudget
+        self, binding: ChainBinding, sequence: History, states: Sequence[HopState], budget: RecoveryBudget
     ) -> None:
         """Gives the hops what they lack of a session that was just opened; they may be others afterwards.
 
@@ -144,7 +145,7 @@ class Recovery:
             if job.methods:
                 _note(span, self._report(job, "idle"), job)
 
-    async def compute_anew(self, binding: ChainBinding, sequence: Replayable, budget: RecoveryBudget) -> None:
+    async def compute_anew(self, binding: ChainBinding, sequence: History, budget: RecoveryBudget) -> None:
         """Opens a session on its hops in its next epoch and gives them all of its past again.
 
         For a session whose open options have changed, so that what hops hold does not count. No hop is lost: this is

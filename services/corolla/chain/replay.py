@@ -4,40 +4,16 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
-from corolla.chain.history import StepShapes
+from corolla.chain.history import History
 from corolla.chain.recovery_plan import CLIENT, Lane
 from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, Reservations
 from corolla.chain.step_window import StepWindow
-from corolla.chain.streams import DataPlane, HiddenStates
+from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopLeaving, OutOfPages
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayInputs:
-    """What goes into the first block once more: the tokens' ids, or their hidden states."""
-
-    token_ids: Sequence[int] = ()
-    hidden: HiddenStates | None = None
-
-
-class Replayable(Protocol):
-    """A sequence whose hops are to be filled."""
-
-    @property
-    def position(self) -> int:
-        """How many tokens every hop must hold."""
-
-    @property
-    def shapes(self) -> StepShapes:
-        """The steps in which it processed them, and perhaps more."""
-
-    def inputs(self, start: int, end: int) -> ReplayInputs:
-        """What went into the first block for these tokens."""
 
 
 class Replayer:
@@ -49,7 +25,7 @@ class Replayer:
         self._limits = limits
         self._budget = _TokenBudget(limits.max_replayed_tokens)
 
-    async def replay(self, binding: ChainBinding, number: int, sequence: Replayable, lane: Lane) -> None:
+    async def replay(self, binding: ChainBinding, number: int, sequence: History, lane: Lane) -> None:
         """Returns when the lane's hops hold the sequence up to its position, save those that only helped.
 
         `number` is the sequence's among the identities.
@@ -82,16 +58,14 @@ class Replayer:
                     window.add(None, sent)
                 await window.drain()
 
-    def _steps(self, binding: ChainBinding, sequence: Replayable, lane: Lane) -> Sequence[tuple[int, int]]:
+    def _steps(self, binding: ChainBinding, sequence: History, lane: Lane) -> Sequence[tuple[int, int]]:
         max_tokens = min(self._limits.prefill_chunk_tokens, binding.max_step_tokens)
         steps = sequence.shapes.replay(lane.start, max_tokens, merges=self._limits.merges_replayed_steps)
         position = sequence.position
         return [(start, min(end, position)) for start, end in steps if start < position]
 
     @asynccontextmanager
-    async def _scratch(
-        self, binding: ChainBinding, number: int, sequence: Replayable, lane: Lane
-    ) -> AsyncIterator[bytes]:
+    async def _scratch(self, binding: ChainBinding, number: int, sequence: History, lane: Lane) -> AsyncIterator[bytes]:
         """A session on the hops that only help, which leaves what they hold alone."""
         if not lane.scratch:
             yield b""

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
-from corolla.chain.history import StepShapes, TokenHistory
+from corolla.chain.history import TokenHistory
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.open_sequences import OpenSequences
 from corolla.chain.pending import RowResult
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
-from corolla.chain.replay import Replayer, ReplayInputs
+from corolla.chain.replay import Replayer
 from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions, Reservations
 from corolla.chain.routes import Routes
 from corolla.chain.step_window import StepWindow
@@ -118,7 +118,7 @@ class ChainSession:
     @property
     def position(self) -> int:
         """Tokens that the whole chain has processed."""
-        return len(self._history.token_ids)
+        return self._history.position
 
     @property
     def has_unread_tokens(self) -> bool:
@@ -143,7 +143,7 @@ class ChainSession:
             self._history.append(token_ids[: self.num_cached_tokens], is_prompt=True)
             return
         self._history.append(token_ids[:position], is_prompt=True)
-        await self._recovery.fill(self._binding, self, states, self._budget)
+        await self._recovery.fill(self._binding, self._history, states, self._budget)
 
     async def prefill(self, token_ids: Sequence[int], reader: TokenReader, *, waits: bool = False) -> None:
         """Processes a prompt of at least one token in chunks, several at a time so that all hops work.
@@ -226,7 +226,7 @@ class ChainSession:
         self._first_token = None
         self._sampler.pauses_at = None
         self._binding.open_options = replace(self._binding.open_options, long_factors=True)
-        await self._recovery.compute_anew(self._binding, self, self._budget)
+        await self._recovery.compute_anew(self._binding, self._history, self._budget)
 
     async def _round(self, newest_id: int) -> RoundTokens:
         """The next round's tokens, which the text's last token begins where nothing goes round."""
@@ -275,15 +275,6 @@ class ChainSession:
             self.end_ring()
         return len(taken)
 
-    # --- replayed by a recovery -----------------------------------------------------------------------------------
-
-    @property
-    def shapes(self) -> StepShapes:
-        return self._history.shapes
-
-    def inputs(self, start: int, end: int) -> ReplayInputs:
-        return ReplayInputs(self._history.token_ids[start:end])
-
     # --- its end --------------------------------------------------------------------------------------------------
 
     def park(self, position: int, *, earlier: common_pb2.Chain, recorded: common_pb2.Chain) -> None:
@@ -330,7 +321,7 @@ class ChainSession:
     async def _recover(self, failure: CorollaError) -> None:
         self.end_ring()
         self._first_token = None
-        await self._open.recover([self], failure, self._budget)
+        await self._open.recover([self._history], failure, self._budget)
 
     async def _send_prompt(self, token_ids: Sequence[int], *, waits: bool) -> RoundTokens:
         """Sends all chunks. Returns what was chosen behind the last one, with which the ring begins."""

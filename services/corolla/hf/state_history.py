@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from corolla.chain.history import StepShapes
-from corolla.chain.replay import ReplayInputs
+from corolla.chain.history import ReplayInputs, StepShapes
 from corolla.chain.streams import HiddenStates
 from corolla.wire.tensors import tensor_type, to_payload
 

@@ -33,7 +33,7 @@ from corolla.models.gguf.weights import GgufWeights
 from corolla.models.hub import Hub
 from corolla.models.hub_snapshot import HubSnapshot
 from corolla.models.quantized.description import QUANTIZATION_KEYS, Quantization, quantization_of
-from corolla.models.weights import find_weights, open_tensors, read_header, sample_bytes
+from corolla.models.weights import find_weights, read_header, sample_bytes
 
 # Raise it whenever two releases would not compute the same hidden states or read the same frames.
 PROTOCOL_VERSION = 7
@@ -264,7 +264,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def open_tensors(self, names: Mapping[str, str], dtype: Any = None) -> Iterator[dict[str, Any]]:
-        """Fetches some tensors' shards and opens the tensors; see `weights.open_tensors`.
+        """Fetches some tensors' shards and opens the tensors; see `pieces.open_tensors`.
 
         Packed weights have the names that they have when they are not packed, and come expanded.
 
@@ -280,6 +280,8 @@ class Checkpoint:
         if self.gguf is not None:
             yield {name: self.gguf.tensors[stored] for name, stored in names.items()}
             return
+        from corolla.models.pieces import open_tensors
+
         with open_tensors(self.weight_index, names) as tensors:
             if self.quantization is not None:
                 from corolla.models.quantized.tensors import packed_weights

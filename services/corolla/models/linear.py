@@ -1,8 +1,8 @@
 """Linear layers that multiply as fast as the machine can.
 
-On CPUs, what torch calls for `nn.Linear` is made for weights that are used once and in any order. Where they stay,
-two other ways are up to three times as fast, from a single row to a long prompt, but not for every type, shape and
-machine: compiled functions multiply by panels (see `packed`), and oneDNN by a copy in a layout of its own. So the
+On CPUs, what torch calls for `nn.Linear` is made for weights that are used once and in any order. Where they stay, two
+other ways are up to three times as fast, from a single row to a long prompt, but not for every type, shape and machine:
+compiled functions multiply by panels (see `kernels/products`), and oneDNN by a copy in a layout of its own. So the
 fastest way is measured once, when a model is loaded, with the weights that will be used; the plain ones are given up
 where another one won.
 """
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corolla.chassis import heap
-from corolla.models.llvm_text import LANES
-from corolla.models.packed.kernels import multiplied, plain_layout
-from corolla.models.packed.layouts import PlainLayout
-from corolla.models.packed.repacking import empty_matrices
-from corolla.models.packed.repacking import lay_out as lay_out_panels
+from corolla.kernels.layouts import PlainLayout
+from corolla.kernels.llvm_text import LANES
+from corolla.kernels.products import multiplied, plain_layout
+from corolla.kernels.repacking import empty_matrices
+from corolla.kernels.repacking import lay_out as lay_out_panels
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """Rows and weights that were laid out, to their product."""

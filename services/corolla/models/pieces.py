@@ -4,16 +4,20 @@ A file's numbers as a whole, next to the same numbers in another type, would tak
 of an embedding that is gigabytes.
 """
 
+import contextlib
 import io
 import math
 import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from corolla.chassis.errors import CheckpointError
-from corolla.models.weights import StoredTensor
+from corolla.models.weights import StoredTensor, read_header
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PIECE_BYTES: Final = 1 << 20
@@ -82,3 +86,33 @@ class StoredMatrix:
         if os.preadv(self._file.fileno(), [target], self._stored.offset + start * row_bytes) < rows.nbytes:
             raise CheckpointError(f"{self._file.name} has become shorter; fetch the checkpoint again.")
         return rows
+
+
+@contextlib.contextmanager
+def open_tensors(weight_index: Mapping[str, Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Opens some tensors for reading, under new names: `names` maps a new name to the stored one.
+
+    A value is read when it is indexed, into memory of its own: the file is not mapped, so that what a process holds is
+    what it read. Of one that is indexed by `[start:end]`, only these rows are. Only shards with a wanted tensor are
+    opened.
+
+    Raises:
+        CheckpointError: a shard cannot be opened.
+    """
+    with contextlib.ExitStack() as stack:
+        shards: dict[Path, Any] = {}
+        files: dict[Path, tuple[io.FileIO, dict[str, StoredTensor]]] = {}
+        tensors: dict[str, Any] = {}
+        for new_name, stored_name in names.items():
+            path = weight_index[stored_name]
+            try:
+                if path not in shards:
+                    shards[path] = stack.enter_context(safe_open(path, framework="pt", backend="pread"))
+                    files[path] = stack.enter_context(path.open("rb", buffering=0)), read_header(path)
+                file, header = files[path]
+                tensors[new_name] = StoredMatrix(shards[path].get_slice(stored_name), file, header[stored_name])
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be read; check its permissions or fetch the checkpoint again."
+                ) from error
+        yield tensors

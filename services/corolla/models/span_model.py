@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from corolla.chassis.errors import CheckpointError, InternalError
+from corolla.kernels.layouts import Layout
 from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import (
@@ -27,7 +28,6 @@ from corolla.models.fused import PLACES, FusedSpan, fits
 from corolla.models.linear import TunedLinear, replace_linears, tune
 from corolla.models.long_rope import LongRope
 from corolla.models.packed.choice import layouts_of
-from corolla.models.packed.layouts import Layout
 from corolla.models.packed.modules import fill_packed, make_up_packed, replace_packed
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.wire.span import Span

@@ -1,14 +1,12 @@
-"""Safetensors shards: which tensor lies where, and reading some of them."""
+"""Safetensors shards: which tensor lies where, and short samples of their bytes."""
 
 import contextlib
-import io
 import json
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -86,38 +84,6 @@ def read_header(shard: Path) -> dict[str, StoredTensor]:
         for name, entry in entries.items()
         if name != "__metadata__"
     }
-
-
-@contextlib.contextmanager
-def open_tensors(weight_index: Mapping[str, Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Opens some tensors for reading, under new names: `names` maps a new name to the stored one.
-
-    A value is read when it is indexed, into memory of its own: the file is not mapped, so that what a process holds is
-    what it read. Of one that is indexed by `[start:end]`, only these rows are. Only shards with a wanted tensor are
-    opened.
-
-    Raises:
-        CheckpointError: a shard cannot be opened.
-    """
-    from corolla.models.pieces import StoredMatrix
-
-    with contextlib.ExitStack() as stack:
-        shards: dict[Path, Any] = {}
-        files: dict[Path, tuple[io.FileIO, dict[str, StoredTensor]]] = {}
-        tensors: dict[str, Any] = {}
-        for new_name, stored_name in names.items():
-            path = weight_index[stored_name]
-            try:
-                if path not in shards:
-                    shards[path] = stack.enter_context(safe_open(path, framework="pt", backend="pread"))
-                    files[path] = stack.enter_context(path.open("rb", buffering=0)), read_header(path)
-                file, header = files[path]
-                tensors[new_name] = StoredMatrix(shards[path].get_slice(stored_name), file, header[stored_name])
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path} cannot be read; check its permissions or fetch the checkpoint again."
-                ) from error
-        yield tensors
 
 
 def sample_bytes(weight_index: Mapping[str, Path], num_bytes: int) -> Iterator[bytes]:

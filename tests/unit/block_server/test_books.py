@@ -8,10 +8,10 @@ import pytest
 from corolla.block_server.books import BOOKS, PAGES_PER_PART, Book, Breach, breaches, compare
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import OpenRequest
-from corolla.block_server.kv.pages import PagePool
-from corolla.block_server.kv.session_pages import SessionPages
-from corolla.block_server.kv.tables import GroupRule
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.pages import PagePool
+from corolla.cache.session_pages import SessionPages
+from corolla.cache.tables import GroupRule
 from corolla.wire.span import Span
 
 REQUEST = OpenRequest(
@@ -25,9 +25,12 @@ class Server:
 
     def __init__(self) -> None:
         self.pool = PagePool(38, 4)
-        self.sessions = SessionTable(self.pool, lambda: SessionPages(self.pool, [GroupRule(), GroupRule(6, 4)], 2))
         self.outputs = BoundaryActivations(1000)
-        self.sessions.on_forget = self.outputs.forget
+        self.sessions = SessionTable(
+            self.pool,
+            lambda: SessionPages(self.pool, [GroupRule(), GroupRule(6, 4)], 2),
+            on_forget=self.outputs.forget,
+        )
         self.streams = {b"c": {7}}
         for name in (b"s", b"p"):
             held = self.sessions.open(replace(REQUEST, session_id=name), 0.0)
@@ -160,8 +163,9 @@ def test_a_change_between_two_slices_is_no_breach(change: Callable[[Server], Non
 def test_a_large_pool_is_compared_in_parts_and_its_last_page_too() -> None:
     server = Server()
     server.pool = PagePool(2 * PAGES_PER_PART + 1, 4)
-    server.sessions = SessionTable(server.pool, lambda: SessionPages(server.pool, [GroupRule()]))
-    server.sessions.on_forget = server.outputs.forget
+    server.sessions = SessionTable(
+        server.pool, lambda: SessionPages(server.pool, [GroupRule()]), on_forget=server.outputs.forget
+    )
     session = server.sessions.open(replace(REQUEST, max_tokens=4 * server.pool.num_pages), 0.0)
     server.outputs.forget(b"p")
     # The sums, the session, its outputs, its pages in three parts, and those of the pool in three.

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,13 @@ from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.iteration import StepWork
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.block_server.relay import Relay
-from corolla.block_server.runner import RowWork, Runner
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
+from corolla.compute.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.v1 import blocks_pb2 as pb
@@ -50,7 +51,7 @@ async def test_a_broken_device_is_noticed_where_an_idle_session_holds_all_other_
     metrics = BlockServerMetrics(CollectorRegistry())
     engine = Engine(
         FaultyRunner(runner, is_broken=True), Scheduler(8, 8), sessions, BoundaryActivations(0), peers,
-        Relay("", peers), metrics, fail=has_given_up.set,
+        partial(Relay, "", peers), metrics, fail=has_given_up.set,
     )  # fmt: skip
     hidden = torch.zeros(4, runner.model.hidden_size)
     runner.forward([RowWork(sessions.open(REQUEST, engine.clock()).cache, 0, 4)], hidden, SPAN)

@@ -6,10 +6,10 @@ from itertools import product
 import pytest
 
 from corolla.block_server.hop_session import TRANSITIONS, ForbiddenTransition, HopSession, SessionEvent, SessionState
-from corolla.block_server.kv.pages import PagePool
-from corolla.block_server.kv.session_pages import SessionPages
-from corolla.block_server.kv.tables import GroupRule
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.pages import PagePool
+from corolla.cache.session_pages import SessionPages
+from corolla.cache.tables import GroupRule
 from corolla.chassis.errors import HopSessionLost
 from tests.unit.block_server.test_sessions import CLIENTS, TRANSFER, a_request, a_table, step
 

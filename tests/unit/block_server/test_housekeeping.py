@@ -9,13 +9,13 @@ from prometheus_client import CollectorRegistry
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.housekeeping import Housekeeping
-from corolla.block_server.kv.pages import PagePool
-from corolla.block_server.kv.session_pages import SessionPages
-from corolla.block_server.kv.tables import GroupRule
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.pages import PagePool
+from corolla.cache.session_pages import SessionPages
+from corolla.cache.tables import GroupRule
 
 
 class EmptyRing:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from corolla.block_server.hop_session import HopSession, OpenRequest
 from corolla.block_server.iteration import Admitted, BatchRunner, Computation, Computed, StepWork, error_of
-from corolla.block_server.kv.store import SessionCache
-from corolla.block_server.kv.tables import Copies
 from corolla.block_server.peers import Peer
 from corolla.block_server.row_sampling import ChosenTokens, SessionSampler
-from corolla.block_server.runner import BatchOutput, RowWork, Runner
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
+from corolla.cache.tables import Copies
 from corolla.chassis.errors import CorollaError, NonFiniteOutput, OutOfMemory, OutOfPages, StepFailed
+from corolla.compute.runner import BatchOutput, RowWork, Runner
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.models.checkpoint import Checkpoint

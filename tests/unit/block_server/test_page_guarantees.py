@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corolla.block_server.hop_session import OpenRequest
-from corolla.block_server.kv.pages import PagePool
-from corolla.block_server.kv.session_pages import SessionPages
-from corolla.block_server.kv.tables import GroupRule
 from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.pages import PagePool
+from corolla.cache.session_pages import SessionPages
+from corolla.cache.tables import GroupRule
 from corolla.chassis.errors import OutOfPages
 from corolla.wire.span import Span
 

@@ -3,6 +3,7 @@ the blocks, which are those of the toy model."""
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from google.protobuf.message import Message
@@ -16,13 +17,13 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.iteration import StepWork
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
@@ -87,10 +88,11 @@ class Protocol(RuleBasedStateMachine):
         runner = ToyRunner(MODEL, SPAN, num_pages=400, page_tokens=PAGE_TOKENS, max_step_tokens=16)
         metrics = BlockServerMetrics(CollectorRegistry())
         scheduler: Scheduler[StepWork] = Scheduler(64, 64)
-        self.sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
         outputs, peers = BoundaryActivations(1 << 20), PeerTable()
-        self.sessions.on_forget = outputs.forget
-        relay = Relay("toy", peers)
+        self.sessions: SessionTable[SessionCache] = SessionTable(
+            runner.store.pool, runner.new_cache, on_forget=outputs.forget
+        )
+        relay = partial(Relay, "toy", peers)
         engine = Engine(
             runner, scheduler, self.sessions, outputs, peers, relay, metrics, self.loop.time, fail=unexpected_failure
         )
@@ -101,7 +103,7 @@ class Protocol(RuleBasedStateMachine):
         )  # fmt: skip
         receiver = HandoverReceiver(SPAN, self.sessions, engine, metrics, TaskGroup(), max_part_tokens=16)
         self.servicer = BlockServicer(
-            identity, engine, scheduler, self.sessions, outputs, peers, runner.store, receiver, TaskGroup()
+            identity, engine, self.sessions, outputs, peers, runner.store, receiver, TaskGroup()
         )
         self.running = [asyncio.ensure_future(engine.run())]
         self.callers = [Caller() for _ in CLIENTS]

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from corolla.block_server.row_sampling import ChosenTokens, SamplingRow, SessionSampler, in_parts, sample_rows
 from corolla.chassis.errors import CorollaError, InternalError, MalformedMessage, NonFiniteOutput
+from corolla.compute.threads import single_threaded_pool
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.prompt_lookup import PromptLookup
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.decoding.sampling import Sampler
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
-from corolla.models.threads import single_threaded_pool
 from corolla.v1 import blocks_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
 

@@ -12,12 +12,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from corolla.block_server.books import breaches
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import UNCLAIMED_LEASE_S, HopSession, OpenRequest, SessionState
-from corolla.block_server.kv.pages import PagePool
-from corolla.block_server.kv.session_pages import SessionPages
-from corolla.block_server.kv.tables import GroupRule
-from corolla.block_server.prompts import BlockPrompts
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.pages import PagePool
+from corolla.cache.session_pages import SessionPages
+from corolla.cache.tables import GroupRule
 from corolla.chassis.errors import CorollaError, HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
+from corolla.compute.prompts import BlockPrompts
 from corolla.wire.span import Span
 
 NUM_PAGES, PAGE_TOKENS = 12, 4
@@ -33,9 +33,9 @@ def a_request(session_id: bytes = b"s", **changes: Any) -> OpenRequest:
     return replace(request, **changes)
 
 
-def a_table(**limits: int) -> SessionTable[SessionPages]:
+def a_table(max_prompt_bytes: int = 0) -> SessionTable[SessionPages]:
     pool = PagePool(NUM_PAGES, PAGE_TOKENS)
-    return SessionTable(pool, lambda: SessionPages(pool, [GroupRule()]), **limits)
+    return SessionTable(pool, lambda: SessionPages(pool, [GroupRule()]), max_prompt_bytes=max_prompt_bytes)
 
 
 def step(table: SessionTable[SessionPages], request: OpenRequest, position: int, num_tokens: int, now_s: float = 0.0,

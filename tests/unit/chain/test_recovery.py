@@ -9,11 +9,10 @@ import pytest
 
 from corolla.chain import recovery as recoveries
 from corolla.chain.handovers import Handovers
-from corolla.chain.history import StepShapes
+from corolla.chain.history import ReplayInputs, StepShapes
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
-from corolla.chain.replay import ReplayInputs
 from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, OpenOptions
 from corolla.chassis.errors import HopSessionLost, HopUnavailable, QueueFull, RequestKillsServers
 from corolla.v1 import blocks_pb2 as pb

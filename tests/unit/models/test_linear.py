@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from corolla.kernels.products import plain_layout
 from corolla.models import linear
 from corolla.models.linear import (
     TunedLinear,
@@ -19,7 +20,6 @@ from corolla.models.linear import (
     replace_linears,
     tune,
 )
-from corolla.models.packed.kernels import plain_layout
 
 
 @pytest.mark.parametrize("num_rows", [*range(20), 64, 67, 513])

@@ -18,9 +18,9 @@ from corolla.models.demo import DEMO_MODEL
 from corolla.models.edges import load_edges
 from corolla.models.families import FAMILIES
 from corolla.models.loading import LOADING
-from corolla.models.pieces import InPieces
+from corolla.models.pieces import InPieces, open_tensors
 from corolla.models.span_model import load_span
-from corolla.models.weights import find_weights, open_tensors
+from corolla.models.weights import find_weights
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import ARCHITECTURES, make_tiny_gguf

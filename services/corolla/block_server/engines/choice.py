@@ -13,9 +13,9 @@ from corolla.block_server.engines import vllm_layers
 from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.engines.vllm_engine import VllmEngine
 from corolla.block_server.engines.vllm_layers import VLLM_FAMILIES
-from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.errors import StartupError
 from corolla.chassis.weight_formats import EngineName
+from corolla.compute.runner import RowWork, Runner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import LONG_ROPE, attention_windows, rope_types
 from corolla.models.span_model import load_span, make_span

@@ -15,8 +15,8 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import keep_layers_of_config
 from corolla.models.families import Family, attention_windows
 from corolla.models.fused import Attend
+from corolla.models.pieces import open_tensors
 from corolla.models.span_model import LinearPlace, prefix_of, span_tensors
-from corolla.models.weights import open_tensors
 from corolla.wire.span import Span
 
 _PARTS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -6,11 +6,11 @@ from typing import Final
 
 from corolla.block_server.engine import Engine
 from corolla.block_server.hop_session import OpenRequest, SessionState
-from corolla.block_server.kv.store import SessionCache
-from corolla.block_server.kv.transfer import TokenCopy, give_back, write_tokens
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
+from corolla.cache.transfer import TokenCopy, give_back, write_tokens
 from corolla.chassis.errors import ChecksumMismatch, CorollaError, InternalError, MalformedMessage, PositionGap
 from corolla.chassis.handlers import where
 from corolla.chassis.tasks import TaskGroup

@@ -10,9 +10,9 @@ from corolla.block_server.frame_checks import ID_BYTES
 from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import Progress
 from corolla.block_server.hop_session import OpenRequest
-from corolla.block_server.kv.store import SessionCache
-from corolla.block_server.kv.transfer import TokenCopy, read_tokens, state_bytes, token_bytes
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
+from corolla.cache.transfer import TokenCopy, read_tokens, state_bytes, token_bytes
 from corolla.chassis.errors import ChecksumMismatch, HopUnavailable, MessageTooLarge, PositionGap
 from corolla.chassis.status import from_reason
 from corolla.v1 import blocks_pb2 as pb

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from corolla.block_server.hop_session import RingPlace, SessionState
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.ring.microbatch_rules import MicrobatchRules
 from corolla.block_server.ring.round_times import RoundTimes
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from corolla.block_server.hop_session import HopSession
-from corolla.block_server.kv.store import SessionCache
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.block_server.row_sampling import ChosenTokens
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
 from corolla.chassis.errors import HopSessionLost
 from corolla.v1 import blocks_pb2 as pb
 

@@ -17,11 +17,11 @@ from transformers.integrations.gguf import dequant
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from corolla.chassis.errors import CheckpointError, InternalError, StartupError
+from corolla.kernels.layouts import LAYOUTS, Layout
+from corolla.kernels.repacking import repack
 from corolla.models.gguf.header import TYPES, GgufHeader, GgufTensor, raw_bytes
 from corolla.models.loading import LOADING
-from corolla.models.packed.layouts import LAYOUTS, Layout
 from corolla.models.packed.modules import can_be_packed
-from corolla.models.packed.repacking import repack
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ENDING: Final = re.compile(r"\.(weight|bias)$")

@@ -6,9 +6,9 @@ import torch
 
 from corolla.chassis.errors import SettingsError
 from corolla.chassis.weight_formats import PACKED
+from corolla.kernels.layouts import Layout
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.gguf.header import PLAIN_TYPES
-from corolla.models.packed.layouts import Layout
 
 
 def layouts_of(

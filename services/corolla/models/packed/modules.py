@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError
-from corolla.models.llvm_text import LANES
-from corolla.models.packed.kernels import kernel_of, multiplied
-from corolla.models.packed.layouts import Layout
-from corolla.models.packed.repacking import empty_panels
+from corolla.kernels.layouts import Layout
+from corolla.kernels.llvm_text import LANES
+from corolla.kernels.products import kernel_of, multiplied
+from corolla.kernels.repacking import empty_panels
 
 # Of scales this is a small number, so that products of made-up weights stay finite.
 _MADE_UP_BYTE: Final = 0x11

@@ -6,14 +6,14 @@ import pytest
 from google.protobuf.message import Message
 
 from corolla.block_server.hop_session import HopSession, OpenRequest, RingPlace
-from corolla.block_server.kv.pages import PagePool
-from corolla.block_server.kv.session_pages import SessionPages
-from corolla.block_server.kv.tables import GroupRule
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.block_server.ring.first_hop import FirstHop
 from corolla.block_server.ring.last_hop import LastHop, RowChoice
 from corolla.block_server.row_sampling import ChosenTokens
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.pages import PagePool
+from corolla.cache.session_pages import SessionPages
+from corolla.cache.tables import GroupRule
 from corolla.chassis.errors import CorollaError, HopSessionLost
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from corolla.block_server.runner import RowWork, Runner
 from corolla.chassis.errors import CheckpointError, SettingsError
 from corolla.chassis.weight_formats import weight_format
+from corolla.compute.runner import RowWork, Runner
+from corolla.kernels.layouts import LAYOUTS
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes, load_edges
 from corolla.models.packed.choice import types_of
-from corolla.models.packed.layouts import LAYOUTS
 from corolla.models.packed.modules import PackedLinear, replace_packed
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span

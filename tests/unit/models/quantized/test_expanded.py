@@ -19,12 +19,12 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.loading import LOADING
 from corolla.models.packed.choice import types_of
+from corolla.models.pieces import open_tensors
 from corolla.models.quantized import tensors
 from corolla.models.quantized.description import Quantization, Scheme, quantization_of
 from corolla.models.quantized.integers import num_words, unpacked
 from corolla.models.quantized.tensors import packed_weights
 from corolla.models.span_model import load_span, span_tensors
-from corolla.models.weights import open_tensors
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.quantized_checkpoints import FORMATS, compressed_scales, make_packed_checkpoint, mxfp4

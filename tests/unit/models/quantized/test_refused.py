@@ -16,10 +16,10 @@ from torch import Tensor
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
+from corolla.models.pieces import open_tensors
 from corolla.models.quantized.description import METHODS, quantization_of
 from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from corolla.models.span_model import load_span
-from corolla.models.weights import open_tensors
 from corolla.wire.span import Span
 from tests.quantized_checkpoints import FORMATS, INDEX, edit_config, make_packed_checkpoint, mxfp4
 

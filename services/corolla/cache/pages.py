@@ -1,0 +1,158 @@
+"""Exact accounting of the server's KV pages: promises, holders and free ids. Pure."""
+
+from collections.abc import Sequence
+
+from corolla.cache.prefixes import PrefixKey, PrefixPages
+from corolla.cache.runs import FreeRuns
+from corolla.chassis.errors import OutOfPages
+
+
+def too_few_pages(num_needed: int, num_available: int) -> OutOfPages:
+    """The refusal of a request that needs more pages than there are for it."""
+    return OutOfPages(
+        "a block server has too few free KV pages for this request",
+        metadata={"pages_needed": str(num_needed), "pages_free": str(num_available)},
+    )
+
+
+class PagePool:
+    """`num_pages` pages of `page_tokens` tokens, with reference counts.
+
+    A session is promised pages for its worst case, and then holds page ids within its promise. Sessions may hold pages
+    together; each could come to need pages of its own for all of them, so the promises add up in full.
+
+    Invariants: each page is used (held by a session), cached (it holds the beginning of a text, and no session uses it)
+    or free. Used, reserved (promised, and not held) and available pages add up to the pool, and no more pages are
+    cached than are available; so a promised page can always be allocated.
+
+    Attributes:
+        version: another one after each change of what is promised or held.
+    """
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        if num_pages < 1 or page_tokens < 1:
+            raise ValueError("a pool has at least one page of at least one token")
+        self.num_pages = num_pages
+        self.page_tokens = page_tokens
+        self._free = FreeRuns(num_pages)
+        self._num_holders = [0] * num_pages
+        self._num_promised = 0
+        self._num_used = 0
+        self._prefixes = PrefixPages()
+        self.version = 0
+        self.num_prefix_tokens_asked = 0
+        self.num_prefix_tokens_found = 0
+
+    @property
+    def num_used(self) -> int:
+        """Pages that sessions hold; a shared one counts once."""
+        return self._num_used
+
+    @property
+    def num_reserved(self) -> int:
+        """Pages that were promised and are not held."""
+        return self._num_promised - self._num_used
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that only wait for the beginning of their text to come again."""
+        return self._prefixes.num_evictable
+
+    @property
+    def num_free(self) -> int:
+        """Pages that are neither held, promised nor cached."""
+        return self.num_available - self.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Pages that may be promised."""
+        return self.num_pages - self._num_promised
+
+    @property
+    def holders(self) -> Sequence[int]:
+        """For each page, how many hold it."""
+        return self._num_holders
+
+    @property
+    def num_unused(self) -> int:
+        """Pages that hold nothing, whether they were promised or not."""
+        return len(self._free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages hold `num_tokens` tokens of one session."""
+        return -(-num_tokens // self.page_tokens)
+
+    def promise(self, num_pages: int) -> None:
+        """Promises so many more pages; fewer, where negative.
+
+        Raises:
+            OutOfPages: fewer are available; nothing changed.
+        """
+        if num_pages > self.num_available:
+            raise too_few_pages(num_pages, self.num_available)
+        self._num_promised += num_pages
+        self.version += 1
+        self._evict()
+
+    def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
+        """Page ids within a promise, in as few runs as can be; one that follows page `after` comes first."""
+        pages = self._free.allocate(num_pages, after)
+        for page in pages:
+            self._num_holders[page] = 1
+        self._num_used += num_pages
+        self.version += 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more session holds these pages."""
+        self.version += 1
+        for page in pages:
+            if not self._num_holders[page]:
+                if page not in self._prefixes:
+                    raise ValueError("a free page cannot be shared")
+                self._prefixes.mark_used(page)
+                self._num_used += 1
+            self._num_holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One session fewer holds these pages. Of a text's pages the last ones will be evicted first."""
+        self.version += 1
+        free: list[int] = []
+        for page in reversed(pages):
+            if not self._num_holders[page]:
+                raise ValueError("a page was released that no session held")
+            self._num_holders[page] -= 1
+            if not self._num_holders[page]:
+                self._num_used -= 1
+                if page in self._prefixes:
+                    self._prefixes.mark_unused(page)
+                else:
+                    free.append(page)
+        self._free.release(free[::-1])
+        self._evict()
+
+    def may_write(self, page: int) -> bool:
+        """Whether its only holder may write to a page; what it held is then not found any more."""
+        if self._num_holders[page] > 1:
+            return False
+        self._prefixes.forget(page)
+        return True
+
+    def add_prefix(self, key: PrefixKey, page: int) -> None:
+        """Makes a whole page findable by what it holds. It must not change while it is."""
+        replaced = self._prefixes.add(key, page)
+        if replaced is not None:
+            self._free.release([replaced])
+
+    def find_prefix(self, key: PrefixKey) -> int | None:
+        """The page that holds this, if there is one; valid until the next change, unless shared before."""
+        return self._prefixes.find(key)
+
+    def count_prefix_query(self, num_asked: int, num_found: int) -> None:
+        """Tokens that a session looked for in the prefix cache, and those of them that were there."""
+        self.num_prefix_tokens_asked += num_asked
+        self.num_prefix_tokens_found += num_found
+
+    def _evict(self) -> None:
+        while self.num_cached > self.num_available:
+            self._free.release([self._prefixes.evict()])

@@ -1,0 +1,234 @@
+"""What one session holds of the pool: tokens, and a page table for each group of layers. Pure."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, Self
+
+from corolla.cache.pages import PagePool
+from corolla.cache.prefixes import ExpectedText, PrefixKey, longest_match
+from corolla.cache.tables import Copies, Extent, GroupRule, PageTable
+from corolla.chassis.errors import OutOfPages
+
+MAX_TOKENS: Final = 2**31 - 1
+"""No session is longer."""
+
+
+class SessionPages:
+    """What one session holds: how many tokens, and for each group of layers a page table.
+
+    Args:
+        pool: of the server.
+        rules: of the groups.
+        num_fixed_pages: pages that stand for what a session holds apart from its tokens, however many these are.
+
+    Attributes:
+        num_unchanged_tokens: so many first tokens have not changed since this was set; a copy in parts continues there.
+    """
+
+    def __init__(self, pool: PagePool, rules: Sequence[GroupRule], num_fixed_pages: int = 0) -> None:
+        self.pool = pool
+        self.num_fixed_pages = num_fixed_pages
+        self._num_fixed_promised = 0
+        self._rules = tuple(rules)
+        self.num_unchanged_tokens = 0
+        self.tables = tuple(PageTable(pool, rule) for rule in rules)
+        self.num_tokens = 0
+        self.num_reserved_tokens = 0
+        self._text: ExpectedText | None = None
+        self._num_remembered = 0
+        self._has_stepped = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that were promised to it."""
+        return sum(table.num_promised for table in self.tables) + self._num_fixed_promised
+
+    @property
+    def min_position(self) -> int:
+        """From here to `num_tokens`, and from 0, the session can go on."""
+        return self._min_paged_position
+
+    @property
+    def _min_paged_position(self) -> int:
+        return max([table.min_position for table in self.tables])
+
+    def can_continue_from(self, position: int) -> bool:
+        return position == 0 or self._min_paged_position <= position <= self.num_tokens
+
+    def nearest_position(self, position: int) -> int:
+        """The highest position, up to this one, from which the session can go on."""
+        position = min(position, self.num_tokens)
+        return position if self.can_continue_from(position) else 0
+
+    def worst_case(self, max_tokens: int) -> int:
+        """Pages that a session of `max_tokens` tokens may hold at once."""
+        return sum(table.worst_case(max_tokens) for table in self.tables) + self._fixed_pages(max_tokens)
+
+    def max_tokens_within(self, num_pages: int) -> int:
+        """Tokens of the longest session whose worst case is so many pages; `MAX_TOKENS` where windows bound it."""
+        return bisect_right(range(MAX_TOKENS + 1), num_pages, key=self.worst_case) - 1
+
+    def reserve(self, max_tokens: int) -> None:
+        """Room for just so many tokens from now on.
+
+        Raises:
+            OutOfPages: nothing changed.
+            ValueError: it holds more tokens.
+        """
+        if max_tokens < self.num_tokens:
+            raise ValueError(f"{self.num_tokens} tokens do not fit where {max_tokens} are reserved")
+        wanted = [max(table.worst_case(max_tokens), table.num_written_pages(self.num_tokens)) for table in self.tables]
+        num_fixed = self._fixed_pages(max_tokens)
+        num_more = sum(wanted) + num_fixed - self.num_pages
+        if num_more > 0:
+            self.pool.promise(num_more)
+        for table, num_pages in zip(self.tables, wanted, strict=True):
+            table.num_promised = num_pages
+            table.resize(max_tokens)
+        self._num_fixed_promised = num_fixed
+        if num_more < 0:
+            self.pool.promise(num_more)
+        self.num_reserved_tokens = max_tokens
+
+    def allocate(self, max_tokens: int, text: ExpectedText | None = None) -> None:
+        """Room for just so many tokens; an empty session begins with what the prefix cache has of its text.
+
+        Raises:
+            OutOfPages: nothing changed.
+        """
+        was_empty = not self.num_tokens
+        if was_empty and text is not None:
+            self._begin_with_cached(text, max_tokens)
+        try:
+            self.reserve(max_tokens)
+        except OutOfPages:
+            if was_empty and self.num_tokens:
+                self.num_tokens = 0
+                for table in self.tables:
+                    table.clear()
+            raise
+        self._text, self._num_remembered, self._has_stepped = text, 0, False
+
+    def _begin_with_cached(self, text: ExpectedText, max_tokens: int) -> None:
+        page_tokens = self.pool.page_tokens
+        num_pages = min(len(text.hashes), max(0, text.num_tokens - 1) // page_tokens, max_tokens // page_tokens)
+        hashes = text.hashes[:num_pages]
+        groups = range(len(self.tables))
+        found = [[self.pool.find_prefix(PrefixKey(text.salt, each, group)) for each in hashes] for group in groups]
+        needed = [table.num_needed_pages() for table in self.tables]
+        num_matched = longest_match([[page is not None for page in pages] for pages in found], needed)
+        self.pool.count_prefix_query(num_pages * page_tokens, num_matched * page_tokens)
+        if num_matched:
+            for table, pages, num_needed in zip(self.tables, found, needed, strict=True):
+                num_passed = 0 if num_needed is None else max(0, num_matched - num_needed)
+                table.hold_cached(num_passed, [page for page in pages[num_passed:num_matched] if page is not None])
+            self.num_tokens = num_matched * page_tokens
+
+    def make_writable(self, position: int, num_tokens: int) -> Copies:
+        """Makes the pages of a step's tokens present and writable.
+
+        Returns:
+            Pages to copy first, in all layers.
+
+        Raises:
+            OutOfPages: the step goes beyond what was reserved, and there is no more.
+        """
+        end = position + num_tokens
+        if end > self.num_reserved_tokens:
+            self.reserve(max(end, self.num_tokens))
+        copies: Copies = []
+        for table in self.tables:
+            copies += table.make_writable(position, num_tokens)
+        return copies
+
+    def commit(self, num_tokens: int) -> None:
+        """The tokens up to `num_tokens` are computed: whole pages of them may be reused, others let go."""
+        self.num_tokens = num_tokens
+        self._has_stepped = True
+        if self._text is not None:
+            self._remember(self._text, num_tokens // self.pool.page_tokens)
+        for table in self.tables:
+            table.slide(num_tokens)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forgets all tokens from position `num_tokens` on; pages stay.
+
+        Raises:
+            ValueError: the session cannot go on from there.
+        """
+        if num_tokens == self.num_tokens:
+            return
+        if not self.can_continue_from(num_tokens):
+            raise ValueError(f"cannot truncate a cache of {self.num_tokens} tokens to {num_tokens}")
+        self.num_tokens = num_tokens
+        self.num_unchanged_tokens = min(self.num_unchanged_tokens, num_tokens)
+        num_whole = num_tokens // self.pool.page_tokens
+        self._num_remembered = min(self._num_remembered, num_whole)
+        if self._has_stepped and self._text is not None:
+            # From here on the text is another one than was said.
+            self._text = replace(self._text, hashes=self._text.hashes[:num_whole])
+
+    def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
+        """Its first whole pages hold what these digests say, and may be reused."""
+        num_whole = min(len(hashes), self.num_tokens // self.pool.page_tokens)
+        self._text = ExpectedText(salt, tuple(hashes[:num_whole]), num_whole * self.pool.page_tokens)
+        self._remember(self._text, num_whole)
+
+    def clear(self) -> None:
+        """Gives everything back, the room too."""
+        self.num_tokens = self.num_unchanged_tokens = 0
+        self._text = None
+        for table in self.tables:
+            table.clear()
+        self.reserve(0)
+
+    def fork(self) -> Self:
+        """The same tokens, on the same pages, without any room; to be adopted or cleared before the next step."""
+        twin = self._empty()
+        twin.tables = tuple(table.share(self.num_tokens) for table in self.tables)
+        twin._take_account(self)
+        return twin
+
+    def adopt(self, twin: Self) -> None:
+        """Holds what the twin held, which is empty afterwards; the room stays its own."""
+        for table, theirs in zip(self.tables, twin.tables, strict=True):
+            table.adopt(theirs, twin.num_tokens)
+        self._take_account(twin)
+        self.num_unchanged_tokens = 0
+        twin.num_tokens = 0
+
+    def extents(self, end: int, start: int = 0, group: int = 0) -> tuple[Extent, ...]:
+        """The slots of positions `[start, end)`, in order, merged into runs.
+
+        Raises:
+            ValueError: not all of them are held.
+        """
+        return self.tables[group].extents(start, end)
+
+    def slots(self, position: int, num_tokens: int, group: int = 0) -> Sequence[int]:
+        """The slots of these positions, one by one. Raises ValueError where they are not all held."""
+        if num_tokens == 1:
+            return (self.tables[group].slot(position),)
+        extents = self.tables[group].extents(position, position + num_tokens)
+        if len(extents) == 1:
+            return range(extents[0][0], extents[0][0] + num_tokens)
+        return [slot for first, count in extents for slot in range(first, first + count)]
+
+    def _remember(self, text: ExpectedText, num_whole: int) -> None:
+        num_whole = min(num_whole, len(text.hashes))
+        for index in range(self._num_remembered, num_whole):
+            for group, table in enumerate(self.tables):
+                if (page := table.page(index)) is not None:
+                    self.pool.add_prefix(PrefixKey(text.salt, text.hashes[index], group), page)
+        self._num_remembered = max(self._num_remembered, num_whole)
+
+    def _take_account(self, other: "SessionPages") -> None:
+        self.num_tokens, self._text = other.num_tokens, other._text
+        self._num_remembered, self._has_stepped = other._num_remembered, other._has_stepped
+
+    def _fixed_pages(self, max_tokens: int) -> int:
+        return self.num_fixed_pages if max_tokens else 0
+
+    def _empty(self) -> Self:
+        return type(self)(self.pool, self._rules, self.num_fixed_pages)

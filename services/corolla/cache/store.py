@@ -1,0 +1,264 @@
+"""The keys and values themselves: for each layer two tensors over all pages, and what one session has of them."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from corolla.cache.codecs import KVCodec
+from corolla.cache.pages import PagePool
+from corolla.cache.prefixes import ExpectedText
+from corolla.cache.session_pages import SessionPages
+from corolla.cache.states import LayerState, SessionStates
+from corolla.cache.tables import Extent, GroupRule
+from corolla.wire.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """Which layers of a span share page tables.
+
+    Layers with the same window need the same tokens. So that pages of all groups have one size and come from one pool,
+    kinds of layers are cut into groups of as many layers as the rarest kind has; a page holds its tokens for the
+    layers of one group. That is how vLLM's hybrid KV cache manager divides its memory.
+
+    Attributes:
+        windows: of the groups; None where a token sees all before it.
+        layer_indices: of each layer: its group, and its index within that. Layers without keys and values have none.
+        layers_per_group: layers of the largest group.
+    """
+
+    windows: tuple[int | None, ...]
+    layer_indices: tuple[tuple[int, int], ...]
+    layers_per_group: int
+
+    @classmethod
+    def of(cls, windows: Sequence[int | None], pageless: Collection[int] = ()) -> "LayerGroups":
+        """Args: windows of the span's layers, in order; which of these keep no keys and values."""
+        layers_by_window: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(windows):
+            if layer not in pageless:
+                layers_by_window.setdefault(window, []).append(layer)
+        if not layers_by_window:
+            # Tokens are counted by pages all the same.
+            return cls((None,), ((0, 0),) * len(windows), 1)
+        layers_per_group = min(map(len, layers_by_window.values()))
+        group_windows: list[int | None] = []
+        indices = [(0, 0)] * len(windows)
+        for window, layers in layers_by_window.items():
+            for start in range(0, len(layers), layers_per_group):
+                for index, layer in enumerate(layers[start : start + layers_per_group]):
+                    indices[layer] = (len(group_windows), index)
+                group_windows.append(window)
+        return cls(tuple(group_windows), tuple(indices), layers_per_group)
+
+
+class KVStore:
+    """Keys and values of all sessions of a server.
+
+    The tensors of a layer are `[num_pages * page_tokens, key heads, head_dim]`, slot by slot, as the paged caches of
+    flash attention have them; the slots of a token are the same in all layers of its group. They are made at a
+    layer's first use. On a CPU untouched memory costs nothing.
+
+    Args:
+        num_pages: of the server.
+        page_tokens: tokens of a page.
+        windows: for each layer of the span, how many tokens a token sees, itself included; None for all.
+        max_step_tokens: new tokens of one step of one session, at most.
+        has_scratch_page: whether there is one more page, for what no session will read. It is none of the pool's.
+        codec: how keys and values are stored; None: as they are. What `layer` gives is encoded, then.
+        recurrent: layers of the span that keep a recurrent state.
+        pageless: those that keep no keys and values.
+        num_state_pages: pages that stand for the memory of one session's recurrent states.
+
+    Attributes:
+        scratch_page: id of that page; None where there is none.
+        state_shapes: of the recurrent layers that were used.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_tokens: int,
+        windows: Sequence[int | None],
+        *,
+        max_step_tokens: int = 512,
+        has_scratch_page: bool = False,
+        codec: KVCodec | None = None,
+        recurrent: Collection[int] = (),
+        pageless: Collection[int] = (),
+        num_state_pages: int = 0,
+    ) -> None:
+        self.codec = codec
+        self.recurrent = frozenset(recurrent)
+        self.pageless = frozenset(pageless)
+        self.num_state_pages = num_state_pages
+        self.state_shapes: dict[int, LayerState] = {}
+        self.pool = PagePool(num_pages, page_tokens)
+        self.groups = LayerGroups.of(windows, self.pageless)
+        self.rules = tuple(GroupRule(window, max_step_tokens) for window in self.groups.windows)
+        self.scratch_page = num_pages if has_scratch_page else None
+        self._num_pages = num_pages + int(has_scratch_page)
+        self._tensors: list[tuple[Tensor, Tensor] | None] = [None] * self.groups.layers_per_group
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.groups.layer_indices)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in the tensors that were made."""
+        made = (tensors for tensors in self._tensors if tensors is not None)
+        return sum(keys.nbytes + values.nbytes for keys, values in made) // self._num_pages
+
+    def group_of(self, layer: int) -> int:
+        """Which of a session's page tables a layer uses; a pageless one uses none."""
+        return self.groups.layer_indices[layer][0]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, `[num_slots, key heads, head_dim]` each, as stored; head sizes may differ.
+
+        Raises:
+            ValueError: the layer was never used.
+        """
+        tensors = self._tensors[self.groups.layer_indices[layer][1]]
+        if tensors is None:
+            raise ValueError(f"layer {layer} holds nothing yet")
+        return tensors
+
+    def layer_like(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """As `layer`; makes the tensors if there are none.
+
+        Args:
+            layer: index within the span.
+            keys: `[..., key heads, head_dim]`, of which shape, dtype and device are taken; values likewise.
+        """
+        index = self.groups.layer_indices[layer][1]
+        if self._tensors[index] is None:
+            self._tensors[index] = (self._made(keys), self._made(values))
+        return self.layer(layer)
+
+    def encoded(self, numbers: Tensor) -> Tensor:
+        """Keys or values as they are stored."""
+        return numbers if self.codec is None else self.codec.encode(numbers)
+
+    def decoded(self, stored: Tensor) -> Tensor:
+        """What is stored, as keys or values."""
+        return stored if self.codec is None else self.codec.decode(stored)
+
+    def new_cache(self) -> "SessionCache":
+        return SessionCache(self)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole pages, from and to, in all layers."""
+        page_tokens = self.pool.page_tokens
+        for tensors in self._tensors:
+            for tensor in tensors or ():
+                pages = tensor.view(self._num_pages, page_tokens, *tensor.shape[1:])
+                for source, target in copies:
+                    pages[target].copy_(pages[source])
+
+    def _made(self, like: Tensor) -> Tensor:
+        heads, head_size = like.shape[-2:]
+        num_slots = self._num_pages * self.pool.page_tokens
+        dtype = like.dtype
+        if self.codec is not None:
+            head_size, dtype = self.codec.stored_size(head_size), torch.int8
+        return torch.empty(num_slots, heads, head_size, dtype=dtype, device=like.device)
+
+
+class SessionCache(SessionPages):
+    """What one session has of a store.
+
+    Attributes:
+        blocks: the run of blocks whose keys and values it holds; None before the first step.
+        states: of recurrent layers; None where the span has no such layer. With them, a session goes on only from where
+            a state was kept, and finds nothing in the prefix cache: pages alone are not all of a prefix.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        super().__init__(store.pool, store.rules, store.num_state_pages)
+        self.store = store
+        self.blocks: Span | None = None
+        self.states = SessionStates() if store.recurrent else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages and states that it holds; shared ones count, too."""
+        num_pages = sum(table.num_pages for table in self.tables)
+        return num_pages * self.store.page_bytes + (0 if self.states is None else self.states.nbytes)
+
+    @property
+    def min_position(self) -> int:
+        return super().min_position if self.states is None else max(super().min_position, self.states.min_position)
+
+    def can_continue_from(self, position: int) -> bool:
+        return super().can_continue_from(position) and (self.states is None or position in self.states)
+
+    def nearest_position(self, position: int) -> int:
+        return super().nearest_position(position if self.states is None else self.states.nearest(position))
+
+    def allocate(self, max_tokens: int, text: ExpectedText | None = None) -> None:
+        super().allocate(max_tokens, text if self.states is None else None)
+
+    def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
+        if self.states is None:
+            super().set_page_hashes(salt, hashes)
+
+    def commit(self, num_tokens: int) -> None:
+        if self.states is not None:
+            self.states.commit(num_tokens)
+        super().commit(num_tokens)
+
+    def truncate(self, num_tokens: int) -> None:
+        super().truncate(num_tokens)
+        if self.states is not None:
+            self.states.truncate(num_tokens)
+
+    def clear(self) -> None:
+        """Gives everything back, the room too; what comes next may be of other blocks."""
+        super().clear()
+        self.blocks = None
+        if self.states is not None:
+            self.states.truncate(0)
+
+    def prepare(self, position: int, num_tokens: int) -> None:
+        """Before a step is computed: its pages are there, and may be written.
+
+        Where a page cannot be copied, the session no longer holds the tokens on it: its own page is in place already.
+
+        Raises:
+            OutOfPages: the step goes beyond what was reserved, and there is no more.
+        """
+        if copies := self.make_writable(position, num_tokens):
+            try:
+                self.store.copy_pages(copies)
+            except BaseException:
+                self.truncate(self.nearest_position(position - position % self.pool.page_tokens))
+                raise
+
+    def gather(self, layer: int, end: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions `[start, end)`, `[key heads, end - start, head_dim]` each; see `gathered`."""
+        extents = self.extents(end, start, self.store.group_of(layer))
+        keys, values = (self.store.decoded(gathered(tensor, extents)) for tensor in self.store.layer(layer))
+        return keys, values
+
+    def _take_account(self, other: SessionPages) -> None:
+        super()._take_account(other)
+        if isinstance(other, SessionCache) and other.states is not None:
+            self.states = other.states.share()
+
+    def _empty(self) -> "SessionCache":
+        twin = SessionCache(self.store)
+        twin.blocks = self.blocks
+        return twin
+
+
+def gathered(tensor: Tensor, extents: Sequence[Extent]) -> Tensor:
+    """A copy of these slots, `[key heads, tokens, head_dim]`.
+
+    It is laid out as the library lays its own caches out: where the numbers lie decides how products round.
+    """
+    parts = [tensor.narrow(0, start, count) for start, count in extents]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1).contiguous()

@@ -1,0 +1,198 @@
+"""Keys and values of one session, and its recurrent states, as bytes for another server, whose pages lie otherwise."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from corolla.cache.states import LayerState
+from corolla.cache.store import KVStore, SessionCache
+from corolla.chassis.errors import MalformedMessage
+from corolla.wire.frames import Buffer
+from corolla.wire.tensors import to_payload
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCopy:
+    """The keys and values of the tokens `[position, position + num_tokens)` in some layers.
+
+    Attributes:
+        first_tokens: for each layer the first token that is still held; those before were given back.
+        payload: for each layer keys, then values, `[tokens, key heads, head_dim]`, as the cache stores them; pageless
+            layers have none.
+        has_states: whether the payload ends with the states of recurrent layers at `end`, which is all of the session.
+    """
+
+    position: int
+    num_tokens: int
+    first_tokens: tuple[int, ...]
+    payload: Buffer
+    has_states: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.position + self.num_tokens
+
+
+def token_bytes(store: KVStore, layers: range) -> int:
+    """Bytes of one token in these layers."""
+    return sum(tensor[0].nbytes for layer in _paged(store, layers) for tensor in store.layer(layer))
+
+
+def state_bytes(store: KVStore, layers: range) -> int:
+    """Bytes of the recurrent states of a session in these layers."""
+    return sum(store.state_shapes[layer].nbytes for layer in layers if layer in store.recurrent)
+
+
+def _paged(store: KVStore, layers: range) -> list[int]:
+    return [layer for layer in layers if layer not in store.pageless]
+
+
+@torch.inference_mode()
+def read_tokens(
+    cache: SessionCache, layers: range, position: int, num_tokens: int, *, has_states: bool = False
+) -> TokenCopy:
+    """Copies a part of what a session holds.
+
+    Args:
+        layers: of the session, counted from the first of the server's span.
+        has_states: with the states of recurrent layers, behind the last token of the session.
+
+    Raises:
+        ValueError: it does not hold so many tokens, or more although its states are asked for.
+    """
+    if position + num_tokens > cache.num_tokens:
+        raise ValueError("tokens that are not there cannot be copied")
+    if has_states and position + num_tokens != cache.num_tokens:
+        raise ValueError("states are those of the newest token")
+    store = cache.store
+    first_tokens = tuple(
+        0 if layer in store.pageless else cache.tables[store.group_of(layer)].first_token for layer in layers
+    )
+    parts: list[Tensor] = []
+    for layer, first in zip(layers, first_tokens, strict=True):
+        if layer in store.pageless:
+            continue
+        start = max(position, first)
+        if start < position + num_tokens:
+            extents = cache.extents(position + num_tokens, start, store.group_of(layer))
+            for tensor in store.layer(layer):
+                parts += [tensor.narrow(0, slot, count).reshape(-1).view(torch.uint8) for slot, count in extents]
+    if has_states and cache.states is not None:
+        states = cache.states.at(cache.num_tokens)
+        parts += [tensor.reshape(-1).view(torch.uint8) for layer in sorted(states) for tensor in states[layer].tensors]
+    payload: Buffer = to_payload(torch.cat(parts)) if parts else b""
+    return TokenCopy(position, num_tokens, first_tokens, payload, has_states)
+
+
+@torch.inference_mode()
+def write_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
+    """Adds what was copied elsewhere, behind what a session holds already; it forgets what it holds beyond.
+
+    Raises:
+        MalformedMessage: the payload has another size than these layers' tokens, holds what is no finite number, or
+            tokens are missing that this cache cannot do without.
+        OutOfPages: it goes beyond what was reserved.
+        ValueError: the cache cannot go on from there.
+    """
+    _check_first_tokens(cache, layers, copy)
+    expected = sum(
+        max(0, copy.end - max(copy.position, first)) * tensor[0].nbytes
+        for layer, first in _paged_firsts(cache.store, layers, copy)
+        for tensor in cache.store.layer(layer)
+    )
+    num_state_bytes = state_bytes(cache.store, layers) if copy.has_states and copy.end else 0
+    if len(copy.payload) != expected + num_state_bytes:
+        raise MalformedMessage("payload", "its size is not that of the tokens in these blocks")
+    whole = torch.frombuffer(copy.payload, dtype=torch.uint8) if copy.payload else torch.empty(0, dtype=torch.uint8)
+    payload = whole[:expected]
+    states = _states(cache.store, layers, whole[expected:]) if num_state_bytes else {}
+    # Before anything is written: one such number would spoil every later token of the session.
+    if expected and not _are_finite(cache.store, layers, copy, payload):
+        raise MalformedMessage("payload", "keys and values must be finite numbers")
+    if not all(bool(tensor.isfinite().all()) for state in states.values() for tensor in state.tensors):
+        raise MalformedMessage("payload", "recurrent states must be finite numbers")
+    cache.truncate(copy.position)
+    if copy.num_tokens:
+        cache.prepare(copy.position, copy.num_tokens)
+        for target, source in _pieces(cache, layers, copy, payload):
+            target.copy_(source.view(target.dtype).view(target.shape))
+        cache.commit(copy.end)
+    if copy.has_states and cache.states is not None:
+        cache.states.arrive(copy.end, states)
+
+
+def _states(store: KVStore, layers: range, payload: Tensor) -> dict[int, LayerState]:
+    """The states of recurrent layers, which are the whole payload."""
+    states: dict[int, LayerState] = {}
+    offset = 0
+    for layer in layers:
+        if layer not in store.recurrent:
+            continue
+        tensors: list[Tensor] = []
+        for like in store.state_shapes[layer].tensors:
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            tensor.view(-1).view(torch.uint8).copy_(payload[offset : offset + tensor.nbytes])
+            tensors.append(tensor)
+            offset += tensor.nbytes
+        states[layer] = LayerState(*tensors)
+    return states
+
+
+def _paged_firsts(store: KVStore, layers: range, copy: TokenCopy) -> list[tuple[int, int]]:
+    """Of layers with keys and values: the layer, and its first token."""
+    firsts = zip(layers, copy.first_tokens, strict=True)
+    return [(layer, first) for layer, first in firsts if layer not in store.pageless]
+
+
+def _are_finite(store: KVStore, layers: range, copy: TokenCopy, payload: Tensor) -> bool:
+    if store.codec is None:
+        return bool(payload.view(store.layer(_paged(store, layers)[0])[0].dtype).isfinite().all())
+    offset = 0
+    for layer, first in _paged_firsts(store, layers, copy):
+        num_tokens = max(0, copy.end - max(copy.position, first))
+        for tensor in store.layer(layer):
+            part = payload[offset : offset + num_tokens * tensor[0].nbytes].view(tensor.dtype)
+            if not store.codec.decode(part.view(num_tokens, *tensor.shape[1:])).isfinite().all():
+                return False
+            offset += part.nbytes
+    return True
+
+
+def give_back(cache: SessionCache, layers: range, first_tokens: Sequence[int]) -> None:
+    """Gives back the pages of tokens that the session did not hold where it came from."""
+    for layer, first in zip(layers, first_tokens, strict=True):
+        if layer not in cache.store.pageless:
+            cache.tables[cache.store.group_of(layer)].release_before(first)
+
+
+def _check_first_tokens(cache: SessionCache, layers: range, copy: TokenCopy) -> None:
+    """Layers of one group give back the same tokens, whole pages of this cache, and only behind a window."""
+    firsts: dict[int, int] = {}
+    for layer, first in zip(layers, copy.first_tokens, strict=True):
+        if layer in cache.store.pageless:
+            if first:
+                raise MalformedMessage("first_tokens", "a layer without keys and values has no tokens")
+            continue
+        group = cache.store.group_of(layer)
+        if firsts.setdefault(group, first) != first:
+            raise MalformedMessage("first_tokens", "layers with the same window hold the same tokens")
+        is_whole = first % cache.pool.page_tokens == 0 and first <= copy.end
+        if first and not (is_whole and cache.tables[group].has_window):
+            raise MalformedMessage("first_tokens", "tokens are missing that blocks look at, or parts of pages")
+
+
+def _pieces(cache: SessionCache, layers: range, copy: TokenCopy, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Runs of slots, and the bytes that belong there."""
+    offset = 0
+    for layer, first in _paged_firsts(cache.store, layers, copy):
+        start = max(copy.position, first)
+        if start >= copy.end:
+            continue
+        extents = cache.extents(copy.end, start, cache.store.group_of(layer))
+        for tensor in cache.store.layer(layer):
+            for slot, count in extents:
+                target = tensor.narrow(0, slot, count)
+                yield target, payload[offset : offset + target.nbytes]
+                offset += target.nbytes

@@ -1,0 +1,126 @@
+"""Which attention a server uses: chosen at start, and checked against the definition in float64."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from corolla.cache.store import KVStore
+from corolla.chassis.errors import StartupError
+from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.compiled_attention import CompiledAttention
+from corolla.compute.attention.paged_flash import PagedFlash
+from corolla.compute.attention.partial_attention import flash_cpu
+from corolla.compute.attention.run_attention import RunAttention
+from corolla.compute.attention.sdpa import SdpaAttention
+
+log = logging.getLogger(__name__)
+
+BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
+    "compiled": CompiledAttention,
+    "flash": lambda: RunAttention("flash", flash_cpu),
+    "paged": PagedFlash,
+    "sdpa": SdpaAttention,
+}
+_BY_DEVICE: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("compiled", "flash", "sdpa"), "cuda": ("paged", "sdpa")}
+TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""How far results may be from right ones, for numbers about as large as standard normal ones."""
+
+
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype, page_tokens: int, *, is_encoded: bool = False
+) -> AttentionBackend:
+    """The fastest attention that is right on this device.
+
+    Args:
+        name: `auto`, or a key of BACKENDS.
+        device: of keys, values and queries.
+        dtype: theirs.
+        page_tokens: tokens of a page.
+        is_encoded: whether keys and values are stored in eight bits, which only some can read.
+
+    Raises:
+        StartupError: the one asked for does not work here.
+    """
+    names = _BY_DEVICE.get(device.type, ("sdpa",)) if name == "auto" else (name,)
+    if is_encoded:
+        names = tuple(each for each in names if each != "paged")
+        if not names:
+            raise StartupError(
+                "COROLLA_ATTENTION=paged reads keys and values as they are; set it to auto, or COROLLA_KV_CACHE_DTYPE "
+                "to auto."
+            )
+    for each in names:
+        backend, failure = _tried(each, device, dtype, page_tokens)
+        if backend is not None:
+            log.info("attention chosen", extra={"backend": each, "device": str(device)})
+            return backend
+        log.warning("attention does not work here", extra={"backend": each, "failure": failure})
+    raise StartupError(
+        f"COROLLA_ATTENTION={name} does not work on {device} with {dtype} and pages of {page_tokens} tokens: {failure}"
+    )
+
+
+def _tried(
+    name: str, device: torch.device, dtype: torch.dtype, page_tokens: int
+) -> tuple[AttentionBackend | None, str]:
+    """A backend, or why it cannot be used: it computes a small batch, which the definition computes, too."""
+    try:
+        backend = BACKENDS[name]()
+        difference = largest_difference(backend, device, dtype, page_tokens)
+    except (RuntimeError, ValueError, NotImplementedError, StartupError) as error:
+        return None, str(error).splitlines()[0]
+    if not difference <= TOLERANCES[dtype]:
+        return None, f"its results differ by {difference:.1e} from those in float64"
+    return backend, ""
+
+
+@torch.inference_mode()
+def largest_difference(
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, page_tokens: int, window: int | None = None
+) -> float:
+    """How far a backend's results are from the definition's in float64, for two sessions' chunks and tokens."""
+    num_heads, num_key_heads, head_size = 4, 2, 64
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(num_tokens: int, heads: int) -> Tensor:
+        return torch.randn(num_tokens, heads, head_size, generator=generator).to(device=device, dtype=dtype)
+
+    lengths = (page_tokens + 3, 5)
+    num_pages = sum(-(-(length + 3) // page_tokens) for length in lengths)
+    store = KVStore(num_pages, page_tokens, [window])
+    caches = [store.new_cache() for _ in lengths]
+    for cache, length in zip(caches, lengths, strict=True):
+        cache.reserve(length + 3)
+    texts: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in lengths]
+    difference = 0.0
+    for new_tokens in (lengths, (1, 2), (1, 1)):
+        rows: list[PackedRow] = []
+        for cache, num_tokens, text in zip(caches, new_tokens, texts, strict=True):
+            start = rows[-1].end if rows else 0
+            cache.prepare(cache.num_tokens, num_tokens)
+            rows.append(PackedRow(cache, cache.num_tokens, start, start + num_tokens))
+            text.append((draw(num_tokens, num_heads), draw(num_tokens, num_key_heads), draw(num_tokens, num_key_heads)))
+        query, key, value = (torch.cat([text[-1][part] for text in texts]) for part in range(3))
+        output = AttentionBatch(store, rows, backend).attend(
+            0, query, key, value, scaling=head_size**-0.5, window=window
+        )
+        for row, text in zip(rows, texts, strict=True):
+            keys, values = (torch.cat([step[part] for step in text]) for part in (1, 2))
+            expected = _definition(text[-1][0], keys, values, head_size**-0.5, window)
+            difference = max(difference, float((output[row.start : row.end] - expected).abs().max()))
+            row.cache.commit(row.position + row.num_tokens)
+    return difference
+
+
+def _definition(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Attention of the last tokens of a text, in float64: `[T, heads, head_dim]`."""
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = (tensor.double().repeat_interleave(groups, dim=1) for tensor in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scaling
+    positions = torch.arange(len(keys), device=keys.device)
+    distance = positions[-len(query) :, None] - positions[None, :]
+    unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(dim=-1), values)

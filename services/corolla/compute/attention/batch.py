@@ -1,0 +1,213 @@
+"""Attention over rows of different sessions, computed in one call.
+
+All rows' new keys and values are written into the pages of their sessions; then each row attends to its own session's
+tokens where they lie. Rows never see each other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from corolla.cache.store import KVStore, SessionCache
+
+RAGGED = "corolla_ragged"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """One row's place in a call: its tokens are `[start, end)` of those of the call.
+
+    Attributes:
+        cache: the session's, prepared for this step.
+        position: of the first new token in the session.
+    """
+
+    cache: SessionCache
+    position: int
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class LayerInput:
+    """What attention computes with in one layer.
+
+    Attributes:
+        layer: index within the server's span.
+        query: `[N, heads, head_dim]`, the new tokens of all rows.
+        key: `[N, key heads, head_dim]`; value likewise, with a head size of its own.
+        scaling: of the scores.
+        window: how many tokens, itself included, a token sees; None for all before it.
+        softcap: bound of the scores, or None.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+    def part(self, row: PackedRow) -> "LayerInput":
+        """The same of one row only."""
+        query, key, value = (tensor[row.start : row.end] for tensor in (self.query, self.key, self.value))
+        return LayerInput(self.layer, query, key, value, self.scaling, self.window, self.softcap)
+
+
+class AttentionBackend(Protocol):
+    """A way to compute attention over pages."""
+
+    name: str
+
+    def attend(self, batch: "AttentionBatch", given: LayerInput) -> Tensor:
+        """See `AttentionBatch.attend`."""
+        ...
+
+
+class AttentionBatch:
+    """The rows of one call, and what all its layers share: slots, runs and masks.
+
+    Args:
+        store: where all rows' keys and values lie.
+        rows: of different sessions.
+        backend: computes.
+        slots: where new tokens go, int64 `[N]` for each group of layers, where that is known already.
+        prepared: likewise what the backend would prepare for each group. With both, rows are not read.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        rows: Sequence[PackedRow],
+        backend: AttentionBackend,
+        *,
+        slots: Mapping[int, Tensor] | None = None,
+        prepared: Mapping[int, Any] | None = None,
+    ) -> None:
+        self.store = store
+        self.rows = tuple(rows)
+        self._backend = backend
+        self._slots: dict[int, Tensor] = dict(slots or {})
+        self._extents: dict[tuple[int, int, int, int], tuple[tuple[int, int], ...]] = {}
+        self._biases: dict[tuple[int, int, int, int, int], Tensor | None] = {}
+        # What a backend prepares once for all layers.
+        self.prepared: dict[int, Any] = dict(prepared or {})
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Stores new keys and values and attends. Returns `[N, heads, value head size]`; see `LayerInput`."""
+        if (codec := self.store.codec) is not None:
+            # Tokens of a chunk see each other as later ones will see them.
+            key, value = codec.decode(codec.encode(key)), codec.decode(codec.encode(value))
+        return self._backend.attend(self, LayerInput(layer, query, key, value, scaling, window, softcap))
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens of all rows.
+
+        Returns:
+            The layer's keys and values of all sessions as they are stored, `[num_slots, key heads, head_dim]`.
+        """
+        slots = self.slots(layer, key.device)
+        keys, values = self.store.layer_like(layer, key, value)
+        keys.index_copy_(0, slots, self.store.encoded(key))
+        values.index_copy_(0, slots, self.store.encoded(value))
+        return keys, values
+
+    def slots(self, layer: int, device: torch.device) -> Tensor:
+        """Where the new tokens of all rows go in a layer, int64 `[N]`."""
+        group = self.store.group_of(layer)
+        slots = self._slots.get(group)
+        if slots is None:
+            numbers = [slot for row in self.rows for slot in row.cache.slots(row.position, row.num_tokens, group)]
+            slots = self._slots[group] = torch.tensor(numbers, device=device)
+        return slots
+
+    def extents(self, number: int, layer: int, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Where a row's keys of positions `[start, end)` lie: first slot and number of tokens of each run."""
+        key = (number, self.store.group_of(layer), start, end)
+        extents = self._extents.get(key)
+        if extents is None:
+            extents = self._extents[key] = self.rows[number].cache.extents(end, start, key[1])
+        return extents
+
+    def bias(
+        self, position: int, num_queries: int, first_key: int, num_keys: int, window: int | None, like: Tensor
+    ) -> Tensor | None:
+        """What is added to the scores of queries from `position` on and keys from `first_key` on.
+
+        Returns:
+            `[num_queries, num_keys]` of the dtype and device of `like`, 0 or minus infinity; None where all is seen.
+        """
+        kind = (position, num_queries, first_key, num_keys, window or 0)
+        if kind not in self._biases:
+            queries = torch.arange(position, position + num_queries, device=like.device)[:, None]
+            keys = torch.arange(first_key, first_key + num_keys, device=like.device)[None, :]
+            unseen = keys > queries
+            if window is not None:
+                unseen |= keys <= queries - window
+            bias = torch.zeros(unseen.shape, dtype=like.dtype, device=like.device).masked_fill_(unseen, -torch.inf)
+            self._biases[kind] = bias if bool(unseen.any()) else None
+        return self._biases[kind]
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    batch: AttentionBatch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function for the rows of a batch.
+
+    Args:
+        module: the family's attention module; its `layer_idx` picks the layer of the caches.
+        query: `[1, heads, N, head_dim]`.
+        key: `[1, key heads, N, head_dim]`; value likewise.
+        attention_mask: unused; transformers makes none for functions that it does not know.
+        batch: the rows.
+        scaling: of the scores; None is one over the root of the head size.
+        sliding_window: how many tokens, itself included, a token sees; None for all.
+        softcap: bound of the scores, or None.
+
+    Returns:
+        `[1, N, heads, head_dim]` and None.
+    """
+    layer: Any = module.layer_idx
+    output = batch.attend(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    # As the library's own functions give it: some families make a view of it.
+    return output.contiguous().unsqueeze(0), None
+
+
+AttentionInterface.register(RAGGED, ragged_attention)

@@ -1,0 +1,241 @@
+"""Attention by compiled functions, for all rows of a batch in one call or two; for CPUs.
+
+torch's flash attention takes a call for each row, and with few keys a call takes longer than its work. With many, it
+has half of the speed of these.
+"""
+
+import ctypes
+import functools
+import itertools
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from corolla.chassis.errors import StartupError
+from corolla.compute.attention.batch import AttentionBatch, LayerInput, PackedRow
+from corolla.compute.attention.partial_attention import flash_cpu
+from corolla.compute.attention.run_attention import RunAttention
+from corolla.kernels import chunk_source, next_token_source
+from corolla.kernels.attention_text import CONSTANTS, HeadShape
+from corolla.kernels.chunk_source import TILE_KEYS, block_tokens
+from corolla.kernels.compiler import Compiled, has_openmp, max_sums, objection
+from corolla.kernels.llvm_text import LANES
+from corolla.kernels.next_token_source import JOB
+
+ELEMENTS: Final[Mapping[torch.dtype, str]] = {
+    torch.float32: "float", torch.bfloat16: "bfloat", torch.float16: "half",
+}  # fmt: skip
+
+_MAX_TOKENS: Final = 8
+"""Of a row whose new tokens go through its keys each by itself; those of a longer one are a chunk."""
+
+_PIECE_TOKENS: Final = 1024
+"""Keys that one thread goes through at once; a multiple of every tile."""
+
+_LEAST_KEYS_OF_THREADS: Final = 256
+"""Fewer, over all queries, take less time than it takes to wake another thread."""
+
+_ALL_KEYS: Final = 1 << 30
+"""The window of those that see all before them."""
+
+EXPONENTIAL: Final = torch.tensor(CONSTANTS, dtype=torch.float32)
+"""`CONSTANTS`, where compiled functions read them."""
+
+_Job: Final = ctypes.c_int64 * len(JOB)
+_ChunkJob: Final = ctypes.c_int64 * len(chunk_source.JOB)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The rows of a batch for one group of layers, int32.
+
+    Attributes:
+        pieces: `[pieces, 4]`: query, first key, end, and where the row's pages begin; keys count from the first page.
+        queries: `[queries, 3]`: query, first piece and end.
+        blocks: of the chunks, `[blocks, 4]`: first token, how many, key of the first one, and where the row's pages
+            begin.
+        pages: ids of all rows' pages.
+        num_keys: of all queries together.
+    """
+
+    pieces: Tensor
+    queries: Tensor
+    blocks: Tensor
+    pages: Tensor
+    num_keys: int
+
+
+class CompiledAttention:
+    """Compiled functions where they know the heads and the cache, and torch's flash attention elsewhere.
+
+    Raises:
+        StartupError: nothing can be compiled here.
+    """
+
+    name = "compiled"
+
+    def __init__(self) -> None:
+        if (reason := objection()) is not None:
+            raise StartupError(f"COROLLA_ATTENTION=compiled does not work here: {reason}. Set it to auto.")
+        self._runs = RunAttention("flash", flash_cpu)
+
+    def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
+        """See `AttentionBatch.attend`."""
+        shape = _shape_of(given)
+        page_tokens = batch.store.pool.page_tokens
+        if shape is None or batch.store.codec is not None or page_tokens % LANES:
+            return self._runs.attend(batch, given)
+        tables = tables_of(batch, given.layer, given.window, shape)
+        keys, values = batch.write(given.layer, given.key, given.value)
+        query = given.query.contiguous()
+        output = torch.empty(*query.shape[:2], shape.value_size)
+        call = AttentionCall(
+            shape, query.data_ptr(), keys, values, output.data_ptr(), tables, page_tokens, float_bits(given.scaling)
+        )
+        if len(tables.queries):
+            job, _states = call.next_token_job()
+            _next_token_function(shape)(job, call.num_next_token_threads)
+        if len(tables.blocks):
+            _chunk_function(shape)(call.chunk_job(given.window), torch.get_num_threads())
+        return output.to(query.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What both functions work on.
+
+    Attributes:
+        query: where `[N, heads, key size]` lie, in the type of the shape.
+        keys: `[slots, key heads, key size]`; values likewise.
+        output: where float32 `[N, heads, value size]` go.
+    """
+
+    shape: HeadShape
+    query: int
+    keys: Tensor
+    values: Tensor
+    output: int
+    tables: Tables
+    page_tokens: int
+    scaling_bits: int
+
+    @property
+    def num_next_token_threads(self) -> int:
+        return torch.get_num_threads() if self.tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
+
+    def next_token_job(self) -> tuple[Any, Tensor]:
+        """For `attend` of `next_token_module`, and memory that it works in."""
+        tables, num_key_heads = self.tables, self.keys.shape[1]
+        states = torch.empty(len(tables.pieces) * num_key_heads * self.shape.state_floats)
+        job = _Job(
+            *self._common_fields(len(tables.pieces)), states.data_ptr(), tables.pieces.data_ptr(),
+            tables.queries.data_ptr(), len(tables.queries) * num_key_heads,
+        )  # fmt: skip
+        return job, states
+
+    def chunk_job(self, window: int | None) -> Any:
+        """For `attend` of `chunk_module`."""
+        blocks = self.tables.blocks
+        return _ChunkJob(*self._common_fields(len(blocks)), blocks.data_ptr(), min(window or _ALL_KEYS, _ALL_KEYS))
+
+    def _common_fields(self, num_parts: int) -> tuple[int, ...]:
+        """See `COMMON_FIELDS`. Args: pieces or blocks of each key head."""
+        size, num_key_heads = self.shape.element_bytes, self.keys.shape[1]
+        strides = (*self.keys.stride()[:2], *self.values.stride()[:2])
+        return (
+            self.query, self.keys.data_ptr(), self.values.data_ptr(), self.output, self.tables.pages.data_ptr(),
+            EXPONENTIAL.data_ptr(), 0, num_parts * num_key_heads, num_key_heads, self.page_tokens,
+            *(stride * size for stride in strides), self.scaling_bits,
+        )  # fmt: skip
+
+
+def _shape_of(given: LayerInput) -> HeadShape | None:
+    """What has to be compiled for a layer; None where it cannot be."""
+    key_heads, key_size = given.key.shape[1:]
+    value_size = given.value.shape[2]
+    element = ELEMENTS.get(given.query.dtype)
+    if given.softcap is not None or element is None or key_size % LANES or value_size % LANES:
+        return None
+    return HeadShape(element, key_size, value_size, given.query.shape[1] // key_heads, max_sums())
+
+
+@functools.lru_cache(maxsize=1024)
+def float_bits(number: float) -> int:
+    """A number as a field of a job has it."""
+    bits: int = struct.unpack("I", struct.pack("f", number))[0]
+    return bits
+
+
+@functools.cache
+def next_token_module(shape: HeadShape) -> Compiled:
+    """The process's only one for a shape."""
+    return Compiled(next_token_source.module_source(shape, has_threads=has_openmp()))
+
+
+@functools.cache
+def chunk_module(shape: HeadShape) -> Compiled:
+    """Likewise."""
+    return Compiled(chunk_source.module_source(shape, has_threads=has_openmp()))
+
+
+@functools.cache
+def _next_token_function(shape: HeadShape) -> Any:
+    return next_token_module(shape).function("attend", _Job, ctypes.c_int64)
+
+
+@functools.cache
+def _chunk_function(shape: HeadShape) -> Any:
+    return chunk_module(shape).function("attend", _ChunkJob, ctypes.c_int64)
+
+
+def tables_of(batch: AttentionBatch, layer: int, window: int | None, shape: HeadShape) -> Tables:
+    """Those for a layer, made once for all layers that have them alike."""
+    group, num_block_tokens = batch.store.group_of(layer), block_tokens(shape)
+    # Layers of one group may differ in their number of heads, and so in the tokens of a block.
+    prepared: dict[int, Tables] = batch.prepared.setdefault(group, {})
+    tables = prepared.get(num_block_tokens)
+    if tables is None:
+        tables = _tables(batch.rows, group, window, batch.store.pool.page_tokens, num_block_tokens)
+        prepared[num_block_tokens] = tables
+    return tables
+
+
+def _tables(
+    rows: Sequence[PackedRow], group: int, window: int | None, page_tokens: int, num_block_tokens: int
+) -> Tables:
+    pieces: list[tuple[int, int, int, int]] = []
+    queries: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, int, int]] = []
+    pages: list[int] = []
+    num_keys = 0
+    for row in rows:
+        table = row.cache.tables[group]
+        if row.num_tokens > _MAX_TOKENS:
+            # Tiles begin at multiples of positions, whatever pages a window has given back: others stand in.
+            num_stand_ins = next(n for n in itertools.count() if (table.first_token - n * page_tokens) % TILE_KEYS == 0)
+            stand_ins = [table.pages[0]] * num_stand_ins
+            first_key = table.first_token - len(stand_ins) * page_tokens
+            for token in range(0, row.num_tokens, num_block_tokens):
+                count = min(num_block_tokens, row.num_tokens - token)
+                blocks.append((row.start + token, count, row.position + token - first_key, len(pages)))
+            pages.extend(stand_ins)
+        else:
+            for token in range(row.num_tokens):
+                end = row.position + token + 1
+                start = 0 if window is None else max(0, end - window)
+                num_keys += end - start
+                first_piece = len(pieces)
+                for cut in range(start - start % _PIECE_TOKENS, end, _PIECE_TOKENS):
+                    first, last = max(start, cut), min(end, cut + _PIECE_TOKENS)
+                    pieces.append((row.start + token, first - table.first_token, last - table.first_token, len(pages)))
+                queries.append((row.start + token, first_piece, len(pieces)))
+        pages.extend(table.pages)
+
+    def integers(values: Sequence[object]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    return Tables(integers(pieces), integers(queries), integers(blocks), integers(pages), num_keys)

@@ -1,0 +1,165 @@
+"""Multi-latent attention over rows of different sessions.
+
+Families with it cache a short latent of each token and the part of its key that is rotated, in one head each, and make
+keys and values of all heads from them at every step. The family's own code expands them, in one product for as many
+rows as there is memory for; then each row attends to its own session's part. A row that is too long for that alone is
+expanded piece by piece, and what it finds in each piece is merged (see `partial_attention`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from corolla.compute.attention.batch import AttentionBatch, PackedRow
+from corolla.compute.attention.partial_attention import Part, math, merge_two
+
+LATENT = "corolla_latent"
+
+MAX_EXPANDED_BYTES: Final = 1 << 30
+"""That expanded latents may take in one layer, and the scores of those who attend to them."""
+
+# Of one query and head, with what becomes of it: float32, a few times.
+_SCORE_BYTES: Final = 16
+
+
+def bytes_of_key(config: PretrainedConfig, itemsize: int, num_queries: int) -> int:
+    """Bytes that one token's keys and values of all heads take in one layer while some queries attend to them.
+
+    The product counts that they are made from, and the scores.
+    """
+    product = config.qk_nope_head_dim + config.v_head_dim
+    key = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return int(config.num_attention_heads * ((product + key) * itemsize + num_queries * _SCORE_BYTES))
+
+
+def runs_within(costs: Sequence[int], most: int) -> Iterator[slice]:
+    """Cuts rows into runs that cost at most `most` together, and of one row at least. Pure."""
+    start = total = 0
+    for index, cost in enumerate(costs):
+        if index > start and total + cost > most:
+            yield slice(start, index)
+            start, total = index, 0
+        total += cost
+    yield slice(start, len(costs))
+
+
+def leave_latents(modules: Iterable[nn.Module]) -> None:
+    """Has attention modules hand on latents as they are: `latent_attention` expands them."""
+    for module in modules:
+        if hasattr(module, "expand_kv"):
+            cast(Any, module).expand_kv = _as_they_are
+
+
+def _as_they_are(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    return latents, rotated
+
+
+class PackedLatents(Cache):
+    """What the family's code takes for its cache: it stores the latents of all rows' new tokens."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        super().__init__(layers=[])
+        self._batch = batch
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores `[1, 1, N, size]` of the new tokens, and gives them back."""
+        self._batch.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        return key_states, value_states
+
+
+def latent_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    batch: AttentionBatch,
+    scaling: float | None = None,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function for rows whose latents `PackedLatents` has stored.
+
+    Args:
+        module: the family's attention module, which expands latents.
+        query: `[1, heads, N, head_dim]`.
+        key: unused, as `value` is; every row's latents are read from its pages.
+        attention_mask: unused; transformers makes none for functions that it does not know.
+        batch: the rows.
+        scaling: of the scores; None is one over the root of the head size.
+
+    Returns:
+        `[1, N, heads, value head size]` and None.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    key_bytes = [bytes_of_key(cast(Any, module).config, query.itemsize, row.num_tokens) for row in batch.rows]
+    costs = [each * (row.position + row.num_tokens) for each, row in zip(key_bytes, batch.rows, strict=True)]
+    outputs: list[Tensor] = []
+    for run in runs_within(costs, MAX_EXPANDED_BYTES):
+        rows = batch.rows[run]
+        if costs[run.start] > MAX_EXPANDED_BYTES:
+            piece_tokens = max(1, MAX_EXPANDED_BYTES // key_bytes[run.start])
+            outputs.append(_attend_in_pieces(module, query, rows[0], batch, scaling, piece_tokens))
+        else:
+            outputs.extend(_attend_together(module, query, rows, batch, scaling))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+
+
+def _attend_together(
+    module: nn.Module, query: Tensor, rows: Sequence[PackedRow], batch: AttentionBatch, scaling: float
+) -> Iterator[Tensor]:
+    """`[1, num_tokens, heads, value head size]` of each row; the latents of all are expanded in one product."""
+    num_keys = [row.position + row.num_tokens for row in rows]
+    keys, values = _expanded(module, [_latents(module, row, 0, end) for row, end in zip(rows, num_keys, strict=True)])
+    parts = zip(rows, torch.split(keys, num_keys, dim=2), torch.split(values, num_keys, dim=2), strict=True)
+    for row, own_keys, own_values in parts:
+        own_query = query[:, :, row.start : row.end]
+        # Without a mask, several queries are taken to start together with the keys.
+        starts_later = row.position > 0 and row.num_tokens > 1
+        mask = batch.bias(row.position, row.num_tokens, 0, own_keys.shape[2], None, query) if starts_later else None
+        yield sdpa_attention_forward(module, own_query, own_keys, own_values, mask, scaling=scaling)[0]
+
+
+def _attend_in_pieces(
+    module: nn.Module, query: Tensor, row: PackedRow, batch: AttentionBatch, scaling: float, piece_tokens: int
+) -> Tensor:
+    """`[1, num_tokens, heads, value head size]` of one row, of whose latents so many tokens are expanded at a time.
+
+    Not so many heads: linear layers are laid out, packed or quantised in ways that do not let them be cut by outputs.
+    """
+    own_query = query[:, :, row.start : row.end]
+    end = row.position + row.num_tokens
+
+    def attended(start: int) -> Part:
+        # A function, so that what is expanded goes before the next piece is.
+        num_keys = min(piece_tokens, end - start)
+        keys, values = _expanded(module, [_latents(module, row, start, start + num_keys)])
+        bias = batch.bias(row.position, row.num_tokens, start, num_keys, None, query)
+        return math(own_query, keys, values, scaling=scaling, bias=bias)
+
+    whole = attended(0)
+    for start in range(piece_tokens, end, piece_tokens):
+        whole = merge_two(whole, attended(start))
+    return whole[0].to(query.dtype).transpose(1, 2)
+
+
+def _latents(module: nn.Module, row: PackedRow, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Latents and rotated keys of a row's positions `[start, end)`, `[1, end - start, size]` each."""
+    return row.cache.gather(cast(Any, module).layer_idx, end, start)
+
+
+def _expanded(module: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Keys and values `[1, heads, all parts' tokens, head size]`, by the family's own code."""
+    latents, rotated = (torch.cat(tensors, dim=1).unsqueeze(0) for tensors in zip(*parts, strict=True))
+    expand: Any = type(module)
+    keys, values = expand.expand_kv(module, latents, rotated)
+    return keys, values
+
+
+AttentionInterface.register(LATENT, latent_attention)

@@ -1,0 +1,117 @@
+"""Attention that goes through the runs of slots of each row, one kernel call for each run."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from corolla.cache.codecs import KVCodec
+from corolla.compute.attention.batch import AttentionBatch, LayerInput
+from corolla.compute.attention.partial_attention import Kernel, Part, merge
+
+
+class RunAttention:
+    """Works on every device, with every kernel. The pages of a session form few runs, mostly one.
+
+    The queries that share a key head count as more queries of that head, so that no key is repeated.
+    """
+
+    def __init__(self, name: str, kernel: Kernel) -> None:
+        self.name = name
+        self._kernel = kernel
+
+    def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
+        """See `AttentionBatch.attend`."""
+        keys, values = batch.write(given.layer, given.key, given.value)
+        numbers = range(len(batch.rows))
+        if len(given.query) == len(numbers):
+            return self._attend_next_tokens(batch, numbers, given, keys, values)
+        outputs = [self._attend_row(batch, number, given, keys, values) for number in numbers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_row(
+        self, batch: AttentionBatch, number: int, given: LayerInput, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        row = batch.rows[number]
+        own = given if len(batch.rows) == 1 else given.part(row)
+        if row.num_tokens == 1:
+            return self._attend_next_tokens(batch, (number,), own, keys, values)
+        return self._attend_many(batch, number, own, keys, values)
+
+    def _attend_next_tokens(
+        self, batch: AttentionBatch, numbers: Sequence[int], own: LayerInput, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """The next token of each of these rows, which sees all keys of its window, its own among them.
+
+        Whatever is done here is done for each session and layer, so all that rows share is made before the loop.
+        """
+        num_rows, num_heads, head_size = own.query.shape
+        grouped = own.query.reshape(num_rows, keys.shape[1], -1, head_size)
+        queries = (grouped,) if num_rows == 1 else grouped.unsqueeze(1).unbind(0)
+        keys_of, values_of = _runs_of(keys, batch.store.codec), _runs_of(values, batch.store.codec)
+        outputs = []
+        for number, query in zip(numbers, queries, strict=True):
+            end = batch.rows[number].position + 1
+            start = 0 if own.window is None else max(0, end - own.window)
+            parts = [
+                self._kernel(query, keys_of(*run), values_of(*run), scaling=own.scaling, softcap=own.softcap)
+                for run in batch.extents(number, own.layer, start, end)
+            ]
+            outputs.append(merge(parts))
+        joined = outputs[0] if num_rows == 1 else torch.cat(outputs)
+        return joined.reshape(num_rows, num_heads, -1)
+
+    def _attend_many(self, batch: AttentionBatch, number: int, own: LayerInput, keys: Tensor, values: Tensor) -> Tensor:
+        """A chunk: its tokens see the ones before the chunk, and each other as far as they are not later."""
+        num_tokens, num_heads, head_size = own.query.shape
+        num_key_heads, position, window = keys.shape[1], batch.rows[number].position, own.window
+        groups = num_heads // num_key_heads
+        by_head = own.query.transpose(0, 1)
+        grouped = by_head.reshape(1, num_key_heads, groups * num_tokens, head_size)
+        keys_of, values_of = _runs_of(keys, batch.store.codec), _runs_of(values, batch.store.codec)
+        parts = []
+        first_key = 0 if window is None else max(0, position - window + 1)
+        for run in batch.extents(number, own.layer, first_key, position) if position else ():
+            bias = None
+            if window is not None:
+                bias = batch.bias(position, num_tokens, first_key, run[1], window, own.query)
+                bias = None if bias is None else bias.repeat(groups, 1)
+            parts.append(
+                self._kernel(
+                    grouped, keys_of(*run), values_of(*run), scaling=own.scaling, bias=bias, softcap=own.softcap
+                )
+            )
+            first_key += run[1]
+        output, log_sum = self._attend_own(batch, position, own)
+        parts.append((output.reshape(1, num_key_heads, groups * num_tokens, -1), log_sum.reshape(*grouped.shape[:3])))
+        return merge(parts).reshape(num_heads, num_tokens, -1).transpose(0, 1)
+
+    def _attend_own(self, batch: AttentionBatch, position: int, own: LayerInput) -> Part:
+        """The chunk's tokens among each other; a kernel that knows causality computes half of the square."""
+        num_tokens, num_heads, _ = own.query.shape
+        groups = num_heads // own.key.shape[1]
+        is_causal = own.window is None or num_tokens <= own.window
+        return self._kernel(
+            own.query.transpose(0, 1).unsqueeze(0),
+            own.key.transpose(0, 1).repeat_interleave(groups, dim=0).unsqueeze(0),
+            own.value.transpose(0, 1).repeat_interleave(groups, dim=0).unsqueeze(0),
+            scaling=own.scaling,
+            bias=None if is_causal else batch.bias(position, num_tokens, position, num_tokens, own.window, own.query),
+            is_causal=is_causal,
+            softcap=own.softcap,
+        )
+
+
+def _runs_of(tensor: Tensor, codec: KVCodec | None) -> Callable[[int, int], Tensor]:
+    """What gives the runs of slots of `[num_slots, heads, head_dim]`, as they lie, by first slot and number of tokens.
+
+    A run is `[1, heads, num_tokens, head_dim]`, made by one operation instead of three; where it is encoded, decoded.
+    """
+    _, num_heads, head_size = tensor.shape
+    of_slot, of_head, _ = tensor.stride()
+    strides = (0, of_head, of_slot, 1)
+
+    def run(first_slot: int, num_tokens: int) -> Tensor:
+        return tensor.as_strided((1, num_heads, num_tokens, head_size), strides, first_slot * of_slot)
+
+    return run if codec is None else lambda first_slot, num_tokens: codec.decode(run(first_slot, num_tokens))

@@ -1,0 +1,77 @@
+"""Attention as transformers computes it with torch's SDPA: the reference, bit for bit, and for any device."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from corolla.cache.store import gathered
+from corolla.compute.attention.batch import AttentionBatch, LayerInput, PackedRow
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """What transformers' function wants to know of an attention module."""
+
+    num_key_value_groups: int
+    is_causal: bool = True
+
+
+class SdpaAttention:
+    """Gathers the keys of each row. Simple, not fast."""
+
+    name = "sdpa"
+
+    def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
+        """See `AttentionBatch.attend`."""
+        query, window, scaling, softcap = given.query, given.window, given.scaling, given.softcap
+        tensors = batch.write(given.layer, given.key, given.value)
+        outputs = []
+        for number, row in enumerate(batch.rows):
+            queries = query[row.start : row.end].transpose(0, 1).unsqueeze(0)
+            end = row.position + row.num_tokens
+            first_key = 0 if window is None else max(0, row.position - window + 1)
+            extents = batch.extents(number, given.layer, first_key, end)
+            keys, values = (batch.store.decoded(gathered(tensor, extents)).unsqueeze(0) for tensor in tensors)
+            mask = _mask(row, first_key, window, query.device)
+            if softcap is None:
+                module = cast(Any, _Module(query.shape[1] // given.key.shape[1]))
+                output = sdpa_attention_forward(module, queries, keys, values, mask, scaling=scaling)[0]
+            else:
+                output = _attend_capped(queries, keys, values, mask, scaling, softcap)
+            outputs.append(output[0])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _mask(row: PackedRow, first_key: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys, from `first_key` on, each of a row's new tokens may see: bool `[1, 1, num_tokens, keys]`."""
+    end = row.position + row.num_tokens
+    # Without a mask the library assumes that several queries start together with the keys, which is true of an empty
+    # cache only. From a full window on it would make a mask even for one token, which takes another path to the sums;
+    # so does this, to round alike.
+    if not ((row.num_tokens > 1 and row.position > 0) or (window is not None and end - first_key >= window)):
+        return None
+    queries = torch.arange(row.position, end, device=device)[:, None]
+    keys = torch.arange(first_key, end, device=device)[None, :]
+    mask = keys <= queries
+    if window is not None:
+        mask &= keys > queries - window
+    return mask[None, None]
+
+
+def _attend_capped(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float
+) -> Tensor:
+    """Attention with bounded scores, which torch's fused kernels lack; the same steps as transformers' eager one."""
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = repeat_kv(keys, groups), repeat_kv(values, groups)
+    scores = torch.matmul(query, keys.transpose(2, 3)) * scaling
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, values).transpose(1, 2).contiguous()

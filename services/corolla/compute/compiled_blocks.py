@@ -1,0 +1,389 @@
+"""Runs whole blocks of a span by compiled functions, one call for all of them; for CPUs."""
+
+import ctypes
+import functools
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from corolla.cache.store import KVStore
+from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.compiled_attention import (
+    ELEMENTS,
+    EXPONENTIAL,
+    AttentionCall,
+    CompiledAttention,
+    chunk_module,
+    float_bits,
+    next_token_module,
+    tables_of,
+)
+from corolla.kernels.attention_text import HeadShape
+from corolla.kernels.block_source import (
+    GROUP,
+    LAYER_BYTES,
+    PLACE,
+    PLACE_BYTES,
+    PROJECTIONS,
+    STEP,
+    BlockShape,
+    counter_bytes,
+    module_source,
+)
+from corolla.kernels.compiler import Compiled, has_openmp, max_sums, processor_features
+from corolla.kernels.llvm_text import LANES
+from corolla.kernels.product_source import scratch_bytes
+from corolla.kernels.products import DTYPES, kernel_of, rows_of
+from corolla.models.adapters.products import SpanAdapter
+from corolla.models.fused import PLACES, FusedLayer, FusedSpan, Projection, UsualNorm
+from corolla.models.linear import TunedLinear
+from corolla.models.packed.modules import PackedLinear
+
+log = logging.getLogger(__name__)
+
+_TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+"""How far a block's output may be from that of its modules, as a part of its largest number."""
+_CHECKED_TOKENS: Final = ((19, 1), (1, 3), (1, 1))
+_Step: Final = ctypes.c_int64 * len(STEP)
+_GROUP_BYTES: Final = 8 * len(GROUP)
+_END: Final = [name for _, name in STEP].index("end")
+_COUNTERS: Final = [name for _, name in STEP].index("counters")
+
+
+class CompiledBlocks:
+    """The blocks of a span. Not thread-safe: one thread computes.
+
+    Args:
+        span: whose projections lie in panels; `objection` must find nothing.
+        store: of keys and values.
+        dtype: of hidden states.
+    """
+
+    def __init__(self, span: FusedSpan, store: KVStore, dtype: torch.dtype) -> None:
+        self._span = span
+        self._store = store
+        self._dtype = dtype
+        self._shapes = [_shape_of(layer, dtype) for layer in span.layers]
+        self._groups = sorted({store.group_of(index) for index in range(len(span.layers))})
+        self._layers: Any = None
+        self._kept: list[Tensor] = []
+        self._places: WeakKeyDictionary[SpanAdapter, _Places] = WeakKeyDictionary()
+        self._buffers = _Buffers(dtype, self._shapes)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        end: int,
+        layers: range,
+        batch: AttentionBatch,
+        adapters: Sequence[SpanAdapter | None] = (),
+    ) -> Tensor:
+        """Runs some of the layers over the new tokens of all rows; see `PackedLayers`.
+
+        Args:
+            batch: the rows, over the same store.
+            adapters: of each token; none where no token has one.
+        """
+        output = torch.empty(hidden.shape, dtype=self._dtype)
+        output.copy_(hidden)
+        table, numbers = self._span.rotary.numbered(position_ids, end, output)
+        if numbers is None:
+            numbers = torch.arange(len(position_ids))
+        buffers = self._buffers.of(len(hidden))
+        if self._layers is None:
+            self._layers = self._layer_fields()
+        groups, kept = self._group_fields(layers, batch, buffers)
+        of_tokens = (ctypes.c_int64 * len(adapters))(*map(self._places_of, adapters))
+        num_threads = torch.get_num_threads()
+        step = _Step(
+            len(hidden), output.data_ptr(), buffers["normed"], buffers["product"], buffers["query"],
+            buffers["attended"], buffers["input"], table.data_ptr(), numbers.data_ptr(), ctypes.addressof(groups),
+            ctypes.addressof(of_tokens) if adapters else 0,
+            0, self._buffers.counters(), self._buffers.scratch(num_threads), self._buffers.scratch_bytes, num_threads,
+            EXPONENTIAL.data_ptr(),
+        )  # fmt: skip
+        first = ctypes.addressof(self._layers)
+        # Layers of one shape are one call.
+        for shape, run in itertools.groupby(layers, key=self._shapes.__getitem__):
+            indices = list(run)
+            step[_END] = first + (indices[-1] + 1) * LAYER_BYTES
+            _run_function(shape)(step, first + indices[0] * LAYER_BYTES)
+            step[_COUNTERS] += counter_bytes(len(indices))
+        del kept
+        return output
+
+    def _group_fields(self, layers: range, batch: AttentionBatch, buffers: Mapping[str, int]) -> tuple[Any, list[Any]]:
+        """What layers of each group share in this step, and what must live as long."""
+        fields = (ctypes.c_int64 * (len(GROUP) * len(self._groups)))()
+        kept: list[Any] = []
+        done: set[int] = set()
+        for index in layers:
+            group = self._store.group_of(index)
+            if group in done:
+                continue
+            done.add(group)
+            layer = self._span.layers[index]
+            shape = _head_shape(layer, self._dtype)
+            tables = tables_of(batch, index, layer.window, shape)
+            keys, values = self._store.layer(index)
+            call = AttentionCall(
+                shape, buffers["query"], keys, values, buffers["attended"], tables, self._store.pool.page_tokens,
+                float_bits(layer.scaling),
+            )  # fmt: skip
+            slots = batch.slots(index, keys.device)
+            next_tokens = chunks = 0
+            if len(tables.queries):
+                job, states = call.next_token_job()
+                next_tokens = ctypes.addressof(job)
+                kept += [job, states]
+            if len(tables.blocks):
+                job = call.chunk_job(layer.window)
+                chunks = ctypes.addressof(job)
+                kept.append(job)
+            kept += [tables, slots]
+            at = len(GROUP) * self._groups.index(group)
+            counts = (len(tables.pieces), len(tables.queries), len(tables.blocks))
+            fields[at : at + len(GROUP)] = [
+                slots.data_ptr(), next_tokens, chunks, *(count * layer.num_key_heads for count in counts),
+            ]  # fmt: skip
+        return fields, kept
+
+    def _places_of(self, adapter: SpanAdapter | None) -> int:
+        """Where the places of an adapter begin; 0: there is none."""
+        if adapter is None:
+            return 0
+        known = self._places.get(adapter)
+        if known is None:
+            known = self._places[adapter] = _Places(adapter, len(self._shapes))
+        return known.address
+
+    def _layer_fields(self) -> Any:
+        fields: list[int] = []
+        for index, layer in enumerate(self._span.layers):
+            like = torch.empty(0, layer.num_key_heads, layer.head_dim, dtype=self._dtype)
+            keys, values = self._store.layer_like(index, like, like)
+            heads = _head_shape(layer, self._dtype)
+            group = self._groups.index(self._store.group_of(index))
+            strides = (*keys.stride()[:2], *values.stride()[:2])
+            fields += (
+                index * len(PROJECTIONS) * PLACE_BYTES, group * _GROUP_BYTES, keys.data_ptr(), values.data_ptr(),
+                *(stride * keys.element_size() for stride in strides),
+                next_token_module(heads).address("piece"), next_token_module(heads).address("merge"),
+                chunk_module(heads).address("block"),
+            )  # fmt: skip
+            for norm in _norms(layer):
+                fields += self._norm_fields(norm)
+            for projection in _projections(layer):
+                kernel = kernel_of(projection.layout, self._dtype)
+                fields += (kernel.part_address, projection.panels.data_ptr(), self._float32(projection.bias))
+        return (ctypes.c_int64 * len(fields))(*fields)
+
+    def _norm_fields(self, norm: Any) -> tuple[int, int]:
+        return (0, 0) if norm is None else (self._float32(norm.weight), float_bits(norm.epsilon))
+
+    def _float32(self, tensor: Tensor | None) -> int:
+        """Where the numbers, or a copy, lie in that type; 0: there are none."""
+        if tensor is None:
+            return 0
+        self._kept.append(tensor.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def choose_compiled_blocks(
+    span: object, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
+) -> CompiledBlocks | None:
+    """Compiled blocks, where this span and this machine can have some and one of each shape gives the right numbers.
+
+    Args:
+        span: whatever runs packed rows of it.
+    """
+    if not isinstance(span, FusedSpan) or not isinstance(backend, CompiledAttention):
+        return None
+    reason = objection(span, store, dtype)
+    if reason is None:
+        first_layers = {_shape_of(layer, dtype): index for index, layer in reversed(list(enumerate(span.layers)))}
+        differences = [_difference(span, index, dtype, store.pool.page_tokens) for index in first_layers.values()]
+        if all(difference <= _TOLERANCES[dtype] for difference in differences):
+            log.info("blocks are compiled", extra={"shapes": len(first_layers)})
+            return CompiledBlocks(span, store, dtype)
+        reason = f"their results differ by {max(differences):.1e} of the largest number"
+    log.info("blocks are not compiled", extra={"reason": reason})
+    return None
+
+
+def objection(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str | None:
+    """Why the blocks of a span cannot be compiled; None where they can."""
+    if dtype not in _TOLERANCES or store.codec is not None or store.pool.page_tokens % LANES:
+        return "hidden states, keys or values are of a type, or pages of a size, that no function is made for"
+    if len({(each.num_heads, each.num_key_heads, each.head_dim, each.scaling) for each in span.layers}) > 1:
+        return "the heads of its layers differ"  # and jobs are for all of a group
+    for layer in span.layers:
+        if type(layer.activation).__name__ not in _SILU:
+            return f"the activation {type(layer.activation).__name__} has no function"
+        if not all(isinstance(norm, UsualNorm | None) for norm in _norms(layer)):
+            return "a norm is not the usual one"
+        if (layer.query_norm is None) != (layer.key_norm is None):
+            return "of queries and keys only one is normalised"
+        if not all(map(_lies_in_panels, _projections(layer))):
+            return "not all weights lie in panels"
+        sizes = (layer.head_dim // (2 if layer.rotates else 1), *_shape_of(layer, dtype).sizes["down"])
+        if layer.head_dim % LANES or any(size % LANES for size in sizes):
+            return "a size is not a multiple of 16"
+    return None
+
+
+_SILU: Final = ("SiLU", "SiLUActivation")
+
+
+def _norms(layer: FusedLayer) -> tuple[Any, ...]:
+    return layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm
+
+
+def _lies_in_panels(projection: Projection) -> bool:
+    if not isinstance(projection, TunedLinear | PackedLinear):
+        return False
+    return projection.panels is not None and projection.layout is not None
+
+
+def _projections(layer: FusedLayer) -> list[Any]:
+    """In the order of `PROJECTIONS`."""
+    return [getattr(layer, name) for name in PROJECTIONS]
+
+
+def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
+    norm: Any = layer.attention_norm
+    return BlockShape(
+        element=ELEMENTS[dtype],
+        hidden_size=len(norm.weight),
+        num_heads=layer.num_heads,
+        num_key_heads=layer.num_key_heads,
+        head_size=layer.head_dim,
+        num_gated=layer.num_gated,
+        has_bias=tuple(projection.bias is not None for projection in _projections(layer)),
+        norms_heads=layer.query_norm is not None,
+        rotates=layer.rotates,
+        residual_multiplier=layer.residual_multiplier,
+        multiplied=rows_of(dtype).value,
+    )
+
+
+def _head_shape(layer: FusedLayer, dtype: torch.dtype) -> HeadShape:
+    num_shared = layer.num_heads // layer.num_key_heads
+    return HeadShape(ELEMENTS[dtype], layer.head_dim, layer.head_dim, num_shared, max_sums())
+
+
+@functools.cache
+def _run_function(shape: BlockShape) -> Any:
+    """The process's only one for a shape."""
+    source = module_source(shape, has_threads=has_openmp(), pauses="avx" in processor_features())
+    return Compiled(source).function("run", _Step, ctypes.c_void_p)
+
+
+class _Places:
+    """What an adapter adds, as compiled functions read it. Its numbers are the adapter's own."""
+
+    def __init__(self, adapter: SpanAdapter, num_layers: int) -> None:
+        fields: list[int] = []
+        self._kept: list[Tensor] = []
+        for layer, place in itertools.product(range(num_layers), PLACES):
+            products = adapter.places.get((layer, place))
+            own = [] if products is None else [self._address(products.down), len(products.products)]
+            for each in () if products is None else products.products:
+                own += (self._address(each.up), *each.up.shape, each.first_column)
+            fields += own + [0] * (len(PLACE) - len(own))
+        self._fields = (ctypes.c_int64 * len(fields))(*fields)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._fields)
+
+    def _address(self, tensor: Tensor) -> int:
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+
+class _Buffers:
+    """Memory that blocks work in, for as many tokens as there ever were at once."""
+
+    def __init__(self, dtype: torch.dtype, shapes: Sequence[BlockShape]) -> None:
+        self._num_tokens = 0
+        sizes = [shape.sizes for shape in shapes]
+        rows = rows_of(dtype)
+        multiplied = DTYPES[rows]
+        self._widths = {
+            "normed": (max(shape.hidden_size for shape in shapes), multiplied),
+            "product": (max(outputs for each in sizes for _, outputs in each.values()), torch.float32),
+            "query": (max(each["output"][0] for each in sizes), dtype),
+            "attended": (max(each["output"][0] for each in sizes), torch.float32),
+            "input": (max(max(each["output"][0], each["down"][0]) for each in sizes), multiplied),
+        }
+        self._tensors: dict[str, Tensor] = {}
+        self._places: dict[str, int] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        # Layers of one shape at a time, at worst one by one.
+        self._counters = torch.empty(len(shapes) * counter_bytes(1), dtype=torch.uint8)
+        self.scratch_bytes = max(scratch_bytes(inputs, rows) for each in sizes for inputs, _ in each.values())
+
+    def of(self, num_tokens: int) -> Mapping[str, int]:
+        """Where they lie, with room for so many."""
+        if num_tokens > self._num_tokens:
+            self._num_tokens = 1 << (num_tokens - 1).bit_length()
+            self._tensors.clear()
+            for name, (width, dtype) in self._widths.items():
+                self._tensors[name] = torch.empty(self._num_tokens, width, dtype=dtype)
+            self._places = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        return self._places
+
+    def counters(self) -> int:
+        """Of all phases, set to zero."""
+        return self._counters.zero_().data_ptr()
+
+    def scratch(self, num_threads: int) -> int:
+        """Of products, for so many threads."""
+        if self._scratch.numel() < num_threads * self.scratch_bytes:
+            self._scratch = torch.empty(num_threads * self.scratch_bytes, dtype=torch.uint8)
+        return self._scratch.data_ptr()
+
+
+@torch.inference_mode()
+def _difference(span: FusedSpan, index: int, dtype: torch.dtype, page_tokens: int) -> float:
+    """How far one layer's output is from that of its modules, for two sessions' chunks and tokens, as a part of the
+    largest number."""
+    layer = span.layers[index]
+    part = FusedSpan([layer], span.rotary)
+    generator = torch.Generator().manual_seed(0)
+    most = sum(sum(tokens) for tokens in _CHECKED_TOKENS)
+    stores = [KVStore(2 * (-(-most // page_tokens)), page_tokens, [layer.window]) for _ in range(2)]
+    compiled = CompiledBlocks(part, stores[0], dtype)
+    caches = [[store.new_cache() for _ in _CHECKED_TOKENS[0]] for store in stores]
+    for cache in itertools.chain.from_iterable(caches):
+        cache.reserve(most)
+    backend = CompiledAttention()
+    largest = 0.0
+    for new_tokens in _CHECKED_TOKENS:
+        hidden = torch.randn(sum(new_tokens), _shape_of(layer, dtype).hidden_size, generator=generator).to(dtype)
+        outputs: list[Tensor] = []
+        for store, own in zip(stores, caches, strict=True):
+            rows: list[PackedRow] = []
+            positions: list[int] = []
+            for cache, count in zip(own, new_tokens, strict=True):
+                cache.prepare(cache.num_tokens, count)
+                rows.append(PackedRow(cache, cache.num_tokens, len(positions), len(positions) + count))
+                positions.extend(range(cache.num_tokens, cache.num_tokens + count))
+            batch, ids = AttentionBatch(store, rows, backend), torch.tensor(positions)
+            if store is stores[0]:
+                outputs.append(compiled.forward(hidden, ids, max(positions) + 1, range(1), batch))
+            else:
+                outputs.append(part.forward(hidden, ids, max(positions) + 1, range(1), batch.attend))
+            for row in rows:
+                row.cache.commit(row.position + row.num_tokens)
+        difference = (outputs[0].float() - outputs[1].float()).abs().max() / outputs[1].float().abs().max()
+        # What is no number must not pass.
+        largest = max(largest, float(difference.nan_to_num(torch.inf)))
+    return largest

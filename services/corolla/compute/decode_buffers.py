@@ -1,0 +1,116 @@
+"""What a decode step reads and writes, in tensors that stay where they are, so that a recorded step can run again."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from corolla.cache.store import KVStore
+from corolla.compute.attention.batch import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.paged_flash import BatchTables
+
+
+class DecodeBuffers:
+    """Inputs and output of a step of one new token for each of up to `max_rows` sessions.
+
+    A step of some size reads the first `size` entries of each tensor. Those that no session has are padding: they write
+    their keys and values to the store's scratch page, see only what padding wrote there, and nobody reads their output.
+
+    Args:
+        store: with a scratch page.
+        max_rows: of a step.
+        max_tokens: of a session; longer ones do not fit.
+        like: `[..., H]`, in the dtype and device of hidden states.
+
+    Attributes:
+        max_tokens: see there.
+        hidden: `[max_rows, H]`.
+        positions: int64 `[max_rows]`.
+        output: `[max_rows, H]`, filled by the step.
+    """
+
+    def __init__(self, store: KVStore, max_rows: int, max_tokens: int, like: Tensor) -> None:
+        if store.scratch_page is None:
+            raise ValueError("padding needs a scratch page")
+        self.max_tokens = max_tokens
+        self._store = store
+        self._max_rows = max_rows
+        self._scratch_page = store.scratch_page
+        self.hidden = like.new_zeros(max_rows, like.shape[-1])
+        self.output = torch.zeros_like(self.hidden)
+        # Positions, then slots and numbers of keys of each group: all that changes with every step, in one copy.
+        self._columns = torch.tensor(self._padded(()), device=like.device)
+        self._pages = [
+            torch.full(
+                (max_rows, rule.worst_case(store.pool, max_tokens)), store.scratch_page, dtype=torch.int32,
+                device=like.device,
+            )
+            for rule in store.rules
+        ]  # fmt: skip
+        self._written: list[list[list[int]]] = [[] for _ in store.rules]
+        self._first_queries = torch.arange(max_rows + 1, dtype=torch.int32, device=like.device)
+
+    @property
+    def positions(self) -> Tensor:
+        return self._columns[0]
+
+    def fit(self, rows: Sequence[PackedRow]) -> bool:
+        """Whether the step is one of single tokens, of sessions that are not too long."""
+        return len(rows) <= self._max_rows and all(
+            row.num_tokens == 1
+            and row.position < self.max_tokens
+            and all(
+                _num_keys(row, group) <= pages.shape[1] * self._store.pool.page_tokens
+                for group, pages in enumerate(self._pages)
+            )
+            for row in rows
+        )
+
+    def write(self, rows: Sequence[PackedRow], hidden: Tensor, size: int) -> None:
+        """Everything that a step of `size` over these rows reads; the rest of the size becomes padding.
+
+        Args:
+            rows: that `fit`, at most `size`, with pages that may be written.
+            hidden: `[rows, H]`.
+        """
+        self._columns.copy_(torch.tensor(self._padded(rows)))
+        for group, tensor in enumerate(self._pages):
+            pages = [list(row.cache.tables[group].pages[: tensor.shape[1]]) for row in rows]
+            pages += [[self._scratch_page]] * (size - len(rows))
+            # Sessions get their pages when they open, so consecutive steps of a batch mostly have the same ones.
+            if pages != self._written[group]:
+                longest = max(map(len, pages))
+                filled = [[*each, *[self._scratch_page] * (longest - len(each))] for each in pages]
+                tensor[:size, :longest].copy_(torch.tensor(filled, dtype=torch.int32))
+                self._written[group] = pages
+        self.hidden[: len(rows)].copy_(hidden)
+
+    def batch(self, size: int, backend: AttentionBackend) -> AttentionBatch:
+        """The batch of a step of `size`, whose tensors are these ones. To be made within the step that is recorded."""
+        columns = self._columns[:, :size]
+        tables = {
+            group: BatchTables(
+                first_queries=self._first_queries[: size + 1],
+                num_keys=columns[2 + 2 * group].to(torch.int32),
+                pages=pages[:size],
+                max_queries=1,
+                max_keys=pages.shape[1] * self._store.pool.page_tokens,
+            )
+            for group, pages in enumerate(self._pages)
+        }
+        slots = {group: columns[1 + 2 * group] for group in tables}
+        return AttentionBatch(self._store, (), backend, slots=slots, prepared=tables)
+
+    def _padded(self, rows: Sequence[PackedRow]) -> list[list[int]]:
+        padding = self._max_rows - len(rows)
+        columns = [[row.position for row in rows] + [0] * padding]
+        scratch_slot = self._scratch_page * self._store.pool.page_tokens
+        for group in range(len(self._store.rules)):
+            slots = [row.cache.slots(row.position, 1, group)[0] for row in rows]
+            columns += [slots + [scratch_slot] * padding, [_num_keys(row, group) for row in rows] + [1] * padding]
+        return columns
+
+
+def _num_keys(row: PackedRow, group: int) -> int:
+    """Those of the row's token and of all before it that the session still holds."""
+    return row.position + 1 - row.cache.tables[group].first_token

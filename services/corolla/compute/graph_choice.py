@@ -1,0 +1,121 @@
+"""Whether a server replays recorded decode steps: chosen at start, and checked against the steps that it would run."""
+
+import logging
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from corolla.cache.store import SessionCache
+from corolla.compute.attention.backends import TOLERANCES
+from corolla.compute.attention.paged_flash import PagedFlash
+from corolla.compute.decode_buffers import DecodeBuffers
+from corolla.compute.decode_graphs import SIZES, DecodeGraphs, Record
+from corolla.compute.runner import RowWork, Runner
+from corolla.models.fused import FusedSpan
+
+log = logging.getLogger(__name__)
+
+_CHECKED_STEPS: Final = 2
+
+
+def choose_graphs(runner: Runner, record: Record) -> None:
+    """Lets a runner replay recorded decode steps from now on, if they give what its own steps give.
+
+    Args:
+        runner: warmed up, with a scratch page and no sessions yet.
+        record: see `Record`.
+    """
+    failure = _failure(runner, record)
+    if failure is not None:
+        runner.decode_graphs = None
+        log.warning("decode steps are not replayed as graphs", extra={"failure": failure})
+
+
+@torch.inference_mode()
+def _failure(runner: Runner, record: Record) -> str | None:
+    """Why decode steps cannot be replayed, or None: then the runner does so."""
+    fused = runner.model.fused
+    if not isinstance(fused, FusedSpan):
+        return f"the blocks run with {'the family' if fused is None else 'another engine'}'s own code"
+    if not isinstance(runner.backend, PagedFlash):
+        return f"attention is {runner.backend.name}, which does not read pages through tables"
+    sizes = [size for size in SIZES if _num_pages(runner, size) <= runner.store.pool.num_available]
+    if not sizes:
+        return "there are too few pages for a check"
+    try:
+        like = torch.empty(0, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.model.device)
+        buffers = DecodeBuffers(runner.store, sizes[-1], _max_tokens(runner), like)
+        graphs = DecodeGraphs(fused, len(runner.span), buffers, runner.backend, record, sizes)
+        for smaller, size in zip((0, *sizes), sizes, strict=False):
+            for num_rows in sorted({smaller + 1, size}):
+                error = _largest_error(runner, graphs, num_rows)
+                if not error <= TOLERANCES[runner.model.dtype]:
+                    return f"with {num_rows} rows its results differ by {error:.1e} of their size"
+    except Exception as error:
+        # Whatever a recording runs into: the server can do without it.
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    runner.decode_graphs = graphs
+    log.info("decode steps are replayed as graphs", extra={"sizes": " ".join(map(str, sizes))})
+    return None
+
+
+def _max_tokens(runner: Runner) -> int:
+    """Longer sessions take the ordinary steps: the model was not made for them, or there are no pages for them."""
+    pool = runner.store.pool
+    num_slots = pool.num_pages * pool.page_tokens
+    return min(num_slots, getattr(runner.model.config, "max_position_embeddings", num_slots))
+
+
+def _lengths(runner: Runner, num_rows: int) -> list[int]:
+    """Tokens that the rows hold before the check: those of the first one come to the end of a page within it."""
+    longest = min(runner.store.pool.page_tokens - 1, runner.store.rules[0].max_step_tokens)
+    return [longest, *(row % 5 for row in range(1, num_rows))]
+
+
+def _num_pages(runner: Runner, num_rows: int) -> int:
+    cache = runner.new_cache()
+    return sum(cache.worst_case(length + _CHECKED_STEPS) for length in _lengths(runner, num_rows))
+
+
+def _largest_error(runner: Runner, graphs: DecodeGraphs, num_rows: int) -> float:
+    """How far the rows' outputs are from those of the runner's own steps, as a fraction of the size of these.
+
+    The second step reads the keys and values that the first one wrote.
+    """
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def draw(num_tokens: int) -> Tensor:
+        return torch.randn(num_tokens, runner.model.hidden_size, generator=generator)
+
+    lengths = _lengths(runner, num_rows)
+    caches = [runner.new_cache() for _ in lengths]
+    try:
+        for cache, length in zip(caches, lengths, strict=True):
+            cache.allocate(length + _CHECKED_STEPS)
+        written = [RowWork(cache, 0, length) for cache, length in zip(caches, lengths, strict=True) if length]
+        if written:
+            runner.forward(written, draw(sum(lengths)), runner.span)
+        inputs = [draw(num_rows) for _ in range(_CHECKED_STEPS)]
+        # The replays come first: keys and values that they do not write must not be there already.
+        runner.decode_graphs = graphs
+        num_replays = graphs.num_replays
+        found = _steps(runner, caches, lengths, inputs)
+        if graphs.num_replays - num_replays != _CHECKED_STEPS:
+            raise RuntimeError(f"steps of {num_rows} rows were not replayed")
+        runner.decode_graphs = None
+        expected = _steps(runner, caches, lengths, inputs)
+        return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+    finally:
+        runner.decode_graphs = None
+        for cache in caches:
+            cache.clear()
+
+
+def _steps(runner: Runner, caches: list[SessionCache], lengths: list[int], inputs: list[Tensor]) -> Tensor:
+    """Float32 `[steps, rows, H]`, the outputs of one new token of each row, step by step."""
+    outputs: list[Tensor] = []
+    for step, hidden in enumerate(inputs):
+        rows = [RowWork(cache, length + step, 1) for cache, length in zip(caches, lengths, strict=True)]
+        outputs.append(runner.forward(rows, hidden, runner.span).float())
+    return torch.stack(outputs)

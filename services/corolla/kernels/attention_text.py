@@ -1,0 +1,189 @@
+"""What all compiled attention has in common: the shape of heads, the exponential function, and jobs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from corolla.kernels.llvm_text import FLOATS, FMA, INTS, LANES, Function
+
+CONSTANTS: Final = (
+    -87.0,  # below, the result would have fewer bits
+    1.4426950408889634,
+    1.5 * 2**23,
+    # Cody and Waite's two parts of the logarithm of 2, and the polynomial of Cephes' `expf`.
+    -0.693359375,
+    2.12194440e-4,
+    1.0,
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    0.5,
+)
+"""Of the exponential function, float32."""
+LEAST: Final = "splat (float 0xFFF0000000000000)"
+
+HEAD: Final = f"""\
+declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
+declare float @llvm.vector.reduce.fmax.v16f32({FLOATS})
+declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
+declare i64 @llvm.umax.i64(i64, i64)
+declare i64 @llvm.umin.i64(i64, i64)
+declare i64 @llvm.smax.i64(i64, i64)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What the functions are made for.
+
+    Attributes:
+        element: of queries, keys and values: `float`, `bfloat` or `half`.
+        key_size, value_size: numbers of a head of keys and of values, multiples of 16.
+        num_shared: query heads that share a key head.
+        max_sums: vectors of 16 sums that are kept in registers, see `compiler.max_sums`.
+    """
+
+    element: str
+    key_size: int
+    value_size: int
+    num_shared: int
+    max_sums: int
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.element == "float" else 2
+
+    @property
+    def state_floats(self) -> int:
+        """Of one piece of a key head's row: for each query head its sums of values, then sums of weights and the
+        largest score, the same number in all lanes."""
+        return self.num_shared * self.head_floats
+
+    @property
+    def head_floats(self) -> int:
+        return self.value_size + 2 * LANES
+
+    @property
+    def num_at_once(self) -> int:
+        """Query heads that are computed together."""
+        most = max(1, self.max_sums // (self.value_size // LANES))
+        return max(each for each in range(1, most + 1) if self.num_shared % each == 0)
+
+
+Fields = Sequence[tuple[str, str]]
+"""Of a job, 64 bits each: the kind, `ptr` or `i64`, and the name."""
+
+COMMON_FIELDS: Final[Fields] = (
+    ("ptr", "query"),  # [tokens, heads, key size]
+    ("ptr", "keys"),  # [slots, key heads, key size], strided; values likewise
+    ("ptr", "values"),
+    ("ptr", "output"),  # float32 [tokens, heads, value size]
+    ("ptr", "pages"),
+    ("ptr", "constants"),  # see `CONSTANTS`
+    ("i64", "taken"),  # how many items threads have taken, 0 at first
+    ("i64", "items"),  # pieces or blocks, times key heads
+    ("i64", "key_heads"),
+    ("i64", "page_tokens"),  # a multiple of 16
+    ("i64", "key_slot"),  # bytes from slot to slot, and from head to head
+    ("i64", "key_head"),
+    ("i64", "value_slot"),
+    ("i64", "value_head"),
+    ("i64", "scaling"),  # the bits of a float32
+)
+"""The first ones of every job."""
+
+
+def field_place(function: Function, fields: Fields, name: str, job: str = "%job") -> str:
+    """Where a field lies."""
+    return function.at(job, 8 * next(number for number, (_, each) in enumerate(fields) if each == name))
+
+
+def field(function: Function, fields: Fields, name: str, job: str = "%job") -> str:
+    """The value of a field."""
+    kind = next(kind for kind, each in fields if each == name)
+    return function.let(f"load {kind}, ptr {field_place(function, fields, name, job)}")
+
+
+def slot_of(function: Function, pages: str, key: str, page_tokens: str) -> str:
+    """The slot of a key, by its number from the first of a row's pages on."""
+    page = function.load("i32", function.at(pages, function.let(f"udiv i64 {key}, {page_tokens}"), "i32"), align=4)
+    first_slot = function.let(f"mul i64 {function.let(f'zext i32 {page} to i64')}, {page_tokens}")
+    return function.let(f"add i64 {first_slot}, {function.let(f'urem i64 {key}, {page_tokens}')}")
+
+
+def items_source(work: str, *, has_threads: bool) -> str:
+    """`WORK_all(job, threads)`, which calls `WORK(job, number, head)` for all items, by so many threads.
+
+    The last ones are the first that are taken: of a chunk they see most keys.
+    """
+    function = Function()
+    lines = function.lines
+    lines.append(f"define internal void @{work}_items(ptr %job) #0 {{\nentry:")
+    taken = field_place(function, COMMON_FIELDS, "taken")
+    items, key_heads = (field(function, COMMON_FIELDS, name) for name in ("items", "key_heads"))
+    lines.append("  br label %take\ntake:")
+    item = function.let(f"atomicrmw add ptr {taken}, i64 1 monotonic")
+    is_one = function.let(f"icmp ult i64 {item}, {items}")
+    lines.append(f"  br i1 {is_one}, label %one, label %done\none:")
+    left = function.let(f"sub i64 {function.let(f'sub i64 {items}, {item}')}, 1")
+    number, head = function.let(f"udiv i64 {left}, {key_heads}"), function.let(f"urem i64 {left}, {key_heads}")
+    lines.append(f"  call void @{work}(ptr %job, i64 {number}, i64 {head})\n  br label %take\ndone:\n  ret void\n}}")
+    lines.append(f"define internal void @{work}_all(ptr %job, i64 %threads) #0 {{\nentry:")
+    if has_threads:
+        lines.append(
+            f"""\
+  %is_alone = icmp ule i64 %threads, 1
+  br i1 %is_alone, label %alone, label %together
+together:
+  %threads32 = trunc i64 %threads to i32
+  call void @GOMP_parallel(ptr @{work}_items, ptr %job, i32 %threads32, i32 0)
+  ret void
+alone:"""
+        )
+    lines.append(f"  call void @{work}_items(ptr %job)\n  ret void\n}}")
+    return "\n".join(lines)
+
+
+def exponential_of_difference(function: Function, constants: str, left: str, right: str) -> str:
+    """`e` to the power of `left - right`, of numbers up to 0; below -87 it is that of -87, and NaN stays what it is.
+
+    Written out where it is needed: nothing puts a called function in its place.
+
+    Args:
+        constants: where `CONSTANTS` lie. In the code each would take an instruction for its address.
+    """
+
+    def constant(index: int) -> str:
+        return function.splat(function.load("float", constants, 4 * index, 4))
+
+    least, log2_e, to_whole, ln2_high, ln2_low, one, *polynomial = map(constant, range(len(CONSTANTS)))
+    given = function.let(f"fsub {FLOATS} {left}, {right}")
+    small = function.let(f"fcmp olt {FLOATS} {given}, {least}")
+    x = function.let(f"select <{LANES} x i1> {small}, {FLOATS} {least}, {FLOATS} {given}")
+    # The sum with a number so large has no bits behind the point, and the whole number in its lowest ones.
+    shifted = function.sum_of_product(x, log2_e, to_whole)
+    whole = function.let(f"fsub {FLOATS} {shifted}, {to_whole}")
+    rest = function.sum_of_product(whole, ln2_low, function.sum_of_product(whole, ln2_high, x))
+    value = polynomial[0]
+    for factor in polynomial[1:]:
+        value = function.sum_of_product(value, rest, factor)
+    square = function.let(f"fmul {FLOATS} {rest}, {rest}")
+    value = function.let(f"fadd {FLOATS} {function.sum_of_product(value, square, rest)}, {one}")
+    exponent = function.let(f"shl {INTS} {function.let(f'bitcast {FLOATS} {shifted} to {INTS}')}, splat (i32 23)")
+    bits = function.let(f"add {INTS} {exponent}, {function.let(f'bitcast {FLOATS} {one} to {INTS}')}")
+    return function.let(f"fmul {FLOATS} {value}, {function.let(f'bitcast {INTS} {bits} to {FLOATS}')}")
+
+
+def largest_of(function: Function, vector: str) -> str:
+    """The largest number of a vector; of one that holds NaN, any of it."""
+    return function.let(f"call nnan float @llvm.vector.reduce.fmax.v16f32({FLOATS} {vector})")
+
+
+def numbers_of(function: Function, shape: HeadShape, base: str, index: int) -> str:
+    """The vector `index` of a head, as float32."""
+    kind = f"<{LANES} x {shape.element}>"
+    stored = function.load(kind, base, index * LANES * shape.element_bytes, shape.element_bytes)
+    return stored if shape.element == "float" else function.let(f"fpext {kind} {stored} to {FLOATS}")

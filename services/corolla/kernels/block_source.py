@@ -1,0 +1,829 @@
+"""Whole blocks of the usual shape, as LLVM's text: norms, projections, rotary embedding, attention and gate.
+
+One call runs some blocks over the new tokens of all rows. Between large products the numbers stay in a cache, and no
+interpreter runs, which would have to fetch its own data anew each time since weights drive it out. Products and
+attention are functions of other modules; a layer holds their addresses.
+
+Sums are float32. In bfloat16 results are rounded where transformers rounds them. Each token's numbers depend on its own
+text only, never on the other rows of the call or on how many threads compute.
+
+A block is a list of phases, and a phase is a number of pieces of work that threads take one by one. All threads go
+through all phases; one that comes late, since another process had its processor, finds the work done and holds nobody
+up.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from corolla.kernels.attention_text import (
+    COMMON_FIELDS,
+    Fields,
+    exponential_of_difference,
+    field,
+    field_place,
+)
+from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
+from corolla.kernels.products import LEAST_PRODUCTS_OF_THREADS
+
+PROJECTIONS: Final = ("query_key_value", "output", "gate_up", "down")
+_PIECE_TOKENS: Final = 4
+"""Tokens that a thread normalises before it takes others."""
+_PIECE_MERGES: Final = 16
+_PIECES_OF_THREAD: Final = 6
+"""Of a product: with fewer, threads would wait longer for the last one; each reads all inputs."""
+_COUNTER_BYTES: Final = 256
+"""Of a phase: how many pieces were taken, and on a line of its own how many are done."""
+_MAX_PHASES: Final = 12
+"""Of a block."""
+
+STEP: Final[Fields] = (
+    ("i64", "tokens"),
+    ("ptr", "hidden"),  # [tokens, hidden], which become those after the last block
+    ("ptr", "normed"),  # [tokens, hidden], of what is multiplied
+    ("ptr", "product"),  # float32 [tokens, outputs of the widest projection]
+    ("ptr", "query"),  # [tokens, heads, head size]
+    ("ptr", "attended"),  # float32 [tokens, heads, head size]
+    ("ptr", "input"),  # [tokens, the larger of all heads and gated], of what is multiplied
+    ("ptr", "rotary"),  # [rows, 2, head size]: cosines and signed sines
+    ("ptr", "rotary_rows"),  # int64 [tokens]
+    ("ptr", "groups"),  # see `GROUP`
+    ("ptr", "adapters"),  # [tokens]: where the `PLACE`s of each one's adapter begin, or 0; 0: no token has any
+    ("ptr", "end"),  # of the layers
+    ("ptr", "counters"),  # `counter_bytes`, all zero
+    ("ptr", "scratch"),  # of products: so many bytes for each thread
+    ("i64", "scratch_bytes"),
+    ("i64", "threads"),
+    ("ptr", "constants"),  # of the exponential function
+)
+"""What one call computes with; 64 bits each."""
+
+GROUP: Final[Fields] = (
+    ("ptr", "slots"),  # int64 [tokens]: where new keys and values go
+    ("ptr", "next_tokens"),  # a job, all but its keys and values; 0: there is none
+    ("ptr", "chunks"),
+    ("i64", "pieces"),  # of the first job, times key heads
+    ("i64", "merges"),
+    ("i64", "blocks"),  # of the second one
+)
+"""What layers share that have the same window."""
+
+FACTOR: Final[Fields] = (
+    ("ptr", "up"),  # [rank, width]
+    ("i64", "rank"),
+    ("i64", "width"),
+    ("i64", "column"),  # of the projection's first output that it changes
+)
+MAX_FACTORS: Final = 3
+PLACE: Final[Fields] = (
+    ("ptr", "down"),  # [ranks, inputs], in the order of the factors
+    ("i64", "factors"),
+    *((kind, f"{name}_{number}") for number in range(MAX_FACTORS) for kind, name in FACTOR),
+)
+"""What an adapter adds to a projection; there is one for each of a layer's, layer after layer."""
+
+LAYER: Final[Fields] = (
+    ("i64", "places"),  # offset of its places among an adapter's, in bytes
+    ("i64", "group"),  # its offset in bytes
+    ("ptr", "keys"),  # [slots, key heads, head size], strided; values likewise
+    ("ptr", "values"),
+    ("i64", "key_slot"),  # bytes from slot to slot, and from head to head
+    ("i64", "key_head"),
+    ("i64", "value_slot"),
+    ("i64", "value_head"),
+    ("ptr", "attend_piece"),
+    ("ptr", "attend_merge"),
+    ("ptr", "attend_block"),
+    ("ptr", "attention_norm"),  # float32 [hidden]; what follows it is the bits of a float32
+    ("i64", "attention_epsilon"),
+    ("ptr", "mlp_norm"),
+    ("i64", "mlp_epsilon"),
+    ("ptr", "query_norm"),  # float32 [head size]
+    ("i64", "query_epsilon"),
+    ("ptr", "key_norm"),
+    ("i64", "key_epsilon"),
+    *(
+        each
+        for name in PROJECTIONS
+        for each in (
+            ("ptr", f"{name}_part"),
+            ("ptr", f"{name}_panels"),
+            ("ptr", f"{name}_bias"),  # float32 [outputs]
+        )
+    ),
+)
+
+
+LAYER_BYTES: Final = 8 * len(LAYER)
+PLACE_BYTES: Final = 8 * len(PLACE)
+FACTOR_BYTES: Final = 8 * len(FACTOR)
+
+
+_NUM_BYTES: Final = {"float": 4, "bfloat": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What functions are made for.
+
+    Attributes:
+        element: of hidden states, queries, keys and values: `float` or `bfloat`.
+        hidden_size: a multiple of 16, as all sizes are; that of heads is one of 32 where they are turned.
+        num_gated: outputs of the gate.
+        has_bias: of each of `PROJECTIONS`.
+        norms_heads: whether queries and keys are normalised.
+        rotates: whether they are turned by their positions.
+        residual_multiplier: of what is added to hidden states.
+        multiplied: of what products read: `element`, or `float` where the processor has no instructions for bfloat16;
+            there it rounds by those for integers.
+    """
+
+    element: str
+    hidden_size: int
+    num_heads: int
+    num_key_heads: int
+    head_size: int
+    num_gated: int
+    has_bias: tuple[bool, ...]
+    norms_heads: bool
+    rotates: bool
+    residual_multiplier: float
+    multiplied: str
+
+    @property
+    def element_bytes(self) -> int:
+        return _NUM_BYTES[self.element]
+
+    @property
+    def multiplied_bytes(self) -> int:
+        return _NUM_BYTES[self.multiplied]
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each projection."""
+        attended = self.num_heads * self.head_size
+        return {
+            "query_key_value": (self.hidden_size, attended + 2 * self.num_key_heads * self.head_size),
+            "output": (attended, self.hidden_size),
+            "gate_up": (self.hidden_size, 2 * self.num_gated),
+            "down": (self.num_gated, self.hidden_size),
+        }
+
+    @property
+    def rounds(self) -> bool:
+        return self.element != "float"
+
+    @property
+    def attended_buffer(self) -> str:
+        """What the output projection reads: what attention gave, rounded as the shape's type is."""
+        return "input" if self.rounds else "attended"
+
+
+def counter_bytes(num_layers: int) -> int:
+    """Of all phases."""
+    return (1 + num_layers * _MAX_PHASES) * _COUNTER_BYTES
+
+
+def module_source(shape: BlockShape, *, has_threads: bool, pauses: bool) -> str:
+    """A module with one function, `run(step, layers)`: of a `STEP`, and of the `LAYER`s from an address on.
+
+    Args:
+        has_threads: whether the functions of OpenMP can be linked.
+        pauses: whether the processor has an instruction for waiting, as x86 does.
+    """
+    stages = [_normalise(shape), _prepare_heads(shape), _add_attention(shape), _gate(shape), _add_mlp(shape)]
+    names = ["normalise", "prepare_heads", "add_attention", "gate", "add_mlp"]
+    if shape.rounds:
+        stages.append(_round_attended(shape))
+        names.append("round_attended")
+    stages += map(_of_some_tokens, names)
+    parts = [
+        _HEAD,
+        OPENMP if has_threads else "",
+        _adapt(shape),
+        *stages,
+        _await(pauses),
+        _Team(shape, has_threads).source(),
+    ]
+    return "\n".join([*parts, _run(has_threads), ATTRIBUTES])
+
+
+_HEAD: Final = f"""\
+declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
+declare {FLOATS} @llvm.fabs.v16f32({FLOATS})
+declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
+declare float @llvm.sqrt.f32(float)
+declare i64 @llvm.umin.i64(i64, i64)
+declare i32 @sched_yield()
+"""
+
+
+class _BlockFunction(Function):
+    """Lines of a function over vectors of one type of numbers."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def field(self, base: str, fields: Fields, name: str) -> str:
+        """The value of a field."""
+        return field(self, fields, name, base)
+
+    def number(self, base: str, fields: Fields, name: str) -> str:
+        """The float32 whose bits a field has."""
+        return self.let(f"bitcast i32 {self.let(f'trunc i64 {self.field(base, fields, name)} to i32')} to float")
+
+    def row(self, base: str, name: str, size: int, num_bytes: int) -> str:
+        """Where the token's numbers begin in a buffer of the step, of `size` numbers for each token."""
+        return self.at(self.field(base, STEP, name), self.let(f"mul i64 %token, {size * num_bytes}"))
+
+    def load_numbers(self, base: str, index: str) -> str:
+        """16 numbers of the shape's type from a number on, as float32."""
+        return self._load(self.shape.element, base, index)
+
+    def load_multiplied(self, base: str, index: str) -> str:
+        """The same of numbers that products read."""
+        return self._load(self.shape.multiplied, base, index)
+
+    def load_floats(self, base: str, index: str) -> str:
+        return self._load("float", base, index)
+
+    def _load(self, element: str, base: str, index: str) -> str:
+        kind = f"<{LANES} x {element}>"
+        stored = self.let(f"load {kind}, ptr {self.at(base, index, element)}, align {_NUM_BYTES[element]}")
+        return stored if element == "float" else self.let(f"fpext {kind} {stored} to {FLOATS}")
+
+    def store_numbers(self, value: str, base: str, index: str) -> None:
+        """In the shape's type."""
+        self._store(self.shape.element, value, base, index)
+
+    def store_multiplied(self, value: str, base: str, index: str) -> None:
+        """For products; rounded as the shape's type is."""
+        self._store(self.shape.multiplied, self.rounded(value), base, index)
+
+    def _store(self, element: str, value: str, base: str, index: str) -> None:
+        kind = FLOATS
+        if element != "float":
+            value, kind = self._shortened(value)
+        place = self.at(base, index, element)
+        self.lines.append(f"  store {kind} {value}, ptr {place}, align {_NUM_BYTES[element]}")
+
+    def _shortened(self, value: str) -> tuple[str, str]:
+        """To the shape's type, which is not float32; and the type as it is stored."""
+        if self.shape.multiplied == self.shape.element:
+            kind = f"<{LANES} x {self.shape.element}>"
+            return self.let(f"fptrunc {FLOATS} {value} to {kind}"), kind
+        upper = self.let(f"lshr {INTS} {self._rounded_bits(value)}, splat (i32 16)")
+        kind = f"<{LANES} x i16>"
+        return self.let(f"trunc {INTS} {upper} to {kind}"), kind
+
+    def rounded(self, value: str) -> str:
+        """As the shape's type has it."""
+        if not self.shape.rounds:
+            return value
+        if self.shape.multiplied == self.shape.element:
+            short, kind = self._shortened(value)
+            return self.let(f"fpext {kind} {short} to {FLOATS}")
+        return self.let(f"bitcast {INTS} {self._rounded_bits(value)} to {FLOATS}")
+
+    def _rounded_bits(self, value: str) -> str:
+        """Those of the nearest bfloat16, of two as near the even one, with zeros below."""
+        bits = self.let(f"bitcast {FLOATS} {value} to {INTS}")
+        last = self.let(f"and {INTS} {self.let(f'lshr {INTS} {bits}, splat (i32 16)')}, splat (i32 1)")
+        above = self.let(f"add {INTS} {self.let(f'add {INTS} {bits}, splat (i32 32767)')}, {last}")
+        # What is no number could become one.
+        none = self.let(f"or {INTS} {bits}, splat (i32 4194304)")
+        is_none = self.let(f"fcmp uno {FLOATS} {value}, {value}")
+        chosen = self.let(f"select <{LANES} x i1> {is_none}, {INTS} {none}, {INTS} {above}")
+        return self.let(f"and {INTS} {chosen}, splat (i32 -65536)")
+
+    def product(self, left: str, right: str) -> str:
+        return self.let(f"fmul {FLOATS} {left}, {right}")
+
+    def sum(self, left: str, right: str) -> str:
+        return self.let(f"fadd {FLOATS} {left}, {right}")
+
+    @contextmanager
+    def loop(self, label: str, end: int | str, step: int = 1, carried: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+        """Goes through numbers from 0 on, at least once.
+
+        Args:
+            carried: vectors that are zero at first.
+
+        Yields:
+            For each of these its name; what stands there afterwards is what it becomes. `number` is the loop's.
+        """
+        self.lines.append(f"  br label %{label}_start\n{label}_start:\n  br label %{label}\n{label}:")
+        self.lines.append(f"  %{label}_number = phi i64 [0, %{label}_start], [%{label}_next, %{label}_end]")
+        names = {"number": f"%{label}_number"}
+        for name in carried:
+            names[name] = f"%{label}_{name}"
+            after = f"%{label}_{name}_after"
+            self.lines.append(
+                f"  {names[name]} = phi {FLOATS} [zeroinitializer, %{label}_start], [{after}, %{label}_end]"
+            )
+        yield names
+        self.lines.append(f"  br label %{label}_end\n{label}_end:")
+        for name in carried:
+            self.lines.append(f"  %{label}_{name}_after = freeze {FLOATS} {names[name]}")
+        self.lines.append(f"  %{label}_next = add i64 %{label}_number, {step}")
+        self.lines.append(f"  %{label}_is_more = icmp ult i64 %{label}_next, {end}")
+        self.lines.append(f"  br i1 %{label}_is_more, label %{label}, label %{label}_done\n{label}_done:")
+
+    def total(self, vector: str) -> str:
+        """The sum of 16 numbers."""
+        return self.let(f"call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {FLOATS} {vector})")
+
+    def inverse_root(self, squares: str, count: int, epsilon: str) -> str:
+        """Of the mean of squares, whose sums 16 lanes have, in all lanes."""
+        mean = self.let(f"fdiv float {self.total(squares)}, {float(count)}")
+        root = self.let(f"call float @llvm.sqrt.f32(float {self.let(f'fadd float {mean}, {epsilon}')})")
+        return self.splat(self.let(f"fdiv float 1.0, {root}"))
+
+
+def _adapt(shape: BlockShape) -> str:
+    """Adds the products of a token's adapter to what a projection gave: rank by rank, in float32."""
+    function = _BlockFunction(shape)
+    lines = function.lines
+    lines.append("define internal void @adapt(ptr %place, ptr %input, i64 %inputs, ptr %product) #0 {\nentry:")
+    down, count = function.field("%place", PLACE, "down"), function.field("%place", PLACE, "factors")
+    down_bytes = function.let(f"mul i64 %inputs, {shape.element_bytes}")
+    factors = function.at("%place", 8 * [name for _, name in PLACE].index("up_0"))
+    lines.append(f"  %down_at = alloca ptr\n  store ptr {down}, ptr %down_at")
+    lines.append(f"  %is_any = icmp ugt i64 {count}, 0\n  br i1 %is_any, label %some, label %none\nsome:")
+    with function.loop("factors", count) as names:
+        factor = function.at(factors, function.let(f"mul i64 {names['number']}, {FACTOR_BYTES}"))
+        up, rank, width, column = (function.field(factor, FACTOR, name) for _, name in FACTOR)
+        target = function.at("%product", column, "float")
+        with function.loop("ranks", rank) as ranks:
+            row = function.let("load ptr, ptr %down_at")
+            with function.loop("down", "%inputs", LANES, ("sum",)) as names:
+                number = function.load_multiplied("%input", names["number"])
+                factor_numbers = function.load_numbers(row, names["number"])
+                names["sum"] = function.sum_of_product(number, factor_numbers, names["sum"])
+            inner = function.rounded(function.splat(function.total("%down_sum_after")))
+            own_up = function.at(up, function.let(f"mul i64 {ranks['number']}, {width}"), shape.element)
+            with function.loop("up", width, LANES) as names:
+                at = function.at(target, names["number"], "float")
+                numbers = function.load_numbers(own_up, names["number"])
+                changed = function.sum_of_product(numbers, inner, function.load(FLOATS, at, align=4))
+                lines.append(f"  store {FLOATS} {changed}, ptr {at}, align 4")
+            lines.append(f"  store ptr {function.at(row, down_bytes)}, ptr %down_at")
+    lines.append("  br label %none\nnone:\n  ret void\n}")
+    return "\n".join(lines)
+
+
+def _apply_adapter(function: _BlockFunction, projection: str, source: str) -> None:
+    """Has the token's adapter, if there is one, change what a projection made of a buffer."""
+    shape, lines = function.shape, function.lines
+    num_inputs, num_outputs = shape.sizes[projection]
+    adapters = function.field("%step", STEP, "adapters")
+    are_any = function.let(f"icmp ne ptr {adapters}, null")
+    lines.append(f"  br i1 {are_any}, label %look, label %adapted\nlook:")
+    adapter = function.let(f"load ptr, ptr {function.at(adapters, '%token', 'ptr')}")
+    has_one = function.let(f"icmp ne ptr {adapter}, null")
+    lines.append(f"  br i1 {has_one}, label %adapt, label %adapted\nadapt:")
+    offset = function.let(
+        f"add i64 {function.field('%layer', LAYER, 'places')}, {PROJECTIONS.index(projection) * PLACE_BYTES}"
+    )
+    place = function.at(adapter, offset)
+    row = function.row("%step", source, num_inputs, shape.multiplied_bytes)
+    product = function.row("%step", "product", num_outputs, 4)
+    lines.append(f"  call void @adapt(ptr {place}, ptr {row}, i64 {num_inputs}, ptr {product})")
+    lines.append("  br label %adapted\nadapted:")
+
+
+def _begin(shape: BlockShape, name: str) -> _BlockFunction:
+    function = _BlockFunction(shape)
+    function.lines.append(f"define internal void @{name}(ptr %step, ptr %layer, i64 %token) #0 {{\nentry:")
+    return function
+
+
+def _end(function: _BlockFunction) -> str:
+    return "\n".join([*function.lines, "  ret void\n}"])
+
+
+def _normalise(shape: BlockShape) -> str:
+    """The token's hidden states, for attention."""
+    function = _begin(shape, "normalise")
+    hidden = function.row("%step", "hidden", shape.hidden_size, shape.element_bytes)
+    with function.loop("squares", shape.hidden_size, LANES, ("sum",)) as names:
+        number = function.load_numbers(hidden, names["number"])
+        names["sum"] = function.sum_of_product(number, number, names["sum"])
+    _store_normed(function, hidden, "%squares_sum_after", "%layer", "attention")
+    return _end(function)
+
+
+def _store_normed(function: _BlockFunction, hidden: str, squares: str, layer: str, norm: str) -> None:
+    shape = function.shape
+    normed = function.row("%step", "normed", shape.hidden_size, shape.multiplied_bytes)
+    weight = function.field(layer, LAYER, f"{norm}_norm")
+    epsilon = function.number(layer, LAYER, f"{norm}_epsilon")
+    inverse = function.inverse_root(squares, shape.hidden_size, epsilon)
+    with function.loop("norm", shape.hidden_size, LANES) as names:
+        number = function.load_numbers(hidden, names["number"])
+        scaled = function.rounded(function.product(number, inverse))
+        weighed = function.product(scaled, function.load_floats(weight, names["number"]))
+        function.store_multiplied(weighed, normed, names["number"])
+
+
+def _prepare_heads(shape: BlockShape) -> str:
+    """The token's queries, keys and values: normalised, turned, and put where attention reads them."""
+    function = _begin(shape, "prepare_heads")
+    lines, size = function.lines, shape.head_size
+    lines.append(f"  %head = alloca [{size} x float], align 64")
+    num_outputs = shape.sizes["query_key_value"][1]
+    _apply_adapter(function, "query_key_value", "normed")
+    product = function.row("%step", "product", num_outputs, 4)
+    bias = function.field("%layer", LAYER, "query_key_value_bias") if shape.has_bias[0] else ""
+    group = function.at(function.field("%step", STEP, "groups"), function.field("%layer", LAYER, "group"))
+    _fill_jobs(function, group)
+    slot_at = function.at(function.field(group, GROUP, "slots"), "%token", "i64")
+    slot = function.let(f"load i64, ptr {slot_at}")
+    row_at = function.at(function.field("%step", STEP, "rotary_rows"), "%token", "i64")
+    row = function.let(f"load i64, ptr {row_at}")
+    rotary = function.at(
+        function.field("%step", STEP, "rotary"), function.let(f"mul i64 {row}, {2 * size * shape.element_bytes}")
+    )
+    query = function.row("%step", "query", shape.num_heads * size, shape.element_bytes)
+    parts = [("query", shape.num_heads, query, str(size * shape.element_bytes))]
+    for name in ("key", "value"):
+        base = function.field("%layer", LAYER, f"{name}s")
+        slot_bytes = function.field("%layer", LAYER, f"{name}_slot")
+        target = function.at(base, function.let(f"mul i64 {slot}, {slot_bytes}"))
+        parts.append((name, shape.num_key_heads, target, function.field("%layer", LAYER, f"{name}_head")))
+    first = 0
+    for name, num_heads, target, head_bytes in parts:
+        with function.loop(f"{name}_heads", num_heads) as heads:
+            number = heads["number"]
+            offset = function.let(f"add i64 {function.let(f'mul i64 {number}, {size}')}, {first}")
+            source = function.at(product, offset, "float")
+            own_bias = function.at(bias, offset, "float") if bias else ""
+            place = function.at(target, function.let(f"mul i64 {number}, {head_bytes}"))
+            if name == "value":
+                with function.loop("value", size, LANES) as names:
+                    value = _projected(function, source, own_bias, names["number"])
+                    function.store_numbers(value, place, names["number"])
+            else:
+                _prepare_head(function, name, source, own_bias, rotary, place)
+        first += num_heads * size
+    return _end(function)
+
+
+def _fill_jobs(function: _BlockFunction, group: str) -> None:
+    """Has the group's jobs read the layer's keys and values; the first token's thread does it for all."""
+    lines = function.lines
+    lines.append("  %is_first = icmp eq i64 %token, 0\n  br i1 %is_first, label %fill, label %filled\nfill:")
+    for name in ("next_tokens", "chunks"):
+        job = function.field(group, GROUP, name)
+        is_any = function.let(f"icmp ne ptr {job}, null")
+        lines.append(f"  br i1 {is_any}, label %fill_{name}, label %filled_{name}\nfill_{name}:")
+        for each in ("keys", "values"):
+            place = field_place(function, COMMON_FIELDS, each, job)
+            lines.append(f"  store ptr {function.field('%layer', LAYER, each)}, ptr {place}")
+        lines.append(f"  br label %filled_{name}\nfilled_{name}:")
+    lines.append("  br label %filled\nfilled:")
+
+
+def _projected(function: _BlockFunction, product: str, bias: str, index: str) -> str:
+    """16 outputs of a projection."""
+    value = function.load_floats(product, index)
+    if bias:
+        value = function.sum(value, function.load_floats(bias, index))
+    return function.rounded(value)
+
+
+def _prepare_head(function: _BlockFunction, name: str, product: str, bias: str, rotary: str, place: str) -> None:
+    shape, size = function.shape, function.shape.head_size
+    with function.loop(f"{name}_squares", size, LANES, ("sum",)) as names:
+        value = _projected(function, product, bias, names["number"])
+        names["sum"] = function.sum_of_product(value, value, names["sum"])
+        at = function.at("%head", names["number"], "float")
+        function.lines.append(f"  store {FLOATS} {value}, ptr {at}, align 64")
+    if shape.norms_heads:
+        weight = function.field("%layer", LAYER, f"{name}_norm")
+        epsilon = function.number("%layer", LAYER, f"{name}_epsilon")
+        inverse = function.inverse_root(f"%{name}_squares_sum_after", size, epsilon)
+        with function.loop(f"{name}_norm", size, LANES) as names:
+            at = function.at("%head", names["number"], "float")
+            value = function.rounded(function.product(function.load(FLOATS, at), inverse))
+            value = function.rounded(function.product(value, function.load_floats(weight, names["number"])))
+            function.lines.append(f"  store {FLOATS} {value}, ptr {at}, align 64")
+    if not shape.rotates:
+        with function.loop(f"{name}_store", size, LANES) as names:
+            function.store_numbers(function.load_floats("%head", names["number"]), place, names["number"])
+        return
+    half = size // 2
+    with function.loop(f"{name}_turn", half, LANES) as names:
+        lower = names["number"]
+        upper = function.let(f"add i64 {lower}, {half}")
+        numbers = {index: function.load_floats("%head", index) for index in (lower, upper)}
+        for index, other in ((lower, upper), (upper, lower)):
+            cosine = function.load_numbers(rotary, index)
+            sine = function.load_numbers(rotary, function.let(f"add i64 {index}, {size}"))
+            straight = function.rounded(function.product(numbers[index], cosine))
+            function.store_numbers(function.sum_of_product(numbers[other], sine, straight), place, index)
+
+
+def _round_attended(shape: BlockShape) -> str:
+    """What the token attended to, for its projection."""
+    function = _begin(shape, "round_attended")
+    size = shape.num_heads * shape.head_size
+    source = function.row("%step", "attended", size, 4)
+    target = function.row("%step", "input", size, shape.multiplied_bytes)
+    with function.loop("round", size, LANES) as names:
+        function.store_multiplied(function.load_floats(source, names["number"]), target, names["number"])
+    return _end(function)
+
+
+def _add_attention(shape: BlockShape) -> str:
+    """Attention's output to the hidden states, which are normalised then for the gate."""
+    function = _begin(shape, "add_attention")
+    hidden, squares = _add(function, "output")
+    _store_normed(function, hidden, squares, "%layer", "mlp")
+    return _end(function)
+
+
+def _add_mlp(shape: BlockShape) -> str:
+    """The gated output to the hidden states, which are normalised then for the next block, if there is one."""
+    function = _begin(shape, "add_mlp")
+    hidden, squares = _add(function, "down")
+    after = function.at("%layer", LAYER_BYTES)
+    is_more = function.let(f"icmp ult ptr {after}, {function.field('%step', STEP, 'end')}")
+    function.lines.append(f"  br i1 {is_more}, label %more, label %last\nlast:\n  ret void\nmore:")
+    _store_normed(function, hidden, squares, after, "attention")
+    return _end(function)
+
+
+def _add(function: _BlockFunction, projection: str) -> tuple[str, str]:
+    """Adds a projection's output to the hidden states; says where they are, and the sums of their squares."""
+    shape = function.shape
+    _apply_adapter(function, projection, "input" if projection == "down" else shape.attended_buffer)
+    hidden = function.row("%step", "hidden", shape.hidden_size, shape.element_bytes)
+    product = function.row("%step", "product", shape.hidden_size, 4)
+    has_bias = shape.has_bias[PROJECTIONS.index(projection)]
+    bias = function.field("%layer", LAYER, f"{projection}_bias") if has_bias else ""
+    with function.loop("add", shape.hidden_size, LANES, ("sum",)) as names:
+        change = _projected(function, product, bias, names["number"])
+        if shape.residual_multiplier != 1.0:
+            factor = function.let(f"fadd float 0.0, {_literal(shape.residual_multiplier)}")
+            change = function.rounded(function.product(change, function.splat(factor)))
+        after = function.rounded(function.sum(function.load_numbers(hidden, names["number"]), change))
+        function.store_numbers(after, hidden, names["number"])
+        names["sum"] = function.sum_of_product(after, after, names["sum"])
+    return hidden, "%add_sum_after"
+
+
+def _literal(number: float) -> str:
+    """A float32 as LLVM's text has it: the bits of the float64 that is the same number."""
+    (single,) = struct.unpack("f", struct.pack("f", number))
+    return f"0x{struct.unpack('Q', struct.pack('d', single))[0]:016X}"
+
+
+def _gate(shape: BlockShape) -> str:
+    """`x / (1 + e^-x)` of the gate, times the other half."""
+    function = _begin(shape, "gate")
+    _apply_adapter(function, "gate_up", "normed")
+    product = function.row("%step", "product", 2 * shape.num_gated, 4)
+    target = function.row("%step", "input", shape.num_gated, shape.multiplied_bytes)
+    bias = function.field("%layer", LAYER, "gate_up_bias") if shape.has_bias[2] else ""
+    constants = function.field("%step", STEP, "constants")
+    one = function.splat(function.let("fadd float 1.0, 0.0"))
+    with function.loop("gate", shape.num_gated, LANES) as names:
+        number = names["number"]
+        gate = _projected(function, product, bias, number)
+        other = _projected(function, product, bias, function.let(f"add i64 {number}, {shape.num_gated}"))
+        # Of numbers up to 0 only, e to their power is never out of range.
+        size = function.let(f"call {FLOATS} @llvm.fabs.v16f32({FLOATS} {gate})")
+        small = exponential_of_difference(function, constants, "zeroinitializer", size)
+        is_positive = function.let(f"fcmp oge {FLOATS} {gate}, zeroinitializer")
+        numerator = function.let(f"select <{LANES} x i1> {is_positive}, {FLOATS} {one}, {FLOATS} {small}")
+        share = function.let(f"fdiv {FLOATS} {numerator}, {function.sum(small, one)}")
+        activated = function.rounded(function.product(gate, share))
+        function.store_multiplied(function.product(activated, other), target, number)
+    return _end(function)
+
+
+def _of_some_tokens(stage: str) -> str:
+    return f"""\
+define internal void @{stage}_some(ptr %step, ptr %layer, i64 %first, i64 %end) #0 {{
+entry:
+  br label %loop
+loop:
+  %token = phi i64 [%first, %entry], [%next, %loop]
+  call void @{stage}(ptr %step, ptr %layer, i64 %token)
+  %next = add i64 %token, 1
+  %is_more = icmp ult i64 %next, %end
+  br i1 %is_more, label %loop, label %done
+done:
+  ret void
+}}"""
+
+
+def _await(pauses: bool) -> str:
+    """Waits until so many pieces are done. A thread that waits long lets others have its processor."""
+    return f"""\
+{"declare void @llvm.x86.sse2.pause()" if pauses else ""}
+define internal void @await(ptr %done, i64 %count) #0 {{
+entry:
+  br label %look
+look:
+  %looks = phi i64 [0, %entry], [%looks_after, %again], [0, %yield]
+  %now = load atomic i64, ptr %done acquire, align 8
+  %are_done = icmp uge i64 %now, %count
+  br i1 %are_done, label %out, label %wait
+wait:
+  {"call void @llvm.x86.sse2.pause()" if pauses else ""}
+  %looks_after = add i64 %looks, 1
+  %is_long = icmp ugt i64 %looks_after, 256
+  br i1 %is_long, label %yield, label %again
+again:
+  br label %look
+yield:
+  %ignored = call i32 @sched_yield()
+  br label %look
+out:
+  ret void
+}}"""
+
+
+class _Team:
+    """Writes what each thread does: all phases of all layers."""
+
+    def __init__(self, shape: BlockShape, has_threads: bool) -> None:
+        self._shape = shape
+        self._function = function = _BlockFunction(shape)
+        self._num_phases = 0
+        function.lines.append("define internal void @team(ptr %call) #0 {\nentry:")
+        step, layers = (function.let(f"load ptr, ptr {function.at('%call', 8 * index)}") for index in range(2))
+        self._step = step
+        names = ("tokens", "threads", "normed", "product", "attended", "input", "groups", "scratch", "scratch_bytes")
+        self._fields = {name: function.field(step, STEP, name) for name in (*names, "end", "counters")}
+        number = "0"
+        if has_threads:
+            number = function.let(f"zext i32 {function.let('call i32 @omp_get_thread_num()')} to i64")
+        offset = function.let(f"mul i64 {number}, {self._fields['scratch_bytes']}")
+        self._scratch = function.at(self._fields["scratch"], offset)
+        self._num_token_pieces = self._rounded_up(self._fields["tokens"], _PIECE_TOKENS)
+        self._layer, self._counters = layers, self._fields["counters"]
+        self._tokens("normalise")
+        first_counters = self._counter()
+        function.lines.append(
+            f"""\
+  br label %layers
+layers:
+  %layer = phi ptr [{layers}, %normalise_done], [%layer_after, %layers_end]
+  %counters = phi ptr [{first_counters}, %normalise_done], [%counters_after, %layers_end]"""
+        )
+        self._layer, self._counters, self._num_phases = "%layer", "%counters", 0
+
+    def source(self) -> str:
+        function, lines = self._function, self._function.lines
+        self._product("query_key_value", "normed")
+        self._tokens("prepare_heads")
+        group = function.at(self._fields["groups"], function.field("%layer", LAYER, "group"))
+        self._attention("piece", "next_tokens", function.field(group, GROUP, "pieces"), 1)
+        self._attention("merge", "next_tokens", function.field(group, GROUP, "merges"), _PIECE_MERGES)
+        self._attention("block", "chunks", function.field(group, GROUP, "blocks"), 1)
+        if self._shape.rounds:
+            self._tokens("round_attended")
+        self._product("output", self._shape.attended_buffer)
+        self._tokens("add_attention")
+        self._product("gate_up", "normed")
+        self._tokens("gate")
+        self._product("down", "input")
+        self._tokens("add_mlp")
+        lines.append(
+            f"""\
+  br label %layers_end
+layers_end:
+  %layer_after = getelementptr i8, ptr %layer, i64 {LAYER_BYTES}
+  %counters_after = getelementptr i8, ptr %counters, i64 {self._num_phases * _COUNTER_BYTES}
+  %is_more = icmp ult ptr %layer_after, {self._fields["end"]}
+  br i1 %is_more, label %layers, label %done
+done:
+  ret void
+}}"""
+        )
+        return "\n".join(lines)
+
+    def _counter(self) -> str:
+        return self._function.at(self._counters, self._num_phases * _COUNTER_BYTES)
+
+    def _rounded_up(self, count: str, size: int | str) -> str:
+        """How many pieces of a size there are."""
+        function = self._function
+        less = function.let(f"sub i64 {size}, 1")
+        return function.let(f"udiv i64 {function.let(f'add i64 {count}, {less}')}, {size}")
+
+    @contextmanager
+    def _phase(self, name: str, count: str) -> Iterator[str]:
+        """Takes pieces until there are none, and waits for those of others. Yields a piece's number."""
+        function, lines = self._function, self._function.lines
+        counter = self._counter()
+        done = function.at(counter, _COUNTER_BYTES // 2)
+        self._num_phases += 1
+        lines.append(
+            f"""\
+  br label %{name}_take
+{name}_take:
+  %{name}_piece = atomicrmw add ptr {counter}, i64 1 monotonic
+  %{name}_is_any = icmp ult i64 %{name}_piece, {count}
+  br i1 %{name}_is_any, label %{name}_work, label %{name}_wait
+{name}_work:"""
+        )
+        yield f"%{name}_piece"
+        lines.append(
+            f"""\
+  %{name}_was = atomicrmw add ptr {done}, i64 1 release
+  br label %{name}_take
+{name}_wait:
+  call void @await(ptr {done}, i64 {count})
+  br label %{name}_done
+{name}_done:"""
+        )
+
+    def _range(self, piece: str, size: int | str, end: str) -> tuple[str, str]:
+        """First and end of a piece."""
+        function = self._function
+        first = function.let(f"mul i64 {piece}, {size}")
+        after = function.let(f"add i64 {first}, {size}")
+        return first, function.let(f"call i64 @llvm.umin.i64(i64 {after}, i64 {end})")
+
+    def _tokens(self, stage: str) -> None:
+        with self._phase(stage, self._num_token_pieces) as piece:
+            first, end = self._range(piece, _PIECE_TOKENS, self._fields["tokens"])
+            self._function.lines.append(
+                f"  call void @{stage}_some(ptr {self._step}, ptr {self._layer}, i64 {first}, i64 {end})"
+            )
+
+    def _product(self, name: str, source: str) -> None:
+        function, fields = self._function, self._fields
+        num_inputs, num_outputs = self._shape.sizes[name]
+        num_panels = num_outputs // LANES
+        products = function.let(f"mul i64 {fields['tokens']}, {num_inputs * num_outputs}")
+        are_many = function.let(f"icmp uge i64 {products}, {LEAST_PRODUCTS_OF_THREADS}")
+        are_several = function.let(f"icmp ugt i64 {fields['threads']}, 1")
+        is_shared = function.let(f"and i1 {are_many}, {are_several}")
+        pieces = function.let(f"mul i64 {fields['threads']}, {_PIECES_OF_THREAD}")
+        # In fours, which are multiplied at once.
+        fours = self._rounded_up(str(-(-num_panels // 4)), pieces)
+        size = function.let(f"select i1 {is_shared}, i64 {function.let(f'mul i64 {fours}, 4')}, i64 {num_panels}")
+        part, panels = (function.field("%layer", LAYER, f"{name}_{each}") for each in ("part", "panels"))
+        with self._phase(name, self._rounded_up(str(num_panels), size)) as piece:
+            first, end = self._range(piece, size, str(num_panels))
+            function.lines.append(
+                f"  call void {part}(ptr {fields[source]}, i64 {fields['tokens']}, i64 {num_inputs}, ptr {panels}, "
+                f"ptr {fields['product']}, i64 {num_panels}, ptr {self._scratch}, i64 {first}, i64 {end})"
+            )
+
+    def _attention(self, name: str, job: str, count: str, size: int) -> None:
+        """Pieces, merges or blocks, each for a key head; the last ones first, which of a chunk see most keys."""
+        function, lines = self._function, self._function.lines
+        group = function.at(self._fields["groups"], function.field("%layer", LAYER, "group"))
+        job_at = function.field(group, GROUP, job)
+        attend = function.field("%layer", LAYER, f"attend_{name}")
+        with self._phase(name, self._rounded_up(count, size)) as piece:
+            first, end = self._range(piece, size, count)
+            lines.append(f"  br label %{name}_each\n{name}_each:")
+            lines.append(f"  %{name}_item = phi i64 [{first}, %{name}_work], [%{name}_item_after, %{name}_each]")
+            left = function.let(f"sub i64 {function.let(f'sub i64 {count}, %{name}_item')}, 1")
+            heads = self._shape.num_key_heads
+            number, head = function.let(f"udiv i64 {left}, {heads}"), function.let(f"urem i64 {left}, {heads}")
+            lines.append(
+                f"""\
+  call void {attend}(ptr {job_at}, i64 {number}, i64 {head})
+  %{name}_item_after = add i64 %{name}_item, 1
+  %{name}_are_more = icmp ult i64 %{name}_item_after, {end}
+  br i1 %{name}_are_more, label %{name}_each, label %{name}_end
+{name}_end:"""
+            )
+
+
+def _run(has_threads: bool) -> str:
+    together = "  br label %alone"
+    if has_threads:
+        together = """\
+  %threads32 = trunc i64 %threads to i32
+  call void @GOMP_parallel(ptr @team, ptr %call, i32 %threads32, i32 0)
+  ret void"""
+    threads_at = 8 * next(number for number, (_, name) in enumerate(STEP) if name == "threads")
+    return f"""\
+define void @run(ptr %step, ptr %layers) #0 {{
+entry:
+  %call = alloca [2 x ptr]
+  store ptr %step, ptr %call
+  %layers_at = getelementptr i8, ptr %call, i64 8
+  store ptr %layers, ptr %layers_at
+  %threads_at = getelementptr i8, ptr %step, i64 {threads_at}
+  %threads = load i64, ptr %threads_at
+  %are_several = icmp ugt i64 %threads, 1
+  br i1 %are_several, label %together, label %alone
+together:
+{together}
+alone:
+  call void @team(ptr %call)
+  ret void
+}}"""

@@ -1,0 +1,146 @@
+"""How weights lie in memory while compiled functions multiply by them: those that a GGUF file packs, and plain ones.
+
+Sixteen rows of a matrix, a panel, lie side by side, so that one vector register holds a number of each. Nothing is
+rounded anew: the bits are those of the file in another order, and take the memory that they take there, to 3 %.
+
+A panel is a list of blocks; a block of `block_weights` columns is, with 16 numbers each, one for each row:
+
+    scale         float16
+    minimum       float16, where the type has one
+    sub-scales    int8, one for `scale_weights` columns, where a block has several
+    sub-minima    int8, one for 32 columns, where it has several and the type has minima
+    low bits      for 32 columns: four bits of each, eight columns in an int32, or int8 itself
+    high bits     for 32 columns: the fifth bit of each in one int32, or the fifth and sixth in two
+
+Of plain weights a block is one column in float32, and two columns, side by side for each row, in bfloat16.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from corolla.kernels.llvm_text import LANES
+
+UNIT: Final = 32
+"""Columns whose low bits lie together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Of one type.
+
+    Attributes:
+        name: what GGUF calls the type.
+        bits: of a number: 4, 5, 6 or 8.
+        is_centred: whether numbers count from the middle of their range; eight bits are int8 as they are.
+        has_minimum: whether a minimum is added.
+        block_weights: columns with one scale in float16.
+        scale_weights: columns with one sub-scale; as many as a block has where there is none.
+    """
+
+    name: str
+    bits: int
+    is_centred: bool
+    has_minimum: bool
+    block_weights: int = UNIT
+    scale_weights: int = UNIT
+
+    @property
+    def step(self) -> int:
+        """Columns that are multiplied in one round of a loop."""
+        return UNIT
+
+    @property
+    def has_sub_scales(self) -> bool:
+        return self.block_weights > UNIT
+
+    @property
+    def units(self) -> int:
+        """Of a block."""
+        return self.block_weights // UNIT
+
+    @property
+    def scales_per_unit(self) -> int:
+        return UNIT // self.scale_weights
+
+    @property
+    def high_bits(self) -> int:
+        return 0 if self.bits == 8 else self.bits - 4
+
+    @property
+    def sub_scales_at(self) -> int:
+        """Offset of the sub-scales within a block, in bytes."""
+        return 2 * LANES * (1 + self.has_minimum)
+
+    @property
+    def sub_minima_at(self) -> int:
+        num_scales = self.units * self.scales_per_unit if self.has_sub_scales else 0
+        return self.sub_scales_at + LANES * num_scales
+
+    @property
+    def low_at(self) -> int:
+        num_minima = self.units if self.has_sub_scales and self.has_minimum else 0
+        return self.sub_minima_at + LANES * num_minima
+
+    @property
+    def low_bytes(self) -> int:
+        """Of a unit."""
+        return LANES * UNIT * (8 if self.bits == 8 else 4) // 8
+
+    @property
+    def high_at(self) -> int:
+        return self.low_at + self.units * self.low_bytes
+
+    @property
+    def high_bytes(self) -> int:
+        """Of a unit."""
+        return LANES * UNIT * self.high_bits // 8
+
+    @property
+    def block_bytes(self) -> int:
+        return self.high_at + self.units * self.high_bytes
+
+    def num_bytes(self, num_rows: int, num_columns: int) -> int:
+        """Of a matrix."""
+        return -(-num_rows // LANES) * (num_columns // self.block_weights) * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLayout:
+    """Of weights as they are.
+
+    Attributes:
+        name: what GGUF calls the type.
+        block_weights: columns that lie side by side.
+    """
+
+    name: str
+    block_weights: int
+
+    @property
+    def step(self) -> int:
+        """Columns that are multiplied in one round of a loop: of more, a compiler keeps too many in registers."""
+        return self.block_weights
+
+    @property
+    def block_bytes(self) -> int:
+        return 4 * LANES
+
+
+PLAIN_FLOAT32: Final = PlainLayout("F32", 1)
+PLAIN_BFLOAT16: Final = PlainLayout("BF16", 2)
+
+LAYOUTS: Final[Mapping[str, Layout]] = {
+    layout.name: layout
+    for layout in (
+        Layout("Q4_0", 4, is_centred=True, has_minimum=False),
+        Layout("Q4_1", 4, is_centred=False, has_minimum=True),
+        Layout("Q5_0", 5, is_centred=True, has_minimum=False),
+        Layout("Q5_1", 5, is_centred=False, has_minimum=True),
+        Layout("Q8_0", 8, is_centred=True, has_minimum=False),
+        Layout("Q4_K", 4, is_centred=False, has_minimum=True, block_weights=256),
+        Layout("Q5_K", 5, is_centred=False, has_minimum=True, block_weights=256),
+        Layout("Q6_K", 6, is_centred=True, has_minimum=False, block_weights=256, scale_weights=16),
+    )
+}
+"""The types that are multiplied as they are packed."""

@@ -1,0 +1,446 @@
+"""The product of rows with a packed or a plain matrix, as LLVM's text: what a compiler would make of a loop in C.
+
+Each number of the product is one sum, from the first column to the last, whatever the other rows of the call are: a
+row's result is the same in every bit, alone or among others. The weights are those that the type stands for, rounded to
+float32 as the package `gguf` rounds them. Rows in float32 are multiplied by fused multiply-adds; rows in bfloat16 two
+columns at a time, by weights that are rounded once more, to bfloat16, where a processor has instructions for that.
+"""
+
+import enum
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from corolla.kernels.layouts import PLAIN_BFLOAT16, PLAIN_FLOAT32, UNIT, Layout, PlainLayout
+from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, OPENMP, Function
+from corolla.kernels.weights_source import columns, panel_part
+
+_PAIRS: Final = f"<{2 * LANES} x bfloat>"
+_DOT: Final = "llvm.x86.avx512bf16.dpbf16ps.512"
+_ROUND: Final = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+# How many panels are one group, the most first: of unpacked ones few, so that they stay in the cache.
+_PANELS: Final = (4, 2, 1)
+UNPACKED_PANELS: Final = 2
+MAX_FEW_ROWS: Final = 8
+"""More rows are multiplied by weights that are unpacked first."""
+
+_HEAD: Final = f"""\
+declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
+{OPENMP}%job = type {{ ptr, i64, i64, ptr, ptr, i64, ptr, i64 }}
+"""
+_HEAD_OF_PAIRS: Final = f"""\
+declare {FLOATS} @{_DOT}({FLOATS}, {_PAIRS}, {_PAIRS})
+declare {_PAIRS} @{_ROUND}({FLOATS}, {FLOATS})
+"""
+
+
+class Rows(enum.Enum):
+    """What is multiplied: rows of float32, or of bfloat16 by instructions for pairs of those."""
+
+    FLOAT32 = "float"
+    BFLOAT16 = "bfloat"
+
+
+Tiles = Sequence[tuple[int, int]]
+"""Rows and panels that are multiplied at once, as many as registers allow; for each number of rows there is one with a
+single panel, and for a single row, too."""
+
+
+def module_source(
+    layout: Layout | PlainLayout, rows: Rows, *, packed_tiles: Tiles, plain_tiles: Tiles, has_threads: bool
+) -> str:
+    """A module with three functions, of plain weights only the first two; all their counts are int64:
+
+    `multiply(x, rows, columns, weights, y, panels, scratch, scratch_bytes, threads)`: `[rows, columns]` times a matrix,
+    to float32 `[rows, 16 * panels]`. Many rows times a packed one need `scratch_bytes` for each thread, see
+    `scratch_bytes`.
+
+    `part(x, rows, columns, weights, y, panels, scratch, first, end)`: the same for some of the panels, by one thread.
+
+    `expand(ids, count, columns, weights, y)`: rows of the matrix, by their numbers, to float32 `[count, columns]`.
+
+    Args:
+        packed_tiles: for weights that are unpacked while they are multiplied.
+        plain_tiles: for plain ones, and for those that are unpacked first, since there are more rows.
+        has_threads: whether the functions of OpenMP can be linked.
+    """
+    parts = [_HEAD, _HEAD_OF_PAIRS if rows is Rows.BFLOAT16 else ""]
+    tile = _FloatTile if rows is Rows.FLOAT32 else _PairTile
+    if isinstance(layout, PlainLayout):
+        parts += [_tile(tile(layout, *size), "tile") for size in plain_tiles]
+        parts += [_part(layout, plain_tiles, rows), _all_or_few(unpacks=False)]
+    else:
+        unpacked = unpacked_layout(rows)
+        few = [size for size in plain_tiles if size[1] <= UNPACKED_PANELS]
+        parts += [_tile(tile(layout, *size), "tile") for size in packed_tiles]
+        parts += [_unpack(layout, rows), *(_tile(tile(unpacked, *size), "unpacked") for size in few)]
+        parts += [_part(layout, packed_tiles, rows), _part(layout, few, rows, unpacked)]
+        parts.append(_all_or_few(unpacks=True))
+    parts += [_SHARE if has_threads else "", _multiply(has_threads)]
+    parts += ["" if isinstance(layout, PlainLayout) else _expand(layout), ATTRIBUTES]
+    return "\n".join(parts)
+
+
+def unpacked_layout(rows: Rows) -> PlainLayout:
+    """That of weights which are multiplied by many rows."""
+    return PLAIN_FLOAT32 if rows is Rows.FLOAT32 else PLAIN_BFLOAT16
+
+
+def scratch_bytes(num_columns: int, rows: Rows) -> int:
+    """Of a thread: a group of unpacked panels."""
+    layout = unpacked_layout(rows)
+    return UNPACKED_PANELS * num_columns // layout.block_weights * layout.block_bytes
+
+
+_Place = tuple[int, int]
+"""A row and a panel of a tile."""
+
+
+class _FloatTile:
+    """What a tile does with a round of columns, in float32."""
+
+    rows = Rows.FLOAT32
+
+    def __init__(self, layout: Layout | PlainLayout, num_rows: int, num_panels: int) -> None:
+        self.layout = layout
+        self.num_rows = num_rows
+        self.num_panels = num_panels
+
+    def add(self, function: Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
+        """Adds the products of the round `%unit` to the sums, which get new names."""
+        units = [columns(function, self.layout, panel) for panel in panels]
+        for column, weights in enumerate(zip(*units, strict=True)):
+            for row, base in enumerate(inputs):
+                one = function.let(f"load float, ptr {function.at(base, column, 'float')}, align 4")
+                lanes = function.splat(one)
+                for panel, weight in enumerate(weights):
+                    sums[row, panel] = function.sum_of_product(weight, lanes, sums[row, panel])
+
+
+class _PairTile(_FloatTile):
+    """In bfloat16: each lane adds the products of two columns."""
+
+    rows = Rows.BFLOAT16
+
+    def add(self, function: Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
+        units = [_rounded_pairs(function, self.layout, panel) for panel in panels]
+        for pair, weights in enumerate(zip(*units, strict=True)):
+            for row, base in enumerate(inputs):
+                both = function.let(f"load i32, ptr {function.at(base, 4 * pair)}, align 2")
+                pairs = function.let(f"bitcast {INTS} {function.splat(both, 'i32')} to {_PAIRS}")
+                for panel, weight in enumerate(weights):
+                    arguments = f"{FLOATS} {sums[row, panel]}, {_PAIRS} {weight}, {_PAIRS} {pairs}"
+                    sums[row, panel] = function.let(f"call {FLOATS} @{_DOT}({arguments})")
+
+
+def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str) -> Iterator[str]:
+    """Two columns of each row of a panel side by side, in bfloat16."""
+    if isinstance(layout, PlainLayout):
+        yield function.load(_PAIRS, panel_part(function, layout, panel))
+        return
+    order = ", ".join(f"i32 {lane + half}" for lane in range(LANES) for half in (0, LANES))
+    singly = columns(function, layout, panel)
+    for first, second in zip(singly, singly, strict=True):
+        apart = function.let(f"call {_PAIRS} @{_ROUND}({FLOATS} {second}, {FLOATS} {first})")
+        yield function.let(f"shufflevector {_PAIRS} {apart}, {_PAIRS} poison, <{2 * LANES} x i32> <{order}>")
+
+
+def _tile(tile: _FloatTile, name: str) -> str:
+    """Some rows times some panels, whose sums stay in registers from the first column to the last."""
+    function, element = Function(), tile.rows.value
+    lines = function.lines
+    lines.append(
+        f"define internal void @{name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
+        "ptr noalias %w, i64 %panel_bytes, ptr noalias %y, i64 %y_columns) #0 {\nentry:"
+    )
+    lines.append(f"  %units = udiv i64 %columns, {tile.layout.step}")
+    rows, panels = range(tile.num_rows), range(tile.num_panels)
+    x = [function.at("%x", function.let(f"mul i64 %columns, {row}"), element) for row in rows]
+    y = [function.at("%y", function.let(f"mul i64 %y_columns, {row}"), "float") for row in rows]
+    w = [function.at("%w", function.let(f"mul i64 %panel_bytes, {panel}")) for panel in panels]
+    lines.append("  br label %loop\nloop:\n  %unit = phi i64 [0, %entry], [%next, %loop]")
+    places = list(itertools.product(rows, panels))
+    for row, panel in places:
+        lines.append(f"  %sum_{row}_{panel} = phi {FLOATS} [zeroinitializer, %entry], [%new_{row}_{panel}, %loop]")
+    sums = {(row, panel): f"%sum_{row}_{panel}" for row, panel in places}
+    first = function.let(f"mul i64 %unit, {tile.layout.step}")
+    tile.add(function, [function.at(row, first, element) for row in x], w, sums)
+    for row, panel in places:
+        # The loop's own names for its last values.
+        lines.append(f"  %new_{row}_{panel} = freeze {FLOATS} {sums[row, panel]}")
+    lines.append("  %next = add i64 %unit, 1\n  %is_more = icmp ult i64 %next, %units")
+    lines.append("  br i1 %is_more, label %loop, label %done\ndone:")
+    for row, panel in places:
+        lines.append(f"  store {FLOATS} %new_{row}_{panel}, ptr {function.at(y[row], LANES * panel, 'float')}, align 4")
+    lines.append("  ret void\n}")
+    return "\n".join(lines)
+
+
+def _unpack(layout: Layout, rows: Rows) -> str:
+    """A panel to that of plain weights."""
+    function = Function()
+    lines = function.lines
+    lines.append(
+        f"""\
+define internal void @unpack(ptr noalias %w, i64 %columns, ptr noalias %to) #0 {{
+entry:
+  %units = udiv i64 %columns, {UNIT}
+  br label %loop
+loop:
+  %unit = phi i64 [0, %entry], [%next, %loop]"""
+    )
+    unpacked = unpacked_layout(rows)
+    target = function.at("%to", function.let(f"mul i64 %unit, {UNIT // unpacked.block_weights * unpacked.block_bytes}"))
+    is_float = rows is Rows.FLOAT32
+    kind, blocks = (FLOATS, columns) if is_float else (_PAIRS, _rounded_pairs)
+    for number, weights in enumerate(blocks(function, layout, "%w")):
+        place = function.at(target, number * unpacked.block_bytes)
+        lines.append(f"  store {kind} {weights}, ptr {place}, align {LANES}")
+    lines.append(
+        """\
+  %next = add i64 %unit, 1
+  %is_more = icmp ult i64 %next, %units
+  br i1 %is_more, label %loop, label %done
+done:
+  ret void
+}"""
+    )
+    return "\n".join(lines)
+
+
+_ARGUMENTS: Final = "ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 %first, i64 %end"
+
+
+def _part(layout: Layout | PlainLayout, tiles: Tiles, rows: Rows, unpacked: PlainLayout | None = None) -> str:
+    """All rows times the panels from `first` to `end`: the weights of a few panels are read once, the rows again.
+
+    Args:
+        unpacked: how a group's weights are unpacked first, and read for all rows; None: they are not.
+    """
+    widths = [width for width in _PANELS if width <= UNPACKED_PANELS or unpacked is None]
+    wide = "%four" if unpacked is None else "%two"
+    name, tile, w_group, stride = (
+        ("few", "tile", "%w_group", "%panel_bytes")
+        if unpacked is None
+        else ("many", "unpacked", "%scratch", "%unpacked_bytes")
+    )
+    read = layout if unpacked is None else unpacked
+    lines = [
+        f"""\
+define internal void @{name}({_ARGUMENTS}) #0 {{
+entry:
+  %rounds = udiv i64 %columns, {read.block_weights}
+  %unpacked_bytes = mul i64 %rounds, {read.block_bytes}
+  %blocks = udiv i64 %columns, {layout.block_weights}
+  %panel_bytes = mul i64 %blocks, {layout.block_bytes}
+  %y_columns = mul i64 %panels, {LANES}
+  br label %groups
+groups:
+  %panel = phi i64 [%first, %entry], [%panel_after, %group_done]
+  %is_last = icmp uge i64 %panel, %end
+  br i1 %is_last, label %out, label %group
+group:
+  %left = sub i64 %end, %panel
+  %is_four = icmp uge i64 %left, 4
+  %is_two = icmp uge i64 %left, 2
+  %two = select i1 %is_two, i64 2, i64 1
+  %four = select i1 %is_four, i64 4, i64 %two
+  %w_offset = mul i64 %panel, %panel_bytes
+  %w_group = getelementptr i8, ptr %w, i64 %w_offset
+  %y_offset = mul i64 %panel, {LANES}
+  %y_group = getelementptr float, ptr %y, i64 %y_offset
+{"  br label %rows_start" if unpacked is None else _UNPACKING}
+rows_start:
+  br label %rows_left
+rows_left:
+  %row = phi i64 [0, %rows_start], [%row_after, %tile_done]
+  %more = sub i64 %rows, %row
+  %x_offset = mul i64 %row, %columns
+  %x_row = getelementptr {rows.value}, ptr %x, i64 %x_offset
+  %y_row_offset = mul i64 %row, %y_columns
+  %y_row = getelementptr float, ptr %y_group, i64 %y_row_offset
+  %is_group_done = icmp uge i64 %row, %rows
+  br i1 %is_group_done, label %group_done, label %choice_0"""
+    ]
+    heights = sorted({height for height, _ in tiles}, reverse=True)
+    for index, height in enumerate(heights):
+        lines.append(f"choice_{index}:")
+        if index + 1 < len(heights):
+            lines.append(f"  %fits_{height} = icmp uge i64 %more, {height}")
+            lines.append(f"  br i1 %fits_{height}, label %rows_{height}, label %choice_{index + 1}\nrows_{height}:")
+        cases = " ".join(f"i64 {width}, label %do_{height}_{width}" for width in widths[:-1])
+        lines.append(f"  switch i64 {wide}, label %do_{height}_1 [{cases}]")
+        for width in widths:
+            lines.append(f"do_{height}_{width}:")
+            at_once = max(size for tall, size in tiles if tall == height and size <= width)
+            for first in range(0, width, at_once):
+                place = f"{height}_{width}_{first}"
+                lines.append(f"  %o_{place} = mul i64 {stride}, {first}")
+                lines.append(f"  %w_{place} = getelementptr i8, ptr {w_group}, i64 %o_{place}")
+                lines.append(f"  %y_{place} = getelementptr float, ptr %y_row, i64 {LANES * first}")
+                lines.append(
+                    f"  call void @{tile}_{height}_{at_once}(ptr %x_row, i64 %columns, ptr %w_{place}, i64 {stride}, "
+                    f"ptr %y_{place}, i64 %y_columns)"
+                )
+            lines.append("  br label %tile_done")
+    sources = ", ".join(f"[{height}, %do_{height}_{width}]" for height in heights for width in widths)
+    lines.append(
+        f"""\
+tile_done:
+  %tall = phi i64 {sources}
+  %row_after = add i64 %row, %tall
+  br label %rows_left
+group_done:
+  %panel_after = add i64 %panel, {wide}
+  br label %groups
+out:
+  ret void
+}}"""
+    )
+    return "\n".join(lines)
+
+
+_UNPACKING: Final = """\
+  br label %unpacking
+unpacking:
+  %done = phi i64 [0, %group], [%done_after, %unpacking]
+  %from_offset = mul i64 %done, %panel_bytes
+  %from = getelementptr i8, ptr %w_group, i64 %from_offset
+  %to_offset = mul i64 %done, %unpacked_bytes
+  %to = getelementptr i8, ptr %scratch, i64 %to_offset
+  call void @unpack(ptr %from, i64 %columns, ptr %to)
+  %done_after = add i64 %done, 1
+  %is_more_to_do = icmp ult i64 %done_after, %two
+  br i1 %is_more_to_do, label %unpacking, label %rows_start"""
+
+
+def _all_or_few(*, unpacks: bool) -> str:
+    """`part`, which has weights unpacked first where there are many rows, or never."""
+    passed = _ARGUMENTS
+    if not unpacks:
+        return f"define void @part({_ARGUMENTS}) #0 {{\n  call void @few({passed})\n  ret void\n}}"
+    return f"""\
+define void @part({_ARGUMENTS}) #0 {{
+  %are_many = icmp ugt i64 %rows, {MAX_FEW_ROWS}
+  br i1 %are_many, label %unpack, label %keep
+unpack:
+  call void @many({passed})
+  ret void
+keep:
+  call void @few({passed})
+  ret void
+}}"""
+
+
+# What each thread does: its share of the panels, in whole groups.
+_SHARE: Final = """\
+define internal void @share(ptr %job) #0 {
+  %values = load %job, ptr %job
+  %x = extractvalue %job %values, 0
+  %rows = extractvalue %job %values, 1
+  %columns = extractvalue %job %values, 2
+  %w = extractvalue %job %values, 3
+  %y = extractvalue %job %values, 4
+  %panels = extractvalue %job %values, 5
+  %all_scratch = extractvalue %job %values, 6
+  %scratch_bytes = extractvalue %job %values, 7
+  %number32 = call i32 @omp_get_thread_num()
+  %threads32 = call i32 @omp_get_num_threads()
+  %number = zext i32 %number32 to i64
+  %threads = zext i32 %threads32 to i64
+  %up = add i64 %panels, 3
+  %groups = udiv i64 %up, 4
+  %up2 = add i64 %groups, %threads
+  %up3 = sub i64 %up2, 1
+  %each = udiv i64 %up3, %threads
+  %size = mul i64 %each, 4
+  %first = mul i64 %number, %size
+  %wanted = add i64 %first, %size
+  %end = call i64 @llvm.umin.i64(i64 %wanted, i64 %panels)
+  %scratch_offset = mul i64 %number, %scratch_bytes
+  %scratch = getelementptr i8, ptr %all_scratch, i64 %scratch_offset
+  call void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 %first, i64 %end)
+  ret void
+}
+declare i64 @llvm.umin.i64(i64, i64)
+"""
+
+
+def _multiply(has_threads: bool) -> str:
+    alone = """\
+alone:
+  call void @part(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 0, i64 %panels)
+  ret void
+}
+"""
+    head = (
+        "define void @multiply(ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, "
+        "i64 %scratch_bytes, i64 %threads) #0 {\nentry:"
+    )
+    if not has_threads:
+        return f"{head}\n  br label %alone\n{alone}"
+    fields = [("ptr", "%x"), ("i64", "%rows"), ("i64", "%columns"), ("ptr", "%w"), ("ptr", "%y"), ("i64", "%panels")]
+    fields += [("ptr", "%scratch"), ("i64", "%scratch_bytes")]
+    filled, lines = "poison", []
+    for index, (kind, value) in enumerate(fields):
+        lines.append(f"  %job_{index} = insertvalue %job {filled}, {kind} {value}, {index}")
+        filled = f"%job_{index}"
+    insertions = "\n".join(lines)
+    return f"""\
+{head}
+  %job = alloca %job
+  %is_alone = icmp ule i64 %threads, 1
+  br i1 %is_alone, label %alone, label %together
+together:
+{insertions}
+  store %job {filled}, ptr %job
+  %threads32 = trunc i64 %threads to i32
+  call void @GOMP_parallel(ptr @share, ptr %job, i32 %threads32, i32 0)
+  ret void
+{alone}"""
+
+
+def _expand(layout: Layout) -> str:
+    function = Function()
+    lines = function.lines
+    lines.append(
+        f"""\
+define void @expand(ptr %ids, i64 %count, i64 %columns, ptr %w, ptr %y) #0 {{
+entry:
+  %blocks = udiv i64 %columns, {layout.block_weights}
+  %units = udiv i64 %columns, {UNIT}
+  %panel_bytes = mul i64 %blocks, {layout.block_bytes}
+  %is_any = icmp ugt i64 %count, 0
+  br i1 %is_any, label %row, label %out
+row:
+  %index = phi i64 [0, %entry], [%index_after, %row_done]
+  %id_at = getelementptr i64, ptr %ids, i64 %index
+  %id = load i64, ptr %id_at, align 8
+  %number = udiv i64 %id, {LANES}
+  %lane = urem i64 %id, {LANES}
+  %w_offset = mul i64 %number, %panel_bytes
+  %panel = getelementptr i8, ptr %w, i64 %w_offset
+  %y_offset = mul i64 %index, %columns
+  %y_row = getelementptr float, ptr %y, i64 %y_offset
+  br label %loop
+loop:
+  %unit = phi i64 [0, %row], [%next, %loop]"""
+    )
+    target = function.at("%y_row", function.let(f"mul i64 %unit, {UNIT}"), "float")
+    for column, weights in enumerate(columns(function, layout, "%panel")):
+        one = function.let(f"extractelement {FLOATS} {weights}, i64 %lane")
+        lines.append(f"  store float {one}, ptr {function.at(target, column, 'float')}, align 4")
+    lines.append(
+        """\
+  %next = add i64 %unit, 1
+  %is_more = icmp ult i64 %next, %units
+  br i1 %is_more, label %loop, label %row_done
+row_done:
+  %index_after = add i64 %index, 1
+  %are_more = icmp ult i64 %index_after, %count
+  br i1 %are_more, label %row, label %out
+out:
+  ret void
+}"""
+    )
+    return "\n".join(lines)

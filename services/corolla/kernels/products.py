@@ -1,0 +1,170 @@
+"""Compiles what multiplies by panels of weights for the processor that it runs on, once in a process for each layout.
+
+llvmlite brings the compiler; where the server runs, there need be none. It takes a fifth of a second.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from corolla.chassis.errors import StartupError
+from corolla.kernels.compiler import Compiled, has_openmp, objection, processor_features
+from corolla.kernels.layouts import PLAIN_BFLOAT16, PLAIN_FLOAT32, Layout, PlainLayout
+from corolla.kernels.llvm_text import LANES
+from corolla.kernels.product_source import MAX_FEW_ROWS, Rows, Tiles, module_source, scratch_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tilings:
+    """What is multiplied at once by weights that are unpacked meanwhile, and by plain ones: sums, weights and an input
+    fit the registers."""
+
+    packed: Tiles
+    plain: Tiles
+
+
+WIDE: Final = Tilings(
+    packed=((8, 2), (8, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1)),
+    plain=((6, 4), (6, 2), (6, 1), (4, 4), (4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 4), (1, 1)),
+)
+"""For 32 registers of 16 numbers."""
+NARROW: Final = Tilings(
+    packed=((4, 1), (2, 2), (2, 1), (1, 2), (1, 1)),
+    plain=((6, 1), (4, 1), (3, 1), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1)),
+)
+"""For smaller registers, or fewer."""
+DTYPES: Final = {Rows.FLOAT32: torch.float32, Rows.BFLOAT16: torch.bfloat16}
+LEAST_PRODUCTS_OF_THREADS: Final = 1 << 19
+"""Fewer products take less time than it takes to wake another thread."""
+
+
+class Kernel:
+    """Multiplies by matrices of one layout.
+
+    Args:
+        rows: of float32 or of bfloat16; those of plain weights in float32 are of float32.
+        tilings: None: those that this processor has registers for; the results are the same in every bit.
+
+    Raises:
+        StartupError: llvmlite is not installed, or this processor cannot run what it makes.
+    """
+
+    def __init__(self, layout: Layout | PlainLayout, rows: Rows = Rows.FLOAT32, tilings: Tilings | None = None) -> None:
+        self._layout, self._rows = layout, rows
+        check_support()
+        tilings = tilings or (WIDE if processor_features().get("avx512f") else NARROW)
+        source = module_source(
+            layout, rows, packed_tiles=tilings.packed, plain_tiles=tilings.plain, has_threads=has_openmp()
+        )
+        self._compiled = Compiled(source)
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._multiply: Any = self._compiled.function(
+            "multiply", pointer, number, number, pointer, pointer, number, pointer, number, number
+        )
+        self._expand: Any = None
+        if not isinstance(layout, PlainLayout):
+            self._expand = self._compiled.function("expand", pointer, number, number, pointer, pointer)
+
+    @property
+    def part_address(self) -> int:
+        """Of `part`, see `module_source`, for other compiled functions."""
+        return self._compiled.address("part")
+
+    def multiply(self, rows: Tensor, panels: Tensor) -> Tensor:
+        """`rows W^T`.
+
+        Args:
+            rows: `[R, in]`, of any type; they are converted to that of the kernel.
+            panels: as `repack` gives them.
+
+        Returns:
+            float32 `[R, 16 * panels]`.
+
+        Raises:
+            ValueError: rows and panels do not fit each other.
+        """
+        rows = rows.to(DTYPES[self._rows]).contiguous()
+        num_rows, num_columns = rows.shape
+        num_panels, num_blocks, _ = panels.shape
+        if num_blocks * self._layout.block_weights != num_columns:
+            raise ValueError(f"rows of {num_columns} numbers do not fit {num_blocks} blocks of {self._layout.name}")
+        product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
+        are_many = num_rows * num_columns * num_panels * LANES >= LEAST_PRODUCTS_OF_THREADS
+        num_threads = torch.get_num_threads() if are_many else 1
+        scratch, num_scratch_bytes = None, scratch_bytes(num_columns, self._rows)
+        if self._unpacks(num_rows):
+            scratch = torch.empty(num_threads * num_scratch_bytes, dtype=torch.uint8)
+        # The interpreter's lock is released meanwhile.
+        self._multiply(
+            rows.data_ptr(), num_rows, num_columns, panels.data_ptr(), product.data_ptr(), num_panels,
+            None if scratch is None else scratch.data_ptr(), num_scratch_bytes, num_threads,
+        )  # fmt: skip
+        return product
+
+    def _unpacks(self, num_rows: int) -> bool:
+        return not isinstance(self._layout, PlainLayout) and num_rows > MAX_FEW_ROWS
+
+    def expand(self, row_ids: Tensor, panels: Tensor, num_columns: int) -> Tensor:
+        """Rows of the matrix, float32 `[R, in]`, by their int64 `[R]` numbers, which must be within it."""
+        row_ids = row_ids.contiguous()
+        rows = torch.empty(len(row_ids), num_columns, dtype=torch.float32)
+        self._expand(row_ids.data_ptr(), len(row_ids), num_columns, panels.data_ptr(), rows.data_ptr())
+        return rows
+
+
+def kernel_of(layout: Layout | PlainLayout, dtype: torch.dtype = torch.float32) -> Kernel:
+    """The process's only one for a layout and a type of hidden states. Raises as `Kernel`."""
+    return _kernel(layout, rows_of(dtype))
+
+
+def rows_of(dtype: torch.dtype) -> Rows:
+    """What kernels multiply, of hidden states of a type."""
+    return Rows.BFLOAT16 if dtype == torch.bfloat16 and _multiplies_pairs() else Rows.FLOAT32
+
+
+def multiplied(
+    layout: Layout | PlainLayout, rows: Tensor, panels: Tensor, num_outputs: int, bias: Tensor | None
+) -> Tensor:
+    """`rows W^T + b` in the type of the rows: `[..., in]` to `[..., num_outputs]`. Sums are float32.
+
+    Args:
+        panels: as `repack` or `lay_out` gives them.
+        bias: `[num_outputs]` or None.
+    """
+    flat = rows if rows.dim() == 2 else rows.flatten(0, -2)
+    product = kernel_of(layout, rows.dtype).multiply(flat, panels)
+    if product.shape[1] != num_outputs:
+        product = product[:, :num_outputs].contiguous()
+    if bias is not None:
+        product += bias
+    product = product.to(rows.dtype)
+    return product if rows.dim() == 2 else product.reshape(*rows.shape[:-1], num_outputs)
+
+
+@functools.cache
+def plain_layout(dtype: torch.dtype) -> PlainLayout | None:
+    """How plain weights of a type are laid out for a kernel; None where there is none."""
+    if objection() is not None:
+        return None
+    return {torch.float32: PLAIN_FLOAT32, torch.bfloat16: PLAIN_BFLOAT16}.get(dtype)
+
+
+@functools.cache
+def _kernel(layout: Layout | PlainLayout, rows: Rows) -> Kernel:
+    return Kernel(layout, rows)
+
+
+@functools.cache
+def _multiplies_pairs() -> bool:
+    """Whether this processor has instructions for pairs of bfloat16."""
+    return bool(processor_features().get("avx512bf16"))
+
+
+def check_support() -> None:
+    """Raises StartupError: packed weights cannot be multiplied here."""
+    if (reason := objection()) is not None:
+        raise StartupError(f"COROLLA_QUANTIZATION=packed does not work here: {reason}. Set it to none.")

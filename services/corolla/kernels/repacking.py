@@ -1,0 +1,216 @@
+"""From the rows of a GGUF file to panels; see `layouts`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from corolla.chassis import heap
+from corolla.kernels.layouts import Layout, PlainLayout
+from corolla.kernels.llvm_text import LANES
+
+# So many numbers are reordered at a time: more would only take more memory.
+_CHUNK_WEIGHTS: Final = 1 << 17
+# What comes before the first such page is for nothing.
+_LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What rows of a file hold, type by type alike.
+
+    Attributes:
+        codes: uint8 `[R, K]`, of eight bits those of int8.
+        scales: float16 `[R, B]`, one for each block.
+        minima: float16 `[R, B]`, which the type adds, or subtracts where a block has several.
+        sub_scales: int8 `[R, B * n]`.
+        sub_minima: int8 `[R, B * n]`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
+    sub_scales: Tensor | None = None
+    sub_minima: Tensor | None = None
+
+
+def repack(read: Callable[[int, int], Tensor], num_rows: int, num_columns: int, layout: Layout) -> Tensor:
+    """Lays rows of a file out as panels.
+
+    Args:
+        read: gives the rows from one number to another as they lie in the file, uint8 `[R, bytes of a row]`.
+
+    Returns:
+        uint8 `[ceil(rows / 16), blocks of a row, layout.block_bytes]`; rows that are wanting are zero.
+    """
+    panels = empty_panels(num_rows, num_columns, layout)
+    num_panels, num_blocks, _ = panels.shape
+    step = max(1, _CHUNK_WEIGHTS // (LANES * num_columns))
+    for first in range(0, num_panels, step):
+        chunk = read(first * LANES, min(num_rows, (first + step) * LANES))
+        if missing := -len(chunk) % LANES:
+            chunk = torch.cat([chunk, chunk.new_zeros(missing, chunk.shape[1])])
+        blocks = chunk.reshape(len(chunk) * num_blocks, -1)
+        panels[first : first + step] = _assembled(_READERS[layout.name](blocks), layout, num_blocks)
+    return panels
+
+
+def lay_out(
+    weight: Tensor,
+    layout: PlainLayout,
+    into: Tensor | None = None,
+    leave: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """Panels of a plain matrix `[out, in]`, whose type is the layout's; see `repack`.
+
+    Args:
+        into: room for them, as `empty_panels` gives it; None: new room.
+        leave: called with each part of the matrix that is not read any more.
+
+    Raises:
+        ValueError: it has not as many columns as blocks have.
+    """
+    num_rows, num_columns = weight.shape
+    if num_columns % layout.block_weights:
+        raise ValueError(f"{num_columns} columns are no blocks of {layout.block_weights}")
+    panels = empty_panels(num_rows, num_columns, layout) if into is None else into
+    step = max(1, _CHUNK_WEIGHTS // (LANES * num_columns)) * LANES
+    for first in range(0, num_rows, step):
+        rows = part = weight.detach()[first : first + step]
+        if missing := -len(rows) % LANES:
+            rows = torch.cat([rows, rows.new_zeros(missing, num_columns)])
+        blocks = rows.reshape(-1, LANES, num_columns // layout.block_weights, layout.block_weights).transpose(1, 2)
+        first_panel = first // LANES
+        target = panels[first_panel : first_panel + len(blocks)]
+        target.copy_(blocks.contiguous().view(torch.uint8).reshape(target.shape))
+        if leave is not None:
+            leave(part)
+    return panels
+
+
+def empty_panels(num_rows: int, num_columns: int, layout: Layout | PlainLayout) -> Tensor:
+    """Room for a matrix of that many rows and columns."""
+    return empty_matrices(1, num_rows, num_columns, layout)[0]
+
+
+def empty_matrices(
+    num_matrices: int, num_rows: int, num_columns: int, layout: Layout | PlainLayout
+) -> tuple[Tensor, ...]:
+    """Room for the panels of several matrices, side by side in pages as large as the system has."""
+    num_panels, num_blocks = -(-num_rows // LANES), num_columns // layout.block_weights
+    num_bytes = num_matrices * num_panels * num_blocks * layout.block_bytes
+    if num_bytes < _LEAST_BYTES_IN_HUGE_PAGES:
+        room = torch.empty(num_bytes, dtype=torch.uint8)
+    else:
+        room = torch.empty(num_bytes + heap.HUGE_PAGE_BYTES, dtype=torch.uint8)
+        offset = -room.data_ptr() % heap.HUGE_PAGE_BYTES
+        room = room[offset : offset + num_bytes]
+        heap.prefer_huge_pages(room.data_ptr(), num_bytes)
+    return room.view(num_matrices, num_panels, num_blocks, layout.block_bytes).unbind()
+
+
+def _assembled(numbers: _Numbers, layout: Layout, num_blocks: int) -> Tensor:
+    """Panels of rows whose blocks stand one below the other: `R` is rows times blocks here, `B` is 1."""
+
+    def in_panels(values: Tensor) -> Tensor:
+        """`[R, words, bytes of a word]` to `[panels, blocks, words * 16 * bytes]`."""
+        words = values.reshape(-1, LANES, num_blocks, *values.shape[1:]).permute(0, 2, 3, 1, 4)
+        return words.reshape(-1, num_blocks, values[0].numel() * LANES)
+
+    parts = [in_panels(numbers.scales.contiguous().view(torch.uint8)[:, None])]
+    if numbers.minima is not None:
+        parts.append(in_panels(numbers.minima.contiguous().view(torch.uint8)[:, None]))
+    for sub in (numbers.sub_scales, numbers.sub_minima):
+        if sub is not None:
+            parts.append(in_panels(sub.contiguous().view(torch.uint8)[:, :, None]))
+    parts.append(in_panels(_low_bits(numbers.codes, layout)))
+    if layout.high_bits:
+        parts.append(in_panels(_high_bits(numbers.codes, layout)))
+    return torch.cat(parts, dim=-1)
+
+
+def _low_bits(codes: Tensor, layout: Layout) -> Tensor:
+    """`[R, words, bytes]`: of eight bits, each is a word; of fewer, eight numbers are one, the first one lowest."""
+    if layout.bits == 8:
+        return codes[:, :, None]
+    if layout.bits == 4 and layout.is_centred:
+        codes = codes ^ 8  # in two's complement
+    return _joined(codes & 15, 4).reshape(len(codes), -1, 4)
+
+
+def _high_bits(codes: Tensor, layout: Layout) -> Tensor:
+    return _joined(codes >> 4, layout.high_bits).reshape(len(codes), -1, 4)
+
+
+def _joined(codes: Tensor, bits: int) -> Tensor:
+    """Bytes of which each has several neighbours, the first one lowest."""
+    per_byte = 8 // bits
+    neighbours = codes.reshape(len(codes), -1, per_byte)
+    joined = neighbours[..., 0]
+    for index in range(1, per_byte):
+        joined = joined | neighbours[..., index] << bits * index
+    return joined
+
+
+def _halves(blocks: Tensor, offset: int) -> Tensor:
+    return blocks[:, offset : offset + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(content: Tensor) -> Tensor:
+    """Of each run of bytes `[R, n, bytes]` first the low halves, then the high ones: `[R, n * 2 * bytes]`."""
+    return torch.cat([content & 15, content >> 4], dim=-1).reshape(len(content), -1)
+
+
+def _bits(content: Tensor) -> Tensor:
+    """`[R, bytes]` to `[R, 8 * bytes]`, the lowest bit of a byte first."""
+    return (content[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).reshape(len(content), -1)
+
+
+def _of_q4(blocks: Tensor, *, has_minimum: bool) -> _Numbers:
+    data = 4 if has_minimum else 2
+    minima = _halves(blocks, 2) if has_minimum else None
+    return _Numbers(_nibbles(blocks[:, None, data:]), _halves(blocks, 0), minima)
+
+
+def _of_q5(blocks: Tensor, *, has_minimum: bool) -> _Numbers:
+    data = 4 if has_minimum else 2
+    codes = _nibbles(blocks[:, None, data + 4 :]) | _bits(blocks[:, data : data + 4]) << 4
+    return _Numbers(codes, _halves(blocks, 0), _halves(blocks, 2) if has_minimum else None)
+
+
+def _of_q8_0(blocks: Tensor) -> _Numbers:
+    return _Numbers(blocks[:, 2:], _halves(blocks, 0))
+
+
+def _of_q45_k(blocks: Tensor, *, bits: int) -> _Numbers:
+    from gguf.quants import Q4_K
+
+    sub_scales: Any
+    sub_scales, sub_minima = (torch.from_numpy(part) for part in Q4_K.get_scale_min(blocks[:, 4:16].numpy()))
+    codes = _nibbles(blocks[:, -128:].reshape(-1, 4, 32))
+    if bits == 5:
+        # A byte has the fifth bits of eight columns that are 32 apart.
+        fifth = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+        codes = codes | fifth.reshape(len(blocks), -1) << 4
+    return _Numbers(codes, _halves(blocks, 0), _halves(blocks, 2), sub_scales, sub_minima)
+
+
+def _of_q6_k(blocks: Tensor) -> _Numbers:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    codes = low | high.reshape(len(blocks), -1) << 4
+    return _Numbers(codes, _halves(blocks, 208), sub_scales=blocks[:, 192:208])
+
+
+_READERS: Final[Mapping[str, Callable[[Tensor], _Numbers]]] = {
+    "Q4_0": lambda blocks: _of_q4(blocks, has_minimum=False),
+    "Q4_1": lambda blocks: _of_q4(blocks, has_minimum=True),
+    "Q5_0": lambda blocks: _of_q5(blocks, has_minimum=False),
+    "Q5_1": lambda blocks: _of_q5(blocks, has_minimum=True),
+    "Q8_0": _of_q8_0,
+    "Q4_K": lambda blocks: _of_q45_k(blocks, bits=4),
+    "Q5_K": lambda blocks: _of_q45_k(blocks, bits=5),
+    "Q6_K": _of_q6_k,
+}

@@ -1,0 +1,137 @@
+"""What turns the bits of a panel into numbers, as lines of LLVM's text."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from corolla.kernels.layouts import UNIT, Layout, PlainLayout
+from corolla.kernels.llvm_text import FLOATS, INTS, LANES, Function
+
+_BYTES: Final = f"<{LANES} x i8>"
+_HALVES: Final = f"<{LANES} x half>"
+
+
+class _Unit:
+    """32 columns of one panel, as float32.
+
+    Args:
+        function: to which lines are added.
+        layout: of the weights.
+        block: where the block begins.
+        unit: number of the unit within the block, as a name of LLVM's.
+    """
+
+    def __init__(self, function: Function, layout: Layout, block: str, unit: str) -> None:
+        self._function = function
+        self._layout = layout
+        self._block = block
+        self._unit = unit
+        self._low = self._offset(layout.low_at, layout.low_bytes)
+        self._high = self._offset(layout.high_at, layout.high_bytes) if layout.high_bits else ""
+
+    def columns(self) -> Iterator[str]:
+        """One vector after the other, each made when it is asked for."""
+        layout, function = self._layout, self._function
+        scales, minimum = self._scales(), self._minimum()
+        low = high = ""
+        for column in range(UNIT):
+            if layout.bits == 8:
+                code = function.let(f"sext {_BYTES} {function.load(_BYTES, self._low, LANES * column)} to {INTS}")
+            else:
+                if column % 8 == 0:
+                    low = function.load(INTS, self._low, 4 * LANES * (column // 8))
+                if layout.high_bits and column % (UNIT // layout.high_bits) == 0:
+                    high = function.load(INTS, self._high, 4 * LANES * (column // (UNIT // layout.high_bits)))
+                code = self._code(low, high, column)
+            number = function.let(f"sitofp {INTS} {code} to {FLOATS}")
+            scale = scales[column // layout.scale_weights]
+            if minimum:
+                yield function.sum_of_product(number, scale, minimum)
+            else:
+                yield function.let(f"fmul {FLOATS} {number}, {scale}")
+
+    def _offset(self, start: int, unit_bytes: int) -> str:
+        return self._function.at(self._function.at(self._block, start), self._times(unit_bytes))
+
+    def _times(self, factor: int) -> str | int:
+        return self._function.let(f"mul i64 {self._unit}, {factor}") if self._layout.has_sub_scales else 0
+
+    def _half(self, offset: int) -> str:
+        halves = self._function.load(_HALVES, self._block, offset)
+        return self._function.let(f"fpext {_HALVES} {halves} to {FLOATS}")
+
+    def _signed_bytes(self, base: str, offset: int) -> str:
+        whole = self._function.let(f"sext {_BYTES} {self._function.load(_BYTES, base, offset)} to {INTS}")
+        return self._function.let(f"sitofp {INTS} {whole} to {FLOATS}")
+
+    def _scales(self) -> list[str]:
+        layout, function = self._layout, self._function
+        scale = self._half(0)
+        if not layout.has_sub_scales:
+            return [scale]
+        base = self._offset(layout.sub_scales_at, LANES * layout.scales_per_unit)
+        subs = [self._signed_bytes(base, LANES * index) for index in range(layout.scales_per_unit)]
+        return [function.let(f"fmul {FLOATS} {scale}, {sub}") for sub in subs]
+
+    def _minimum(self) -> str:
+        layout, function = self._layout, self._function
+        if not layout.has_minimum:
+            return ""
+        minimum = self._half(2 * LANES)
+        if not layout.has_sub_scales:
+            return minimum
+        sub = self._signed_bytes(self._offset(layout.sub_minima_at, LANES), 0)
+        return function.let(f"fneg {FLOATS} {function.let(f'fmul {FLOATS} {minimum}, {sub}')}")
+
+    def _code(self, low: str, high: str, column: int) -> str:
+        """The number of a column, of four bits and those above."""
+        layout, function = self._layout, self._function
+        shift = 4 * (column % 8)
+        if layout.bits == 4 and layout.is_centred:
+            shifted = function.let(f"shl {INTS} {low}, splat (i32 {28 - shift})")
+            return function.let(f"ashr {INTS} {shifted}, splat (i32 28)")
+        shifted = function.let(f"lshr {INTS} {low}, splat (i32 {shift})")
+        code = function.let(f"and {INTS} {shifted}, splat (i32 15)")
+        if layout.high_bits:
+            place = column % (UNIT // layout.high_bits) * layout.high_bits - 4
+            direction = f"lshr {INTS} {high}, splat (i32 {place})" if place >= 0 else (
+                f"shl {INTS} {high}, splat (i32 {-place})"
+            )  # fmt: skip
+            mask = ((1 << layout.high_bits) - 1) << 4
+            above = function.let(f"and {INTS} {function.let(direction)}, splat (i32 {mask})")
+            code = function.let(f"or {INTS} {code}, {above}")
+        if layout.is_centred:
+            code = function.let(f"sub {INTS} {code}, splat (i32 {1 << (layout.bits - 1)})")
+        return code
+
+
+def columns(function: Function, layout: Layout | PlainLayout, panel: str) -> Iterator[str]:
+    """Yields `layout.step` columns of 16 rows, float32, of which each is made when it is asked for.
+
+    Args:
+        function: to which lines are added; there `%unit` counts rounds of so many columns from the beginning of a row.
+        panel: where the panel begins.
+    """
+    if isinstance(layout, PlainLayout):
+        return _plain_columns(function, layout, panel)
+    if not layout.has_sub_scales:
+        block = function.at(panel, function.let(f"mul i64 %unit, {layout.block_bytes}"))
+        return _Unit(function, layout, block, "").columns()
+    number = function.let(f"udiv i64 %unit, {layout.units}")
+    block = function.at(panel, function.let(f"mul i64 {number}, {layout.block_bytes}"))
+    return _Unit(function, layout, block, function.let(f"urem i64 %unit, {layout.units}")).columns()
+
+
+def _plain_columns(function: Function, layout: PlainLayout, panel: str) -> Iterator[str]:
+    part = panel_part(function, layout, panel)
+    if layout.block_weights == 1:
+        yield function.load(FLOATS, part)
+        return
+    # The first of two numbers lies in the lower half, on processors whose lowest byte is the first.
+    both = function.load(INTS, part)
+    for bits in (f"shl {INTS} {both}, splat (i32 16)", f"and {INTS} {both}, splat (i32 -65536)"):
+        yield function.let(f"bitcast {INTS} {function.let(bits)} to {FLOATS}")
+
+
+def panel_part(function: Function, layout: PlainLayout, panel: str) -> str:
+    """Where the columns of the round `%unit` lie."""
+    return function.at(panel, function.let(f"mul i64 %unit, {layout.block_bytes}"))

@@ -1,0 +1,65 @@
+"""Each attention backend is right, by itself and as the choice at start sees it."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from corolla.chassis.errors import StartupError
+from corolla.compute.attention import backends
+from corolla.compute.attention.backends import BACKENDS, choose_backend, largest_difference
+from corolla.compute.attention.batch import AttentionBatch
+from corolla.compute.attention.paged_flash import PagedFlash
+from corolla.compute.attention.partial_attention import flash_cpu
+from corolla.compute.attention.run_attention import RunAttention
+from tests.paged_kernel import paged_definition
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["compiled", "flash", "sdpa"])
+@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("page_tokens", [4, 32])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+def test_backends_equal_the_definition_in_float64(
+    name: str, window: int | None, page_tokens: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    assert largest_difference(BACKENDS[name](), CPU, dtype, page_tokens, window) <= tolerance
+
+
+@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("page_tokens", [4, 32])
+def test_page_tables_lead_to_the_right_keys(window: int | None, page_tokens: int) -> None:
+    """With the definition in the place of the kernel, which runs on GPUs only."""
+    assert largest_difference(PagedFlash(paged_definition), CPU, torch.float32, page_tokens, window) <= 2e-6
+
+
+def test_the_fastest_backend_is_chosen_unless_another_is_named() -> None:
+    assert choose_backend("auto", CPU, torch.float32, 32).name == "compiled"
+    assert choose_backend("sdpa", CPU, torch.float32, 32).name == "sdpa"
+
+
+def test_a_backend_that_does_not_work_here_is_refused_by_name() -> None:
+    with pytest.raises(StartupError, match="COROLLA_ATTENTION=paged does not work on cpu"):
+        choose_backend("paged", CPU, torch.float32, 32)
+
+
+def test_a_backend_with_wrong_results_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(RunAttention):
+        def attend(self, batch: AttentionBatch, *arguments: Any, **options: Any) -> torch.Tensor:
+            output: torch.Tensor = super().attend(batch, *arguments, **options)
+            return output + 1e-3
+
+    for name in ("compiled", "flash"):
+        monkeypatch.setitem(backends.BACKENDS, name, lambda: Wrong("flash", flash_cpu))
+    assert choose_backend("auto", CPU, torch.float32, 32).name == "sdpa"
+    with pytest.raises(StartupError, match="differ by"):
+        choose_backend("flash", CPU, torch.float32, 32)
+
+
+def test_a_server_without_a_compiler_uses_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    assert choose_backend("auto", CPU, torch.float32, 32).name == "flash"
+    with pytest.raises(StartupError, match="llvmlite is not installed"):
+        choose_backend("compiled", CPU, torch.float32, 32)

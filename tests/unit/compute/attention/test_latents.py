@@ -1,0 +1,141 @@
+"""Latents are expanded for as many tokens at once as memory allows, and rows give the same however they are divided."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from corolla.compute.attention import latents
+from corolla.compute.attention.batch import AttentionBatch, PackedRow
+from corolla.compute.attention.latents import bytes_of_key, latent_attention, runs_within
+from corolla.compute.runner import RowWork, Runner
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+
+SPAN = Span(1, 4)
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
+# Heads as in DeepSeek-V3, fewer of them, of a shorter latent.
+WIDE = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))
+def test_runs_are_all_rows_in_order_and_within_bounds(costs: list[int], most: int) -> None:
+    runs = [costs[run] for run in runs_within(costs, most)]
+    assert [cost for run in runs for cost in run] == costs
+    assert all(run and (len(run) == 1 or sum(run) <= most) for run in runs)
+    # No two neighbours would fit together with the next one's first row.
+    assert all(sum(run) + after[0] > most for run, after in itertools.pairwise(runs))
+
+
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_rows_give_the_same_together_apart_and_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / "tiny")))
+    model = load_span(checkpoint, SPAN, dtype=torch.float32)
+    attention: Any = next(module for module in model.modules() if hasattr(module, "expand_kv"))
+    expand, expanded = type(attention).expand_kv, []
+
+    def counted(module: Any, given: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        expanded.append(given.shape[2])
+        keys, values = expand(module, given, rotated)
+        return keys, values
+
+    monkeypatch.setattr(type(attention), "expand_kv", counted)
+    outputs, sizes = [], []
+    for most_tokens in (10_000, 20, 5):
+        most = most_tokens * bytes_of_key(model.config, 4, num_queries=1)
+        monkeypatch.setattr(latents, "MAX_EXPANDED_BYTES", most)
+        runner = Runner(model, num_pages=64, page_tokens=8, tuning_budget_s=0)
+        caches = [runner.new_cache() for _ in range(3)]
+        generator = torch.Generator().manual_seed(0)
+        parts = []
+        for numbers in ((7, 12, 30), (1, 1, 1), (4, 1, 2)):
+            rows = []
+            for cache, num_tokens in zip(caches, numbers, strict=True):
+                cache.reserve(48)
+                rows.append(RowWork(cache, cache.num_tokens, num_tokens))
+            parts.append(runner.forward(rows, torch.randn(sum(numbers), 64, generator=generator), SPAN))
+        outputs.append(torch.cat(parts))
+        sizes.append(expanded[:])
+        expanded.clear()
+    # All rows of three steps in three blocks.
+    assert sizes[0] == [49] * 3 + [52] * 3 + [59] * 3
+    assert max(sizes[1]) <= 21
+    assert len(sizes[1]) > 9
+    assert max(sizes[2]) <= 5
+    assert len(sizes[2]) > len(sizes[1])
+    for other in outputs[1:]:
+        torch.testing.assert_close(outputs[0], other, rtol=1e-4, atol=1e-4)
+
+
+def peak_of_attention(num_tokens: int, num_queries: int, runner: Runner) -> tuple[int, Tensor]:
+    """The most bytes of tensors that the attention of one row holds at once, and what it gives."""
+    cache = runner.new_cache()
+    cache.reserve(num_tokens)
+    cache.prepare(0, num_tokens)
+    generator = torch.Generator().manual_seed(0)
+    whole = AttentionBatch(runner.store, [PackedRow(cache, 0, 0, num_tokens)], runner.backend)
+    dtype = runner.model.dtype
+    whole.write(0, *(torch.randn(num_tokens, 1, size, generator=generator).to(dtype) for size in (32, 64)))
+    cache.commit(num_tokens)
+    row = PackedRow(cache, num_tokens - num_queries, 0, num_queries)
+    batch = AttentionBatch(runner.store, [row], runner.backend)
+    query = torch.randn(1, 16, num_queries, 192, generator=generator).to(dtype)
+    module: Any = next(module for module in runner.model.modules() if hasattr(module, "expand_kv"))  # type: ignore[attr-defined]
+    peak, output = peak_bytes(lambda: latent_attention(module, query, query, query, None, batch=batch))
+    cache.clear()
+    return peak, output
+
+
+def peak_bytes(work: Callable[[], tuple[Tensor, None]]) -> tuple[int, Tensor]:
+    """The most bytes that torch's allocator had handed out at once during some work, and what the work gives.
+
+    What the process holds says less: memory that earlier tests have given back counts as held.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        output, _ = work()
+    events: Any = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(change for _, change in changes)), output
+
+
+@pytest.mark.parametrize(
+    "num_queries, num_tokens, dtype, tolerance",
+    [(1, 6_000, torch.float32, 1e-5), (1, 10_000, torch.bfloat16, 2e-2), (200, 2_000, torch.float32, 1e-5)],
+)
+def test_one_long_row_takes_no_more_than_its_share(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_queries: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "tiny", config_changes=WIDE)
+    model = load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=dtype)
+    runner = Runner(model, num_pages=320, page_tokens=32, tuning_budget_s=0)
+    most = 32 << 20
+    assert num_tokens * bytes_of_key(model.config, dtype.itemsize, num_queries) > 4 * most
+    undivided_peak, expected = peak_of_attention(num_tokens, num_queries, runner)
+    monkeypatch.setattr(latents, "MAX_EXPANDED_BYTES", most)
+    peak, output = peak_of_attention(num_tokens, num_queries, runner)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=tolerance)
+    assert undivided_peak > 3 * most
+    assert peak < 1.1 * most

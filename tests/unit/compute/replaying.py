@@ -1,0 +1,121 @@
+"""Two runners of one span, over pages read through tables: one launches each operator, the other replays recordings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from corolla.cache.store import SessionCache
+from corolla.compute import graph_choice
+from corolla.compute.attention import backends
+from corolla.compute.attention.paged_flash import PagedFlash
+from corolla.compute.decode_graphs import DecodeGraphs, Record
+from corolla.compute.runner import RowWork, Runner
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import make_tiny_checkpoint
+from tests.paged_kernel import paged_definition
+from tests.recorded_steps import record
+
+SPAN, PAGE_TOKENS, SIZES = Span(1, 4), 8, (1, 2, 4, 8)
+# Few, so that pages fall out of windows soon.
+MAX_STEP_TOKENS = 2 * PAGE_TOKENS
+
+
+def make_runner(folder: Path, **options: Any) -> Runner:
+    """With the definition of attention in the place of the kernel that only GPUs have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(backends.BACKENDS, "paged", lambda: PagedFlash(paged_definition))
+        runner = Runner(
+            load_span(Checkpoint.from_pretrained(str(folder)), SPAN, dtype=torch.float32),
+            **{
+                "num_pages": 400, "page_tokens": PAGE_TOKENS, "max_step_tokens": MAX_STEP_TOKENS, "attention": "paged",
+                "tuning_budget_s": 0.0, "has_scratch_page": True, **options,
+            },
+        )  # fmt: skip
+    runner.warm_up()
+    return runner
+
+
+def choose(runner: Runner, how: Record = record, sizes: Sequence[int] = SIZES) -> DecodeGraphs | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_choice, "SIZES", tuple(sizes))
+        graph_choice.choose_graphs(runner, how)
+    return runner.decode_graphs
+
+
+@dataclass
+class Session:
+    """The same session in both runners."""
+
+    plain: SessionCache
+    replayed: SessionCache
+
+    @property
+    def caches(self) -> tuple[SessionCache, SessionCache]:
+        return self.plain, self.replayed
+
+    @property
+    def num_tokens(self) -> int:
+        assert self.plain.num_tokens == self.replayed.num_tokens
+        return self.plain.num_tokens
+
+
+class Pair:
+    """Runs each step in both runners, and compares the outputs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.plain, self.replaying = make_runner(folder, has_scratch_page=False), make_runner(folder)
+        graphs = choose(self.replaying)
+        assert graphs is not None
+        self.graphs = graphs
+        self._generator = torch.Generator().manual_seed(0)
+
+    @classmethod
+    def of(cls, family: str, folder: Path, **config_changes: Any) -> "Pair":
+        return cls(make_tiny_checkpoint(family, folder / family, config_changes=config_changes))
+
+    def open(self, max_tokens: int = 64) -> Session:
+        session = Session(self.plain.new_cache(), self.replaying.new_cache())
+        for cache in session.caches:
+            cache.allocate(max_tokens)
+        return session
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[tuple[Session, int, int]], blocks: Span = SPAN) -> bool:
+        """Runs (session, position, new tokens) rows of random hidden states. Whether that was a replay."""
+        hidden = torch.randn(sum(row[2] for row in rows), self.plain.model.hidden_size, generator=self._generator)
+        num_replays, padding = self.graphs.num_replays, slice(len(rows), None)
+        # What nobody wrote may hold anything, and is nobody's business.
+        self.graphs.buffers.hidden[padding] = torch.nan
+        self._spoil_scratch_page()
+        expected = self.plain.forward([RowWork(row.plain, start, count) for row, start, count in rows], hidden, blocks)
+        found = self.replaying.forward(
+            [RowWork(row.replayed, start, count) for row, start, count in rows], hidden, blocks
+        )
+        # Sums over more rows and longer tables round differently.
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        return self.graphs.num_replays > num_replays
+
+    def decode(self, sessions: Sequence[Session]) -> bool:
+        return self.step([(session, session.num_tokens, 1) for session in sessions])
+
+    def assert_same_memory(self, session: Session) -> None:
+        """Both hold the same keys and values."""
+        for layer in range(len(SPAN)):
+            table = session.plain.tables[self.plain.store.group_of(layer)]
+            held = [cache.gather(layer, session.num_tokens, table.first_token) for cache in session.caches]
+            for expected, found in zip(*held, strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    def _spoil_scratch_page(self) -> None:
+        store = self.replaying.store
+        assert store.scratch_page is not None
+        start = store.scratch_page * PAGE_TOKENS
+        for layer in range(len(SPAN)):
+            for tensor in store.layer(layer):
+                tensor[start : start + PAGE_TOKENS] = torch.nan

@@ -1,0 +1,188 @@
+"""Steps are replayed only where a check at start finds that right; else a server computes as ever, and says why."""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from corolla.compute import graph_choice
+from corolla.compute.attention.batch import AttentionBatch, PackedRow
+from corolla.compute.attention.paged_flash import PagedFlash
+from corolla.compute.decode_buffers import DecodeBuffers
+from corolla.compute.decode_graphs import Record
+from corolla.compute.runner import RowWork, Runner
+from tests.checkpoints import make_tiny_checkpoint
+from tests.paged_kernel import paged_definition
+from tests.recorded_steps import record
+from tests.unit.compute.replaying import PAGE_TOKENS, SPAN, choose, make_runner
+
+# Memory that nobody wrote may hold any numbers, and none.
+WRONG = "its results differ by|not finite"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint("llama", tmp_path_factory.mktemp("checkpoint") / "llama")
+
+
+def assert_refused(caplog: pytest.LogCaptureFixture, runner: Runner, reason: str, how: Record = record) -> None:
+    with caplog.at_level(logging.INFO, "corolla.compute.graph_choice"):
+        assert choose(runner, how) is None
+    (said,) = (each for each in caplog.records if each.name == graph_choice.__name__)
+    assert (said.levelname, said.message) == ("WARNING", "decode steps are not replayed as graphs")
+    assert re.search(reason, vars(said)["failure"])
+    pool = runner.store.pool
+    assert pool.num_available == pool.num_pages, "the check gives its pages back"
+    cache = runner.new_cache()
+    assert torch.isfinite(runner.forward([RowWork(cache, 0, 1)], torch.ones(1, runner.model.hidden_size), SPAN)).all()
+
+
+def test_the_choice_of_graphs_is_logged_and_leaves_no_page_behind(
+    caplog: pytest.LogCaptureFixture, folder: Path
+) -> None:
+    runner = make_runner(folder)
+    with caplog.at_level(logging.INFO, "corolla.compute.graph_choice"):
+        graphs = choose(runner)
+    assert graphs is not None
+    assert runner.decode_graphs is graphs
+    assert graphs.num_replays == 2 * len({1, 2, 3, 4, 5, 8}), "the check replays the fewest and the most rows of a size"
+    (said,) = (each for each in caplog.records if each.name == graph_choice.__name__)
+    assert vars(said)["sizes"] == "1 2 4 8"
+    assert runner.store.pool.num_available == runner.store.pool.num_pages
+
+
+def test_a_small_pool_records_no_more_rows_than_it_has_pages_for(folder: Path) -> None:
+    runner = make_runner(folder, num_pages=6)
+    graphs = choose(runner)
+    assert graphs is not None
+    caches = [runner.new_cache() for _ in range(5)]
+    ones = torch.ones(5, runner.model.hidden_size)
+    num_replays = graphs.num_replays
+    runner.forward([RowWork(cache, 0, 1) for cache in caches[:4]], ones[:4], SPAN)
+    assert graphs.num_replays == num_replays + 1
+    runner.forward([RowWork(cache, cache.num_tokens, 1) for cache in caches], ones, SPAN)
+    assert graphs.num_replays == num_replays + 1
+
+
+@pytest.mark.parametrize("page_tokens", [1, 2, 64])
+def test_pages_of_any_size(folder: Path, page_tokens: int) -> None:
+    assert choose(make_runner(folder, page_tokens=page_tokens)) is not None
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"is_fused": False}, "the family's own code"),
+        ({"attention": "sdpa"}, "attention is sdpa"),
+        ({"has_scratch_page": False}, "scratch page"),
+        ({"num_pages": 1}, "too few pages"),
+    ],
+)
+def test_a_missing_condition_for_graphs_is_logged(
+    caplog: pytest.LogCaptureFixture, folder: Path, options: dict[str, Any], reason: str
+) -> None:
+    assert_refused(caplog, make_runner(folder, **options), reason)
+
+
+def test_a_server_whose_recording_fails_runs_without_graphs(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
+    def fail(_step: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
+
+    assert_refused(caplog, make_runner(folder), "CUDA error: operation not permitted when stream is capturing", fail)
+
+
+class Odd(PagedFlash):
+    """Attention that is right when it runs, and wrong when it is replayed, or cannot be recorded.
+
+    Args:
+        attend: gets the attention's output and the batch.
+    """
+
+    def __init__(self, attend: Callable[[Tensor, AttentionBatch], Tensor]) -> None:
+        super().__init__(paged_definition)
+        self._odd = attend
+
+    def attend(self, batch: AttentionBatch, *arguments: Any, **options: Any) -> Tensor:
+        return self._odd(super().attend(batch, *arguments, **options), batch)
+
+
+def waits_for_the_device(output: Tensor, _batch: AttentionBatch) -> Tensor:
+    return output * float(output.isfinite().all())
+
+
+def brings_a_tensor_from_python(output: Tensor, _batch: AttentionBatch) -> Tensor:
+    return output * torch.tensor([1.0])
+
+
+@pytest.mark.parametrize("attend", [waits_for_the_device, brings_a_tensor_from_python])
+def test_a_step_that_cannot_be_recorded_is_refused(
+    caplog: pytest.LogCaptureFixture, folder: Path, attend: Callable[[Tensor, AttentionBatch], Tensor]
+) -> None:
+    runner = make_runner(folder)
+    runner.backend = Odd(attend)
+    assert_refused(caplog, runner, "not permitted when a stream is capturing")
+
+
+def test_a_step_that_depends_on_more_than_its_buffers_is_refused(
+    caplog: pytest.LogCaptureFixture, folder: Path
+) -> None:
+    """As Python that looks at the rows would: in a recording it looked once."""
+    runner = make_runner(folder)
+    runner.backend = Odd(lambda output, batch: output * (1.0 if batch.rows else 0.9))
+    assert_refused(caplog, runner, WRONG)
+
+
+@pytest.mark.parametrize("buffer", ["positions", "slots", "numbers of keys", "page tables"])
+def test_buffers_that_are_not_written_are_noticed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: Path, buffer: str
+) -> None:
+    write, num_writes = DecodeBuffers.write, 0
+
+    def write_without(buffers: DecodeBuffers, rows: Any, *arguments: Any) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        write(buffers, [described_without(buffer, row) for row in rows], *arguments)
+        if buffer == "positions":
+            buffers.positions.zero_()
+
+    monkeypatch.setattr(DecodeBuffers, "write", write_without)
+    assert_refused(caplog, make_runner(folder), WRONG)
+    assert num_writes > 0
+
+
+def described_without(buffer: str, row: PackedRow) -> Any:
+    """As much of the row as is written, where that for one buffer is what padding has there, or nothing."""
+    cache, page_tokens = row.cache, row.cache.store.pool.page_tokens
+    scratch_page = cache.store.scratch_page
+    assert scratch_page is not None
+    tables = [
+        SimpleNamespace(
+            first_token=row.position if buffer == "numbers of keys" else table.first_token,
+            pages=[0] * len(table.pages) if buffer == "page tables" else table.pages,
+        )
+        for table in cache.tables
+    ]
+
+    def slots(*at: int) -> Sequence[int]:
+        return [scratch_page * page_tokens] if buffer == "slots" else cache.slots(*at)
+
+    return SimpleNamespace(position=row.position, cache=SimpleNamespace(tables=tables, slots=slots))
+
+
+def test_the_check_crosses_the_end_of_a_page(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    seen: set[int] = set()
+    write = DecodeBuffers.write
+
+    def watch(buffers: DecodeBuffers, rows: Any, *arguments: Any) -> None:
+        seen.update(row.position for row in rows)
+        write(buffers, rows, *arguments)
+
+    monkeypatch.setattr(DecodeBuffers, "write", watch)
+    assert choose(make_runner(folder)) is not None
+    assert {0, PAGE_TOKENS - 1, PAGE_TOKENS} <= seen
