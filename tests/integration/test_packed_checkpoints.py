@@ -29,7 +29,11 @@ CASES: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", quick(sorted(CASES), "gptq-act-order", "fp8-experts", "mxfp4-experts"))
+# One of each way in which numbers and scales are stored.
+KINDS = ("awq", "fp8-blocks", "w4a16", "w8a8", "ct-fp8-blocks", "ct-nvfp4", "ct-mxfp8", "bnb-nf4", "bnb-int8")
+
+
+@pytest.mark.parametrize("name", quick(sorted(CASES), "gptq-act-order", "fp8-experts", "mxfp4-experts", kinds=KINDS))
 async def test_chains_answer_as_the_expanded_model(tmp_path: Path, name: str) -> None:
     family, make = CASES[name]
     made: Made = make()
