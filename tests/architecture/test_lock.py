@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 from tests.architecture.sources import ROOT
 
 LOCK = ROOT / "requirements" / "lock.txt"
+TOOLS = ROOT / "tools"
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 STAND_INS: dict[str, list[str]] = {
     entry["name"]: entry["requires-dist"] for entry in PYPROJECT["tool"]["uv"]["dependency-metadata"]
@@ -175,7 +176,7 @@ def test_the_variants_of_torch_share_no_package_with_the_lock_and_no_file_with_e
 )
 def test_the_file_that_pip_finds_says_which_lock_holds_it(file_name: str, variant: str) -> None:
     report = json.dumps({"install": [{"download_info": {"url": f"https://example.org/{file_name}"}}]})
-    script = [sys.executable, str(LOCK.parent / "torch_variant.py")]
+    script = [sys.executable, str(TOOLS / "torch_variant.py")]
     assert subprocess.run(script, input=report, capture_output=True, text=True, check=True).stdout.strip() == variant
 
 
@@ -216,13 +217,13 @@ def test_an_audit_out_of_reach_is_no_clean_one(report: str, status: int, words: 
 
 
 def verdict(report: str, lock: str) -> "subprocess.CompletedProcess[str]":
-    script = [sys.executable, str(LOCK.parent / "audit_verdict.py"), lock]
+    script = [sys.executable, str(TOOLS / "audit_verdict.py"), lock]
     return subprocess.run(script, input=report, capture_output=True, text=True)
 
 
 def snapshot_of(*reports: str) -> "subprocess.CompletedProcess[str]":
     """Of what was reported for two locks."""
-    script = [sys.executable, str(LOCK.parent / "advisories.py"), "2"]
+    script = [sys.executable, str(TOOLS / "advisories.py"), "2"]
     return subprocess.run(script, input="\n".join(reports), capture_output=True, text=True)
 
 

@@ -40,7 +40,7 @@ def forms(words: Iterable[str]) -> re.Pattern[str]:
 
 _FORMS: Final = forms(WORDS)
 _NEVER: Final = forms(WORDS.keys() - PLAIN_ENGLISH)
-_PLACES: Final = ("docs", "protos", "charts", "benchmarks", "tests")
+_PLACES: Final = ("docs", "protos", "charts", "benchmarks", "tests", "tools")
 _TEXTS: Final = (".lua", ".md", ".proto", ".py", ".tpl", ".txt", ".yaml")
 
 

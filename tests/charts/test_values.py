@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from corolla.chassis.settings import PREFIX
-from docs.chart import CHART, SET_BY_THE_CHART, SETTINGS, Value, camel_case, read_values
 from tests.charts.rendering import Object, Refused, helm, named, of_kind, pod_specs, render
+from tools.chart import CHART, SET_BY_THE_CHART, SETTINGS, Value, camel_case, read_values
 
 ROOT_VALUE: Final = read_values((CHART / "values.yaml").read_text(encoding="utf-8"))
 VALUES: Final = {each.path: each for each in ROOT_VALUE.leaves()}

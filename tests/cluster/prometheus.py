@@ -41,7 +41,7 @@ class Prometheus:
 
 @contextmanager
 def running(folder: Path, port: int) -> Iterator[Prometheus]:
-    """Scrapes each pod every two seconds, through the API server, and judges the chart's alerts as often."""
+    """Scrapes each pod every two seconds, by forwarded ports, and judges the chart's alerts as often."""
     with ExitStack() as stack:
         targets = []
         for component in ("block-server", "client", "router"):

@@ -1,9 +1,15 @@
-"""One release of the chart on the cluster of the current kubeconfig, by the users' own tools."""
+"""One release of the chart on the cluster of the current kubeconfig, by the users' own tools.
+
+Nothing is asked of the cluster but by helm and kubectl, of its pods by `port-forward`, `exec` and `logs`: the tests run
+wherever a kubeconfig leads to it, and network policies let them in.
+"""
 
 import json
+import os
 import re
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +37,11 @@ SELECTOR: Final = {"app.kubernetes.io/name": "corolla", "app.kubernetes.io/insta
 ASKERS: Final = "askers"
 """The Secret with what those show who ask for what they may not, and the folder of it."""
 READY_WITHIN_S: Final = 180
+SERVER_IMAGE: Final = os.environ.get("TEST_SERVER_IMAGE") or "corolla-server:test"
+CLIENT_IMAGE: Final = os.environ.get("TEST_CLIENT_IMAGE") or "corolla-client:test"
+"""What the nodes have, or can fetch; built with `--target demo`."""
+REDIS_IMAGE: Final = os.environ.get("TEST_REDIS_IMAGE", "")
+"""Empty: that of the chart."""
 
 _CREATE: Final = ("create", "--filename", "-")
 
@@ -57,8 +68,9 @@ def helm(*arguments: str) -> str:
 
 def give_identities(folder: Path) -> None:
     """Signs a certificate for each kind of pod, into the Secrets that the values name, one for an operator here, and
-    those of `ASKERS`."""
+    those of `ASKERS`. The namespace is made anew: a run that was cut off has left one."""
     authority = Authority()
+    run("kubectl", "delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=5m")
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     run("kubectl", *_CREATE, stdin=json.dumps(namespace))
     for role in (Role.ROUTER, Role.BLOCK, Role.CLIENT, Role.OPERATOR):
@@ -79,8 +91,19 @@ def give_secret(name: str, data: dict[str, str]) -> None:
 def install() -> float:
     """Installs and waits until everything is ready. Returns the seconds that it took."""
     started = time.monotonic()
-    helm("upgrade", "--install", RELEASE, str(CHART), "--values", str(VALUES), "--wait", "--timeout", "15m")
+    chosen = [part for name, value in image_values().items() for part in ("--set-string", f"{name}={value}")]
+    waiting = ("--wait", "--timeout", "15m")
+    helm("upgrade", "--install", RELEASE, str(CHART), "--values", str(VALUES), *chosen, *waiting)
     return time.monotonic() - started
+
+
+def image_values() -> dict[str, str]:
+    """The values of the chart that name the images."""
+    (server, _, server_tag), (client, _, client_tag) = (each.rpartition(":") for each in (SERVER_IMAGE, CLIENT_IMAGE))
+    if server_tag != client_tag:
+        raise ValueError(f"the chart has one tag for both, and these are two: {SERVER_IMAGE}, {CLIENT_IMAGE}")
+    redis = {"redis.image": REDIS_IMAGE} if REDIS_IMAGE else {}
+    return {"image.server": server, "image.client": client, "image.tag": server_tag, **redis}
 
 
 def pods(component: str, **labels: str) -> list[dict[str, Any]]:
@@ -132,8 +155,9 @@ def wait_for(is_so: Callable[[], bool], timeout_s: float, complaint: str) -> Non
 
 
 def metric(pod: str, name: str) -> float:
-    """The sum of a metric's series in one pod, read through the API server."""
-    text = kubectl("get", "--raw", f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}:{METRICS_PORT}/proxy/metrics")
+    """The sum of a metric's series in one pod."""
+    with forwarded(f"pod/{pod}", METRICS_PORT) as address:
+        text = urllib.request.urlopen(f"http://{address}/metrics", timeout=30).read().decode()
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, flags=re.MULTILINE))
 
 

@@ -4,7 +4,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ COROLLA = [sys.executable, "-m", "corolla"]
 class RunningUp:
     """`corolla up --json` as a child."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, corolla: Sequence[str] = COROLLA) -> None:
         self.log_folder = folder / "logs"
-        command = [*COROLLA, "up", "--json", "--port", "0", "--router-port", "0", "--log-folder", str(self.log_folder)]
+        command = [*corolla, "up", "--json", "--port", "0", "--router-port", "0", "--log-folder", str(self.log_folder)]
         self._errors = (folder / "errors").open("wb")
         self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=self._errors, text=True)
         self.events: list[dict[str, Any]] = []

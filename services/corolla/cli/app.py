@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
@@ -29,12 +30,28 @@ key_commands.add_to(app)
 adapter_commands.add_to(app)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from corolla.cli.version import version
+
+        sys.stdout.write(f"corolla {version()}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print version and commit."),
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command(rich_help_panel="More")
 def version() -> None:
-    """Prints the version."""
-    from corolla import __version__
-
-    sys.stdout.write(f"corolla {__version__}\n")
+    """Prints the version, as --version does."""
+    _show_version(True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """The Python client for ordinary, blocking code."""
 
-# Written by docs/sync_client.py from async_client.py; change that, then run `make sync-client`.
+# Written by tools/sync_client.py from async_client.py; change that, then run `make sync-client`.
 
 from collections.abc import Mapping, Sequence
 from functools import partial

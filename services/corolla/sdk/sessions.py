@@ -1,6 +1,6 @@
 """Sessions and chats for ordinary, blocking code."""
 
-# Written by docs/sync_client.py from async_sessions.py; change that, then run `make sync-client`.
+# Written by tools/sync_client.py from async_sessions.py; change that, then run `make sync-client`.
 
 import threading
 import time

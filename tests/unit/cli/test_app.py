@@ -1,6 +1,7 @@
 """The command's manners: help at once, wrong calls and failures in one sentence, exit statuses."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -30,9 +31,10 @@ def test_help_loads_nothing_slow() -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "corolla", "version"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("corolla 0.")
+@pytest.mark.parametrize("asked", ["--version", "version"])
+def test_the_module_is_the_command_and_says_its_version(asked: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "corolla", asked], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"corolla 0\.\d+\.\d+( \([0-9a-f]{12,}(-dirty)?\))?\n", done.stdout)
 
 
 @pytest.mark.parametrize(

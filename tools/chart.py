@@ -1,6 +1,6 @@
 """Writes the chart's values.schema.json and README.md from values.yaml and the services' settings models.
 
-python docs/chart.py FOLDER
+python tools/chart.py FOLDER
 """
 
 import json

@@ -1,6 +1,6 @@
 """Writes configuration.md, metrics.md and families.md from the settings models, the metrics and the table of families.
 
-python docs/reference.py FOLDER
+python tools/reference.py FOLDER
 """
 
 import sys

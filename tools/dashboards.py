@@ -1,6 +1,6 @@
 """Writes the Grafana dashboards of the chart.
 
-python docs/dashboards.py FOLDER
+python tools/dashboards.py FOLDER
 """
 
 import json

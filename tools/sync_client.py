@@ -1,4 +1,4 @@
-"""Writes the blocking Python client from the one for asyncio: `python docs/sync_client.py services/corolla/sdk`.
+"""Writes the blocking Python client from the one for asyncio: `python tools/sync_client.py services/corolla/sdk`.
 
 The sources are `async_client.py` and `async_sessions.py`. Words are replaced and `async` and `await` left out, as
 httpcore's `unasync.py` does; what differs for other reasons stands in `streams.py` and `transport.py`, by hand.
@@ -40,7 +40,7 @@ def blocking(source: str, name: str) -> str:
     for pattern, replacement in REPLACED:
         source = re.sub(pattern, replacement, source)
     docstring, rest = source.split("\n", 1)
-    note = f"# Written by docs/sync_client.py from {name}; change that, then run `make sync-client`."
+    note = f"# Written by tools/sync_client.py from {name}; change that, then run `make sync-client`."
     text = f"{docstring}\n\n{note}\n{rest}"
     for command in (["check", "--quiet", "--select", "I", "--fix"], ["format", "--quiet"]):
         done = subprocess.run(
