@@ -72,12 +72,11 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorUse:
-    """What an engine does on which thread, and whether it lets a processor sleep.
+    """What an engine does on which thread.
 
     Attributes:
         max_inline_s: decode steps that take less are computed on the event loop, which answers nobody meanwhile.
         num_sampling_threads: that choose tokens at a time, where that takes more than finding the most probable one.
-        spin_s: so long the engine watches its sockets after an iteration, before its processor may sleep.
         max_microbatches: see `FirstHop`.
         compute_thread: closed with the engine; None: one of its own.
         follows_lengths: whether the time of a row follows the tokens that it sees; see `StepTimes`.
@@ -85,7 +84,6 @@ class ProcessorUse:
 
     max_inline_s: float = 0.0
     num_sampling_threads: int = 1
-    spin_s: float = 0.0
     max_microbatches: int = 0
     compute_thread: ComputeThread | None = None
     follows_lengths: bool = False
@@ -263,7 +261,6 @@ class Engine:
         """Iterates for ever."""
         while True:
             self._is_waiting = True
-            await self._spin()
             await self._wake.wait()
             self._is_waiting = False
             self._wake.clear()
@@ -276,13 +273,6 @@ class Engine:
                 admitted = list(self._admitted(steps))
                 if admitted:
                     await self._iterate(steps, admitted)
-
-    async def _spin(self) -> None:
-        """Watches the sockets for a moment: a processor that falls asleep is slower to answer, and to compute."""
-        if self._use.spin_s:
-            end_s = self.clock() + self._use.spin_s
-            while self.clock() < end_s and not self._wake.is_set():  # noqa: ASYNC110
-                await asyncio.sleep(0)
 
     def _admitted(self, steps: Sequence[QueuedStep[StepWork]]) -> Iterator[Admitted]:
         for step in steps:

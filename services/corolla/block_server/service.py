@@ -33,7 +33,6 @@ from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.servicer_admin import AdminEndpoint
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import BlockServerSettings
-from corolla.block_server.spinning import measure_spin
 from corolla.block_server.step_spans import StepSpans
 from corolla.cache.states import NUM_KEPT_STATES
 from corolla.cache.store import LayerGroups, SessionCache
@@ -71,7 +70,6 @@ _MAX_TAKEN_BACK: Final = 128
 """So many of a session's newest tokens may be taken back where a window has moved on: a ring is 32 tokens ahead of its
 reader, and its last step may have 64 draft tokens."""
 
-_SPIN_BUDGET_S: Final = 0.5
 
 _SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 
@@ -232,7 +230,7 @@ class BlockServer:
             runner, self._scheduler, self._sessions, outputs, self._peers,
             self._relay_factory(fingerprint, self._registration), self._metrics,
             fail=self._fail, edges=edges,
-            use=await self._compute_thread.run(self._processor_use, runner, checkpoint, speed.num_threads),
+            use=self._processor_use(runner.span, checkpoint, speed.num_threads),
             spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
         )  # fmt: skip
         await self._compute_thread.run(engine.warm_up)
@@ -424,25 +422,17 @@ class BlockServer:
             choose_graphs(runner, CudaCapture(model.device))
         return runner
 
-    def _processor_use(self, runner: Runner, checkpoint: Checkpoint, num_threads: int) -> ProcessorUse:
+    def _processor_use(self, span: Span, checkpoint: Checkpoint, num_threads: int) -> ProcessorUse:
         settings = self.settings
         num_sampling_threads = 1
-        if runner.span.end == checkpoint.num_blocks:
+        if span.end == checkpoint.num_blocks:
             # A device leaves the processors to this; without one, what pays for blocks pays for tokens, too.
             on_cpu = settings.device.startswith("cpu")
             num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
-        if settings.spin_us != "auto":
-            spin_s = settings.spin_us / 1e6
-        else:
-            with decode_step(runner) as step:
-                spin_s = measure_spin(step, num_threads, min(settings.tuning_budget_s, _SPIN_BUDGET_S))
-            if spin_s:
-                log.info("sockets are watched after a step", extra={"microseconds": round(spin_s * 1e6)})
         return ProcessorUse(
             # The event loop's thread has no helpers.
             max_inline_s=settings.max_inline_ms / 1000 if num_threads == 1 else 0.0,
             num_sampling_threads=num_sampling_threads,
-            spin_s=spin_s,
             max_microbatches=settings.max_microbatches,
             compute_thread=self._compute_thread,
             follows_lengths=checkpoint.family.caches_latents,

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
 from pydantic import Field, field_validator
 
@@ -141,12 +141,6 @@ class BlockServerSettings(ServiceSettings):
         le=1000,
         description="Decode steps that take less are computed where the sockets are served, so that no step changes "
         "threads; control frames wait meanwhile. 0: none.",
-    )
-    spin_us: Literal["auto"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
-        "auto",
-        description="Microseconds for which the server watches its sockets after a step before its processor may "
-        "sleep: the next step begins sooner, and the processor is busy meanwhile. `auto` measures at start whether "
-        "that pays, within `COROLLA_TUNING_BUDGET_S`, and never does it where no processor is to spare.",
     )
     max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")
     max_queued_steps: int = Field(1024, ge=1, description="Steps that may wait; further ones are refused.")

@@ -4,15 +4,14 @@ Each service gets a registry of its own, handed down from its composition root, 
 """
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from socketserver import ThreadingMixIn
 from threading import Lock, Thread
 from typing import Any, Final, Literal
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -34,7 +33,7 @@ BATCH_ROWS_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 Fault = Literal["none", "caller", "service"]
 
 _MAX_CONNECTIONS: Final = 16
-_MAX_CONNECTION_S: Final = 10.0
+_POLL_S: Final = 0.05
 
 
 def new_registry() -> CollectorRegistry:
@@ -118,75 +117,52 @@ class GrammarMetrics:
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the library's name
-        """Nothing: readings are no news."""
+        """Logs nothing: scrapes are no news."""
 
 
-class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """One thread for each connection, for a few seconds and a few connections.
+class _MetricsServer(ThreadingWSGIServer):
+    """prometheus_client's server, with few connections at a time: a further one cuts the oldest one off.
 
-    A connection that is slow to ask, or to take its answer, is cut off after `_MAX_CONNECTION_S`; when there are more
-    than `_MAX_CONNECTIONS`, the oldest one is.
+    Its port asks for no certificate, so strangers must not be able to use up the process's threads and descriptors.
     """
 
-    daemon_threads = True
-
-    def __init__(self, host: str, port: int, clock: Callable[[], float]) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        host, port = address
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, address = found[0]
-        self._clock = clock
-        self._began_s: dict[socket.socket, float] = {}
+        self.address_family = found[0][0]
+        self._connections: dict[socket.socket, None] = {}
         self._lock = Lock()
-        super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
+        super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            self._began_s[request] = self._clock()
-            if len(self._began_s) > _MAX_CONNECTIONS:
-                self._cut_off(next(iter(self._began_s)))
+            self._connections[request] = None
+            if len(self._connections) > _MAX_CONNECTIONS:
+                oldest = next(iter(self._connections))
+                del self._connections[oldest]
+                # Its thread reads the end of the connection, and closes it.
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            self._began_s.pop(request, None)
+            self._connections.pop(request, None)
         super().shutdown_request(request)
 
-    def service_actions(self) -> None:
-        """Is called by the server's loop, twice a second and after each connection."""
-        now_s = self._clock()
-        with self._lock:
-            for connection in [each for each, began_s in self._began_s.items() if now_s - began_s > _MAX_CONNECTION_S]:
-                self._cut_off(connection)
-
-    def _cut_off(self, connection: socket.socket) -> None:
-        self._began_s.pop(connection, None)
-        # Its thread reads the end of the connection, and closes it.
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: who asked for metrics has gone."""
+        """Logs nothing: the scraper has gone."""
 
 
 class MetricsEndpoint:
     """Serves `/metrics` of one registry, and `/health`, from a thread of its own. Port 0 takes a free one.
 
-    Args:
-        clock: in seconds; of the ages of connections.
-
     Attributes:
         is_serving: what `/health` answers, with status 200 or 503: for kubelets, which show no certificate.
     """
 
-    def __init__(
-        self, registry: CollectorRegistry, host: str, port: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self.is_serving: Callable[[], bool] = lambda: False
-        try:
-            self._server = _MetricsServer(host, port, clock)
-        except OSError as failure:
-            raise StartupError(
-                f"cannot serve metrics on {host}:{port} ({failure.strerror}); set another COROLLA_METRICS_PORT"
-            ) from None
         metrics = make_wsgi_app(registry)
 
         def answer(environ: Any, start_response: Any) -> Any:
@@ -196,19 +172,20 @@ class MetricsEndpoint:
             start_response("200 OK" if is_serving else "503 Service Unavailable", [("Content-Type", "text/plain")])
             return [b"SERVING\n" if is_serving else b"NOT_SERVING\n"]
 
-        self._server.set_app(answer)
-        self._thread = Thread(target=self._server.serve_forever, daemon=True)
+        try:
+            self._server = make_server(host, port, answer, _MetricsServer, _Handler)
+        except OSError as failure:
+            raise StartupError(
+                f"cannot serve metrics on {host}:{port} ({failure.strerror}); set another COROLLA_METRICS_PORT"
+            ) from None
+        # A stopping event loop waits in `close` for as long as the server looks at its socket only.
+        self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": _POLL_S}, daemon=True)
         self._thread.start()
         self.port: int = self._server.server_port
 
     def close(self) -> None:
         """Ends the thread and frees the port."""
-        ending = Thread(target=self._server.shutdown)
-        ending.start()
-        # The server looks up from its socket twice a second, or when somebody calls: a stopping event loop waits here.
-        with suppress(OSError), socket.create_connection(self._server.socket.getsockname()[:2], timeout=1):
-            pass
-        ending.join()
+        self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 

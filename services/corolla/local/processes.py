@@ -125,11 +125,8 @@ def child_environment(options: StackOptions, redis_url: str) -> dict[str, str]:
     offline = {"HF_HUB_OFFLINE": "1"} if options.model == "demo" or Path(options.model).expanduser().exists() else {}
     # The command line says these to each process; a variable of the surroundings is not meant for all of them.
     own = {key: value for key, value in os.environ.items() if key not in _OF_ONE_PROCESS}
-    # The servers share this machine, and would each measure that the others are idle. Who knows better says so.
-    # And somebody looks at them.
-    # With more microbatches than there are processors for, each would only be smaller.
+    # The page shows loads as they change. Servers share the processors: with more microbatches than there are
+    # processors for, each would only be smaller. Variables of the surroundings go before these.
     num_at_once = max(1, available_cores() // max(1, options.num_threads))
-    shared = {
-        "COROLLA_SPIN_US": "0", "COROLLA_LOAD_PUSH_INTERVAL_S": "1", "COROLLA_MAX_MICROBATCHES": str(num_at_once),
-    }  # fmt: skip
+    shared = {"COROLLA_LOAD_PUSH_INTERVAL_S": "1", "COROLLA_MAX_MICROBATCHES": str(num_at_once)}
     return {**shared, **own, **fixed, **offline, **options.environment}

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.block_server.metrics import BlockServerMetrics
+from corolla.chassis.errors import StartupError
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics
 from corolla.client.metrics import ClientMetrics
 from corolla.router.metrics import RouterMetrics
@@ -30,26 +31,11 @@ def test_no_two_services_mean_different_things_by_one_name() -> None:
     assert {name: texts for name, texts in meanings.items() if len(texts) > 1} == {}
 
 
-class Clock:
-    """Says what it is told to say."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def endpoint(clock: Clock) -> Iterator[MetricsEndpoint]:
+def endpoint() -> Iterator[MetricsEndpoint]:
     registry = CollectorRegistry()
     RpcMetrics(registry)
-    endpoint = MetricsEndpoint(registry, "127.0.0.1", 0, clock)
+    endpoint = MetricsEndpoint(registry, "127.0.0.1", 0)
     yield endpoint
     endpoint.close()
 
@@ -76,12 +62,16 @@ def test_half_sent_requests_hold_few_threads_and_keep_nobody_from_reading(endpoi
         assert connections[0].recv(1) == b""
 
 
-def test_a_connection_that_is_slow_to_ask_is_cut_off(endpoint: MetricsEndpoint, clock: Clock) -> None:
-    with half_a_request(endpoint) as connection:
-        assert "corolla_errors_total" in read(endpoint)
-        clock.now_s = 60.0
-        assert connection.recv(1) == b""
-    assert "corolla_errors_total" in read(endpoint)
+def test_a_port_that_is_taken_is_named(endpoint: MetricsEndpoint) -> None:
+    with pytest.raises(StartupError, match=rf"127\.0\.0\.1:{endpoint.port} .*COROLLA_METRICS_PORT"):
+        MetricsEndpoint(CollectorRegistry(), "127.0.0.1", endpoint.port)
+
+
+def test_a_closed_port_is_free_again_though_a_request_was_half_sent() -> None:
+    endpoint = MetricsEndpoint(CollectorRegistry(), "127.0.0.1", 0)
+    with half_a_request(endpoint):
+        endpoint.close()
+        MetricsEndpoint(CollectorRegistry(), "127.0.0.1", endpoint.port).close()
 
 
 def test_health_needs_no_certificate(endpoint: MetricsEndpoint) -> None:

@@ -24,16 +24,23 @@ MAX_EXPANDED_BYTES: Final = 1 << 30
 
 # Of one query and head, with what becomes of it: float32, a few times.
 _SCORE_BYTES: Final = 16
+_FLOAT32_BYTES: Final = 4
 
 
-def bytes_of_key(config: PretrainedConfig, itemsize: int, num_queries: int) -> int:
+def bytes_of_key(config: PretrainedConfig, like: Tensor, num_queries: int) -> int:
     """Bytes that one token's keys and values of all heads take in one layer while some queries attend to them.
 
-    The product counts that they are made from, and the scores.
+    They count the product that keys and values are made from, the scores and, on CPUs, the copies of torch: its
+    attention for heads of two sizes takes keys and values to float32 and scales the keys, and its product copies
+    values that are strided where the processor has instructions for the dtype.
+
+    Args:
+        like: a tensor of the dtype and the device that they are computed in.
     """
     product = config.qk_nope_head_dim + config.v_head_dim
     key = config.qk_nope_head_dim + config.qk_rope_head_dim
-    return int(config.num_attention_heads * ((product + key) * itemsize + num_queries * _SCORE_BYTES))
+    copied = (2 * key + config.v_head_dim) * _FLOAT32_BYTES if like.device.type == "cpu" else 0
+    return int(config.num_attention_heads * ((product + key) * like.itemsize + copied + num_queries * _SCORE_BYTES))
 
 
 def runs_within(costs: Sequence[int], most: int) -> Iterator[slice]:
@@ -98,7 +105,7 @@ def latent_attention(
         `[1, N, heads, value head size]` and None.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    key_bytes = [bytes_of_key(cast(Any, module).config, query.itemsize, row.num_tokens) for row in batch.rows]
+    key_bytes = [bytes_of_key(cast(Any, module).config, query, row.num_tokens) for row in batch.rows]
     costs = [each * (row.position + row.num_tokens) for each, row in zip(key_bytes, batch.rows, strict=True)]
     outputs: list[Tensor] = []
     for run in runs_within(costs, MAX_EXPANDED_BYTES):

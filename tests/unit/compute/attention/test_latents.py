@@ -60,7 +60,7 @@ def test_rows_give_the_same_together_apart_and_in_pieces(
     monkeypatch.setattr(type(attention), "expand_kv", counted)
     outputs, sizes = [], []
     for most_tokens in (10_000, 20, 5):
-        most = most_tokens * bytes_of_key(model.config, 4, num_queries=1)
+        most = most_tokens * bytes_of_key(model.config, torch.empty(0), num_queries=1)
         monkeypatch.setattr(latents, "MAX_EXPANDED_BYTES", most)
         runner = Runner(model, num_pages=64, page_tokens=8, tuning_budget_s=0)
         caches = [runner.new_cache() for _ in range(3)]
@@ -120,7 +120,7 @@ def peak_bytes(work: Callable[[], tuple[Tensor, None]]) -> tuple[int, Tensor]:
     "num_queries, num_tokens, dtype, tolerance",
     [(1, 6_000, torch.float32, 1e-5), (1, 10_000, torch.bfloat16, 2e-2), (200, 2_000, torch.float32, 1e-5)],
 )
-def test_one_long_row_takes_no_more_than_its_share(
+def test_one_row_takes_no_more_than_its_share(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     num_queries: int,
@@ -132,10 +132,14 @@ def test_one_long_row_takes_no_more_than_its_share(
     model = load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=dtype)
     runner = Runner(model, num_pages=320, page_tokens=32, tuning_budget_s=0)
     most = 32 << 20
-    assert num_tokens * bytes_of_key(model.config, dtype.itemsize, num_queries) > 4 * most
+    key_bytes = bytes_of_key(model.config, torch.empty(0, dtype=dtype), num_queries)
+    assert num_tokens * key_bytes > 4 * most
     undivided_peak, expected = peak_of_attention(num_tokens, num_queries, runner)
     monkeypatch.setattr(latents, "MAX_EXPANDED_BYTES", most)
     peak, output = peak_of_attention(num_tokens, num_queries, runner)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=tolerance)
+    longest_undivided_peak, _ = peak_of_attention(most // key_bytes, num_queries, runner)
     assert undivided_peak > 3 * most
-    assert peak < 1.1 * most
+    # Which copies torch makes depends on the processor. The scores and what is expanded are there on all of them.
+    for each in (peak, longest_undivided_peak):
+        assert most / 5 < each < 1.1 * most
