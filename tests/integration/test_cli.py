@@ -92,24 +92,6 @@ def test_the_second_turn_of_a_chat_is_cached(up: RunningUp) -> None:
     assert 0 < new_tokens < first["usage"]["prompt_tokens"]
 
 
-def test_a_chat_over_http_goes_on_and_its_refusals_are_one_sentence(up: RunningUp) -> None:
-    url = f"http://{up.addresses['http']}"
-    asked = ("chat", "--http", url, "--temperature", "0", "--max-tokens", "12")
-    turns = "What is the capital of France?\nAnd of Italy?\n"
-    streamed = corolla(*asked, text=turns).stdout
-    first, second = [json.loads(line) for line in corolla(*asked, "--json", text=turns).stdout.splitlines()]
-    assert "Rome" in second["text"]
-    assert first["session"] == second["session"]
-    assert second["usage"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
-    assert first["text"] in streamed
-    assert second["text"] in streamed
-    for arguments in (["--http", url, "--top-p", "7"], ["--http", "http://127.0.0.1:1"]):
-        refused = corolla("chat", *arguments, text="hello\n")
-        assert refused.returncode == 1
-        assert refused.stderr.startswith("corolla: ")
-        assert refused.stderr.count("\n") == 1
-
-
 def test_the_page_is_where_it_says(up: RunningUp) -> None:
     with urllib.request.urlopen(up.addresses["page"], timeout=30) as reply:
         assert "<title>Corolla</title>" in reply.read().decode()

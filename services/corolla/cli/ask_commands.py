@@ -72,7 +72,6 @@ def generate(
 
 def chat(
     server: ask.Server = ask.DEFAULT_SERVER,
-    http: ask.Http = None,
     api_key: ask.ApiKey = None,
     api_key_file: ask.ApiKeyFile = None,
     tls: ask.Tls = False,
@@ -115,11 +114,6 @@ def chat(
         response_format=ask.form(json_schema, regex),
     )  # fmt: skip
     key = ask.api_key(api_key, api_key_file)
-    if http is not None:
-        from corolla.cli.http_chat import HttpClient
-
-        with HttpClient(http, api_key=key, timeout=timeout, ca_file=ca_file) as http_client:
-            return run_chat(http_client, system, session, options, as_json=json)
     with Client(server, api_key=key, timeout=timeout, credentials=ask.credentials(tls, ca_file)) as client:
         return run_chat(client, system, session, options, as_json=json)
 

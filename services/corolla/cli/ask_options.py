@@ -27,13 +27,6 @@ Server = Annotated[
         rich_help_panel=_PLACE,
     ),
 ]
-Http = Annotated[
-    str | None,
-    typer.Option(
-        "--http", metavar="URL", help="Ask by HTTP, such as http://127.0.0.1:8080.", rich_help_panel=_PLACE,
-        show_default=False,
-    ),
-]  # fmt: skip
 ApiKey = Annotated[
     str | None,
     typer.Option(

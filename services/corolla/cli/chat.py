@@ -5,7 +5,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from corolla.chassis.errors import CorollaError, InvalidRequest, SessionNotFound
 from corolla.cli.advice import sentence_of
@@ -16,19 +16,14 @@ from corolla.sdk.conversation import Turn
 from corolla.sdk.results import Message, ToolCall
 from corolla.sdk.sessions import Chat
 
-if TYPE_CHECKING:
-    from corolla.cli.http_chat import HttpChat, HttpClient
-
 _HELP = "/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
-def run_chat(
-    client: "Client | HttpClient", system: str | None, session: str | None, options: dict[str, Any], *, as_json: bool
-) -> int:
+def run_chat(client: Client, system: str | None, session: str | None, options: dict[str, Any], *, as_json: bool) -> int:
     """Each line is a turn. On a terminal a failed turn is shown and the conversation goes on; over a pipe it ends."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     if is_terminal:
-        _say(f"Talking with {_model_of(client)}. {_HELP}")
+        _say(f"Talking with {client.models()[0].name}. {_HELP}")
     while True:
         with client.chat(system=system, session=session, **options) as chat:
             wants_more = _terminal_talk(chat) if is_terminal else _piped_talk(chat, as_json=as_json)
@@ -38,11 +33,7 @@ def run_chat(
         _say("A new conversation.")
 
 
-def _model_of(client: "Client | HttpClient") -> str:
-    return client.models()[0].name if isinstance(client, Client) else client.model
-
-
-def _terminal_talk(chat: "Chat | HttpChat") -> bool:
+def _terminal_talk(chat: Chat) -> bool:
     """Returns whether another conversation is wanted."""
     # Line editing and history for `input`.
     with contextlib.suppress(ImportError):
@@ -73,7 +64,7 @@ def _terminal_talk(chat: "Chat | HttpChat") -> bool:
                 sys.stderr.write(f"corolla: {sentence_of(failure)}\n")
 
 
-def _talk_about(chat: "Chat | HttpChat", text: str) -> None:
+def _talk_about(chat: Chat, text: str) -> None:
     """A turn, and the turns of the tools that are called."""
     calls = _answer_on_terminal(chat, text)
     while calls:
@@ -89,7 +80,7 @@ def _asked(who: str) -> str:
     return input(f"\001\033[1;36m\002{who}>\001\033[0m\002 ").strip()
 
 
-def _answer_on_terminal(chat: "Chat | HttpChat", turn: Turn) -> tuple[ToolCall, ...]:
+def _answer_on_terminal(chat: Chat, turn: Turn) -> tuple[ToolCall, ...]:
     """Returns the calls that wait for results."""
     with interruption() as interrupted:
         stream = chat.stream(turn)
@@ -115,7 +106,7 @@ def _result(call: ToolCall, text: str) -> Message:
     return Message("tool", text, tool_call_id=call.id, name=call.name)
 
 
-def _piped_talk(chat: "Chat | HttpChat", *, as_json: bool) -> bool:
+def _piped_talk(chat: Chat, *, as_json: bool) -> bool:
     calls: tuple[ToolCall, ...] = ()
     results: list[Message] = []
     for text in _piped_turns():
@@ -134,7 +125,7 @@ def _piped_talk(chat: "Chat | HttpChat", *, as_json: bool) -> bool:
     return False
 
 
-def _piped_answer(chat: "Chat | HttpChat", turn: Turn, text: str, *, as_json: bool) -> tuple[ToolCall, ...]:
+def _piped_answer(chat: Chat, turn: Turn, text: str, *, as_json: bool) -> tuple[ToolCall, ...]:
     """Returns the calls that wait for results."""
     if as_json:
         reply = chat.send(turn)

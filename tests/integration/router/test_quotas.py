@@ -1,27 +1,16 @@
 """Quotas of tenants, counted in the store: exactly, however many ask and however often a call is made again."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
-from prometheus_client import CollectorRegistry
-from redis.asyncio import Redis
 
-from corolla.chassis.errors import QuotaExceeded
-from corolla.chassis.tenant_limits import Use
-from corolla.client.quotas.share import LocalShare
-from corolla.router import store
-from corolla.router.metrics import RouterMetrics
-from corolla.router.quotas import MOST_TAKES, MOST_USES, Quotas
+from corolla.router.quotas import MOST_TAKES, MOST_USES
 from corolla.v1 import router_pb2 as pb
-from tests.integration.router.conftest import CLOCK, Router, StartRouter, refusal
+from tests.integration.router.conftest import Router, StartRouter, refusal
 
 LEASE_MS = 60_000
 HOUR_MS = 3_600_000
@@ -188,91 +177,3 @@ async def test_what_makes_no_sense_is_refused(
     error = await refusal(router.stub.TakeQuotas(request, timeout=30))
     assert error.reason == "INVALID_REQUEST"
     assert error.message.startswith(f"{field}:")
-
-
-# --- the store and a share alone follow the same rules ---------------------------------------------------------------
-
-AMOUNTS = st.integers(0, 30)
-REQUESTS = st.sampled_from("abcd")
-USES = st.lists(
-    st.builds(
-        Use,
-        quota=st.sampled_from(["one", "two"]),
-        amount=AMOUNTS,
-        limit=st.sampled_from([5, 8, 20]),
-        must_fit=st.booleans(),
-        period_ms=st.just(1000),
-    )
-    | st.builds(
-        Use, quota=st.just("held"), amount=AMOUNTS, limit=st.just(20), must_fit=st.booleans(), period_ms=st.just(0)
-    ),
-    max_size=3,
-    unique_by=lambda use: use.quota,
-)
-
-
-class Counting(RuleBasedStateMachine):
-    """A client service that is alone has the whole of each quota for its share."""
-
-    redis_url = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runner = asyncio.Runner()
-        self.model = f"quotas-{secrets.token_hex(6)}"
-        self.redis = Redis.from_url(self.redis_url)
-        self.store = store.Store(self.redis_url, 5.0, RouterMetrics(CollectorRegistry()))
-        self.quotas = Quotas(self.store)
-        self.share = LocalShare()
-        self.now_ms = 1_700_000_000_000
-        self.time_passes(0)
-
-    def teardown(self) -> None:
-        self.runner.run(self.store.close())
-        self.runner.run(self.redis.aclose())
-        self.runner.close()
-
-    @rule(ms=st.sampled_from([1, 20, 125, 1000, 5000]))
-    def time_passes(self, ms: int) -> None:
-        self.now_ms += ms
-        self.runner.run(self.set_clock())
-
-    async def set_clock(self) -> None:
-        await self.redis.set(CLOCK + self.model, str(self.now_ms), ex=600)
-
-    @rule(request_id=REQUESTS, uses=USES)
-    def take(self, request_id: str, uses: Sequence[Use]) -> None:
-        shortage = self.share.take("t", request_id, uses, self.now_ms / 1000)
-        takes = [
-            pb.QuotaTake(
-                tenant="t", request_id=request_id, lease_ms=600_000,
-                uses=[
-                    pb.QuotaUse(quota=each.quota, amount=each.amount, limit=each.limit, period_ms=each.period_ms,
-                                must_fit=each.must_fit)
-                    for each in uses
-                ],
-            )
-        ]  # fmt: skip
-        request = pb.TakeQuotasRequest(model=self.model, taker_id="c", takes=takes)
-        if shortage is None:
-            self.runner.run(self.quotas.take(request))
-            return
-        with pytest.raises(QuotaExceeded) as caught:
-            self.runner.run(self.quotas.take(request))
-        assert caught.value.metadata == {"quota": shortage.quota}
-        if shortage.wait_s:
-            assert caught.value.retry_after_s == pytest.approx(shortage.wait_s, abs=0.0021)
-
-    @rule(request_id=REQUESTS)
-    def end(self, request_id: str) -> None:
-        self.share.give_back("t", request_id)
-        take = pb.QuotaTake(tenant="t", request_id=request_id)
-        self.runner.run(self.quotas.take(pb.TakeQuotasRequest(model=self.model, taker_id="c", takes=[take])))
-
-
-def test_a_share_alone_counts_as_the_store_does(
-    scripts_on_a_set_clock: None, monkeypatch: pytest.MonkeyPatch, redis_url: str
-) -> None:
-    monkeypatch.setattr(Counting, "redis_url", redis_url)
-    examples = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
-    run_state_machine_as_test(Counting, settings=examples)

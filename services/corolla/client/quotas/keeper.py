@@ -7,7 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,7 @@ from corolla.chassis.errors import CorollaError, QuotaExceeded
 from corolla.chassis.tenant_limits import QuotaTable, TenantLimits, Use
 from corolla.client.generation.admission import Usage
 from corolla.client.metrics import ClientMetrics
-from corolla.client.quotas.share import LocalShare
+from corolla.client.quotas.share import StaticShare
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import router_pb2 as pb
 
@@ -30,7 +30,7 @@ _TIMEOUT_S: Final = 0.5
 _REST_S: Final = 1.0
 _MOST_TAKES: Final = 256
 _BILL_PATIENCE_S: Final = 5.0
-"""Tokens that no router heard of for so long were counted here; both would count them twice."""
+"""Tokens that no router heard of for so long are counted here instead."""
 _BILL_LEASE_S: Final = 2 * _BILL_PATIENCE_S
 """For so long the router knows a bill that comes again."""
 _LETTING_GO_S: Final = (0.05, 0.1, 0.2, 0.4)
@@ -43,12 +43,17 @@ _RATE: Final = "requests_per_second"
 
 @dataclass(slots=True)
 class _Running:
-    """A request that holds something, or has held."""
+    """A request that holds something.
+
+    Attributes:
+        held: by quota.
+    """
 
     tenant: str
     usage: Usage
     renewed_s: float
     num_noted_tokens: int
+    held: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ class QuotaKeeper:
         self._control: ControlPlane | None = None
         self._taker_id = secrets.token_hex(16)
         self._num_takers = 1
-        self._share = LocalShare()
+        self._share = StaticShare()
         self._breaker = Breaker(1, _REST_S)
         self._running: dict[str, _Running] = {}
         self._num_unbilled_tokens: Counter[str] = Counter()
@@ -148,9 +153,7 @@ class QuotaKeeper:
     async def check_request(self, tenant: str) -> None:
         """Counts a request that holds nothing. Raises QuotaExceeded."""
         uses = self.limits(tenant).uses({_RATE: 1}, must_fit=True)
-        request_id = secrets.token_hex(16)
-        await self.take(tenant, request_id, uses, _BILL_LEASE_S)
-        self._share.give_back(tenant, request_id)
+        await self.take(tenant, secrets.token_hex(16), uses, _BILL_LEASE_S)
 
     @contextlib.contextmanager
     def counted_refusals(self) -> Iterator[None]:
@@ -183,12 +186,13 @@ class QuotaKeeper:
         request_id = secrets.token_hex(16)
         is_refused = False
         try:
+            uses = limits.uses(amounts, must_fit=True)
             try:
-                await self.take(tenant, request_id, limits.uses(amounts, must_fit=True))
+                await self.take(tenant, request_id, uses)
             except QuotaExceeded:
                 is_refused = True
                 raise
-            self._running[request_id] = _Running(tenant, usage, self._now_s(), num_sequences)
+            self._running[request_id] = _Running(tenant, usage, self._now_s(), num_sequences, _held(uses))
             yield Allowance(self, tenant, request_id, limits)
         finally:
             # Also of a request whose caller left before the router had answered: that may have counted it.
@@ -208,14 +212,13 @@ class QuotaKeeper:
         """Sends the router once what it has not counted yet; what cannot be sent now stays for the next time."""
         now_s = self._now_s()
         self._write_bills()
-        self._bills = [(bill, since_s) for bill, since_s in self._bills if now_s - since_s < _BILL_PATIENCE_S]
+        self._count_late_bills(now_s)
         self._ended = {request_id: end for request_id, end in self._ended.items() if now_s < end[1]}
         bills, ended = list(self._bills), list(self._ended.items())
         renewed = [
             request_id
             for request_id, each in self._running.items()
-            if now_s - each.renewed_s >= self._lease_s / _RENEWALS_IN_A_LEASE
-            and self._share.held(each.tenant, request_id)
+            if each.held and now_s - each.renewed_s >= self._lease_s / _RENEWALS_IN_A_LEASE
         ]
         takes = [
             *(bill.to_message() for bill, _ in bills),
@@ -239,6 +242,12 @@ class QuotaKeeper:
         await self.settle()
 
     # --- one take -------------------------------------------------------------------------------------------------
+
+    async def take_more(self, tenant: str, request_id: str, uses: Sequence[Use]) -> None:
+        """Counts what a request that runs is going to use besides. Raises QuotaExceeded."""
+        await self.take(tenant, request_id, uses)
+        if (running := self._running.get(request_id)) is not None:
+            running.held.update(_held(uses))
 
     async def take(self, tenant: str, request_id: str, uses: Sequence[Use], lease_s: float | None = None) -> None:
         """Counts what a request has used by now. Raises QuotaExceeded."""
@@ -270,14 +279,14 @@ class QuotaKeeper:
             raise QuotaExceeded.of(_RATE, wait_s)
         try:
             if self._breaker.admits(self._now_s()) and await self._sent([take.to_message()]):
-                self._count_here(take)
                 return
         except QuotaExceeded as refusal:
             if refusal.metadata.get("quota") == _RATE and refusal.retry_after_s is not None:
                 self._refused_until_s[take.tenant] = self._now_s() + refusal.retry_after_s
             raise
         self._metrics.local_quota_takes.inc()
-        shortage = self._share.take(take.tenant, take.request_id, take.uses, self._now_s(), self._num_takers)
+        held = self._held_here(take.tenant)
+        shortage = self._share.take(take.tenant, take.uses, held, self._now_s(), self._num_takers)
         if shortage is not None:
             raise QuotaExceeded.of(shortage.quota, shortage.wait_s)
 
@@ -300,23 +309,24 @@ class QuotaKeeper:
         self._num_takers = max(1, answer.num_takers)
         return True
 
-    def _count_here(self, take: _Take) -> None:
-        """What the router counts is counted here as well, so that the share is right when no router answers."""
-        uses = [replace(use, must_fit=False) for use in take.uses]
-        self._share.take(take.tenant, take.request_id, uses, self._now_s(), self._num_takers)
+    def _held_here(self, tenant: str) -> Counter[str]:
+        """What requests of a tenant hold in this client service, by quota."""
+        held: Counter[str] = Counter()
+        for each in self._running.values():
+            if each.tenant == tenant:
+                held.update(each.held)
+        return held
 
     def _end(self, tenant: str, request_id: str) -> None:
         if (running := self._running.pop(request_id, None)) is not None:
             self._note_tokens(running)
-        self._share.give_back(tenant, request_id)
         self._ended[request_id] = (tenant, self._now_s() + self._lease_s)
         self._has_ended.set()
 
     def _renewal(self, request_id: str) -> pb.QuotaTake:
-        tenant = self._running[request_id].tenant
-        held = self._share.held(tenant, request_id)
-        uses = self.limits(tenant).uses(held, must_fit=False)
-        return _Take(tenant, request_id, uses, self._lease_s).to_message()
+        running = self._running[request_id]
+        uses = self.limits(running.tenant).uses(running.held, must_fit=False)
+        return _Take(running.tenant, request_id, uses, self._lease_s).to_message()
 
     # --- generated tokens -----------------------------------------------------------------------------------------
 
@@ -334,9 +344,14 @@ class QuotaKeeper:
             if uses:
                 take = _Take(tenant, secrets.token_hex(16), uses, _BILL_LEASE_S)
                 self._bills.append((take, self._now_s()))
-                self._count_here(take)
-                self._share.give_back(tenant, take.request_id)
         self._num_unbilled_tokens.clear()
+
+    def _count_late_bills(self, now_s: float) -> None:
+        """Counts what no router has heard of in time here: later it would be counted twice."""
+        for bill, since_s in self._bills:
+            if now_s - since_s >= _BILL_PATIENCE_S:
+                self._share.take(bill.tenant, bill.uses, {}, now_s, self._num_takers)
+        self._bills = [(bill, since_s) for bill, since_s in self._bills if now_s - since_s < _BILL_PATIENCE_S]
 
     def _parse(self, contents: Contents) -> None:
         table = QuotaTable.parse(contents[0])
@@ -365,4 +380,8 @@ class Allowance:
     async def take_prompt(self, num_prompt_tokens: int, num_reserved_tokens: int) -> None:
         """Counts a prompt, and the tokens that the request may come to. Raises QuotaExceeded."""
         amounts = {"prompt_tokens_per_minute": num_prompt_tokens, "reserved_tokens": num_reserved_tokens}
-        await self.keeper.take(self.tenant, self.request_id, self.limits.uses(amounts, must_fit=True))
+        await self.keeper.take_more(self.tenant, self.request_id, self.limits.uses(amounts, must_fit=True))
+
+
+def _held(uses: Iterable[Use]) -> dict[str, int]:
+    return {use.quota: use.amount for use in uses if not use.period_ms}

@@ -1,10 +1,11 @@
 """The share of each tenant's quotas that this client service enforces by itself while no router counts. Pure.
 
-The same rules as the router's `take_quotas` script has, with limits divided by the number of client services.
+A share is the limit divided by the number of client services. What a tenant's requests hold here is compared with it;
+what flows is counted in windows, each as long as the quota's period.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from corolla.chassis.tenant_limits import Use
@@ -18,75 +19,48 @@ class Shortage:
     wait_s: float
 
 
-@dataclass(slots=True)
-class _Bucket:
-    level: float
-    since_s: float
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What was used in one window, by tenant and quota."""
+
+    number: int
+    used: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
-@dataclass(slots=True)
-class _Taken:
-    """By one request."""
-
-    spent: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    held: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-
-
-@dataclass(slots=True)
-class _Tenant:
-    buckets: dict[str, _Bucket] = field(default_factory=dict)
-    held: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    requests: dict[str, _Taken] = field(default_factory=dict)
-
-
-class LocalShare:
-    """Counts what requests of this client service use."""
+class StaticShare:
+    """Counts what no router has counted."""
 
     def __init__(self) -> None:
-        self._tenants: defaultdict[str, _Tenant] = defaultdict(_Tenant)
+        # By the length in milliseconds. A window that is over takes its counts with it.
+        self._windows: dict[int, _Window] = {}
 
     def take(
-        self, tenant: str, request_id: str, uses: Sequence[Use], now_s: float, num_shares: int = 1
+        self, tenant: str, uses: Sequence[Use], held: Mapping[str, int], now_s: float, num_services: int
     ) -> Shortage | None:
-        """Counts what a request has used by now, or nothing where a use that must fit does not."""
-        state = self._tenants[tenant]
-        taken = state.requests.get(request_id) or _Taken()
-        filled: dict[str, _Bucket] = {}
+        """Counts what a request is going to use, or nothing where a use that must fit does not.
+
+        Args:
+            held: by quota, what the tenant's requests hold here already.
+            num_services: that share the limits.
+        """
         for use in uses:
-            limit = max(1.0, use.limit / num_shares)
-            if not use.period_ms:
-                more = use.amount - taken.held[use.quota]
-                if use.must_fit and more > 0 and state.held[use.quota] + more > limit:
-                    return Shortage(use.quota, 0.0)
-                continue
-            more = max(0, use.amount - taken.spent[use.quota])
-            bucket = state.buckets.get(use.quota) or _Bucket(limit, now_s)
-            per_second = limit * 1000 / use.period_ms
-            level = min(limit, bucket.level + max(0.0, now_s - bucket.since_s) * per_second)
-            # More than a full bucket can only ever be taken from a full one.
-            needed = min(more, limit)
-            if use.must_fit and more > 0 and level < needed:
-                return Shortage(use.quota, (needed - level) / per_second)
-            filled[use.quota] = _Bucket(level - more, now_s)
-        state.buckets.update(filled)
+            if use.must_fit and use.amount:
+                used = self._window(use, now_s).used[tenant, use.quota] if use.period_ms else held.get(use.quota, 0)
+                # What exceeds a whole share is taken from a window in which nothing was used yet.
+                is_first = use.period_ms and not used
+                if not is_first and used + use.amount > max(1.0, use.limit / num_services):
+                    return Shortage(use.quota, self._rest_s(use, now_s))
         for use in uses:
             if use.period_ms:
-                taken.spent[use.quota] = max(taken.spent[use.quota], use.amount)
-            else:
-                state.held[use.quota] += use.amount - taken.held[use.quota]
-                taken.held[use.quota] = use.amount
-        state.requests[request_id] = taken
+                self._window(use, now_s).used[tenant, use.quota] += use.amount
         return None
 
-    def give_back(self, tenant: str, request_id: str) -> None:
-        """The request has ended."""
-        state = self._tenants[tenant]
-        taken = state.requests.pop(request_id, None)
-        if taken is not None:
-            for quota, amount in taken.held.items():
-                state.held[quota] -= amount
+    def _window(self, use: Use, now_s: float) -> _Window:
+        number = int(now_s * 1000 // use.period_ms)
+        if (window := self._windows.get(use.period_ms)) is None or window.number != number:
+            window = self._windows[use.period_ms] = _Window(number)
+        return window
 
-    def held(self, tenant: str, request_id: str) -> dict[str, int]:
-        """What a request holds, by quota."""
-        taken = self._tenants[tenant].requests.get(request_id)
-        return dict(taken.held) if taken is not None else {}
+    def _rest_s(self, use: Use, now_s: float) -> float:
+        """Seconds until the next window; 0 of what is held."""
+        return (use.period_ms - now_s * 1000 % use.period_ms) / 1000 if use.period_ms else 0.0
