@@ -50,7 +50,7 @@ from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.graph_choice import choose_graphs
 from corolla.compute.runner import Runner, page_windows
-from corolla.compute.speed import Speed, decode_step, measure_decode_step, measure_speed, state_bytes
+from corolla.compute.speed import Speed, measure_decode_step, measure_speed, state_bytes
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges
