@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from corolla.chassis.channels import open_channel
+from corolla.client.bounds import ClientBounds
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire import stream
@@ -80,7 +81,7 @@ def connections(swarm: Swarm) -> Counter[str]:
 async def test_a_forged_ready_costs_each_client_service_little(tmp_path: Path, kind: str) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
     async with (
-        Swarm(tmp_path, model, ["0:5"], client={"open_timeout_s": 1.0}) as swarm,
+        Swarm(tmp_path, model, ["0:5"], bounds=ClientBounds(open_timeout_s=1.0)) as swarm,
         swarm.connect() as client,
         forger(kind) as address,
         open_channel(swarm.router_address) as channel,

@@ -18,9 +18,11 @@ from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
 from corolla.client.api.servicer import FAREWELL_S
+from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
 from corolla.local.redis_server import EmbeddedRedis
+from corolla.router.pace import USUAL_PACE, RouterPace
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.sdk.async_client import AsyncClient
@@ -36,7 +38,7 @@ _ONE_THREAD: dict[str, Any] = {"threads": 1}
 # A tiny model has nothing to gain by better kernels.
 _UNTUNED: dict[str, Any] = {"tuning_budget_s": 0.0}
 # Servers of one process share its event loop, and tests hold up what one computes.
-_IN_A_THREAD: dict[str, Any] = {"max_inline_ms": 0.0}
+_MAX_INLINE_S = 0.0
 _NUM_DATABASES = 16
 
 
@@ -62,6 +64,8 @@ class Swarm:
         spans: one block server for each, `"start:end"` or `"auto"`.
         num_clients: client services.
         server: further settings of the block servers; `client` and `router` likewise.
+        bounds: of the client services.
+        pace: of the router.
         api_key: what its own calls are made with, where the client services have keys configured.
         own_redis: whether it has a Redis to itself, because that will be broken.
         is_encrypted: whether everything between the services is TLS, with certificates of both ends.
@@ -82,6 +86,8 @@ class Swarm:
         server: dict[str, Any] | None = None,
         client: dict[str, Any] | None = None,
         router: dict[str, Any] | None = None,
+        bounds: ClientBounds = USUAL_BOUNDS,
+        pace: RouterPace = USUAL_PACE,
         api_key: str | None = None,
         own_redis: bool = False,
         is_encrypted: bool = False,
@@ -93,6 +99,8 @@ class Swarm:
         self._server_settings = server or {}
         self._client_settings = client or {}
         self._router_settings = router or {}
+        self._bounds = bounds
+        self._pace = pace
         self._api_key = api_key
         self._own_redis = own_redis
         self.identities = Identities(folder) if is_encrypted else None
@@ -113,7 +121,7 @@ class Swarm:
             redis_url=SecretStr(self.redis_url),
             **{"port": 0, **_HERE, **patience, "tls_dir": self._tls_dir(Role.ROUTER, 1), **self._router_settings},
         )
-        self.router = RouterProcess(settings)
+        self.router = RouterProcess(settings, pace=self._pace)
         await self.router.start()
         for span in self._spans:
             await self.add_server(span)
@@ -181,26 +189,27 @@ class Swarm:
             **_HERE,
             **_ONE_THREAD,
             **_UNTUNED,
-            **_IN_A_THREAD,
             "tls_dir": self._tls_dir(Role.BLOCK, len(self._wires)),
             **self._server_settings,
         }
         given |= settings_of_this
         settings = BlockServerSettings(advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given)
         wires = Wires(Network.of(settings.tls_dir))
-        server = BlockServer(settings, network=wires.network)
+        server = BlockServer(settings, network=wires.network, max_inline_s=_MAX_INLINE_S)
         self._wires[server] = wires
         await server.start()
         self.servers.append(server)
         return server
 
-    async def add_client(self, *, farewell_s: float = FAREWELL_S, **settings_of_this: Any) -> ClientService:
+    async def add_client(
+        self, *, bounds: ClientBounds | None = None, farewell_s: float = FAREWELL_S, **settings_of_this: Any
+    ) -> ClientService:
         tls_dir = self._tls_dir(Role.CLIENT, len(self._wires))
         given = {"port": 0, "model": self._model, **_HERE, "tls_dir": tls_dir, **self._client_settings}
         given |= settings_of_this
         settings = ClientSettings(router=self.router_address, **given)
         wires = Wires(Network.of(settings.tls_dir))
-        client = ClientService(settings, network=wires.network, farewell_s=farewell_s)
+        client = ClientService(settings, network=wires.network, bounds=bounds or self._bounds, farewell_s=farewell_s)
         self._wires[client] = wires
         await client.start()
         self.clients.append(client)

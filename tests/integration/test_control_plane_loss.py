@@ -34,7 +34,7 @@ OUTAGE_S = float(os.environ.get("COROLLA_TEST_OUTAGE_S", "2.5"))
 # Four times what is promised, which a fault run of its own measures: here others may use the machine.
 HEALED_WITHIN_S = 20.0
 # A store that is slow is not one that is away.
-ROUTER = {"lease_ms": 1500, "heartbeat_interval_ms": 400, "redis_timeout_ms": 1000}
+ROUTER = {"lease_ms": 1500, "redis_timeout_ms": 1000}
 SEEDED: dict[str, Any] = {"ignore_eos": True, "temperature": 0.9, "seed": 11}
 
 

@@ -38,7 +38,7 @@ def test_a_router_whose_placement_statistics_fail_reports_it_and_ends(redis_url:
     environment = {
         **os.environ, "COROLLA_REDIS_URL": redis_url, "COROLLA_HOST": "127.0.0.1", "COROLLA_PORT": str(port),
         "COROLLA_METRICS_HOST": "127.0.0.1", "COROLLA_METRICS_PORT": "0", "COROLLA_KUBERNETES": "off",
-        "COROLLA_RELIST_INTERVAL_S": "0.1", VARIABLE: "fail:placement_statistics:60",
+        VARIABLE: "fail:placement_statistics:12",
     }  # fmt: skip
     router = subprocess.Popen([sys.executable, "-m", "corolla.router"], env=environment, stderr=subprocess.PIPE)
     try:

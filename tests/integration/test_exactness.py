@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from corolla.client.bounds import ClientBounds
 from corolla.models.demo import demo_checkpoint
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Completion, FinishReason, Usage
@@ -34,7 +35,8 @@ MAX_STREAMS = 40
 TUNED = {"tuning_budget_s": 2.0}
 # Nothing dies here, and this runs with what others leave of the processors: slowness is never a loss.
 PATIENT_ROUTER = {"lease_ms": 120_000, "redis_timeout_ms": 10_000}
-PATIENT_CLIENT = {"probe_timeout_s": 120.0, "open_timeout_s": 120.0, "step_timeout_s": 600.0}
+PATIENT_CLIENT = {"step_timeout_s": 600.0}
+PATIENCE = ClientBounds(silence_s=120.0, open_timeout_s=120.0)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,8 @@ def patient_swarm(
 ) -> Swarm:
     """A swarm of the demo model that takes no slowness for a loss."""
     patient_client = {**PATIENT_CLIENT, **(client or {})}
-    return Swarm(folder, demo_checkpoint(), CHAINS[chain], server=server, client=patient_client, router=PATIENT_ROUTER)
+    patient: dict[str, Any] = {"client": patient_client, "bounds": PATIENCE, "router": PATIENT_ROUTER}
+    return Swarm(folder, demo_checkpoint(), CHAINS[chain], server=server, **patient)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -151,8 +154,8 @@ def difference(answer: GoldenAnswer, given: Given, unsplit: Unsplit) -> str | No
 PAGE_TOKENS = 16
 NUM_CROWDED_TOKENS = 12
 # Prompts are cut into small chunks, of which an iteration takes a few beside what decodes.
-CROWDED_SERVER = {"page_tokens": PAGE_TOKENS, "max_batch_tokens": 64, "prefill_tokens_during_decode": 24}
-CROWDED_CLIENT = {"prefill_chunk_tokens": 24, "prefill_chunk_tokens_during_decode": 10}
+CROWDED_SERVER = {"page_tokens": PAGE_TOKENS, "max_batch_tokens": 64}
+CROWDED_CLIENT = {"prefill_chunk_tokens": 24}
 
 
 @pytest.mark.timeout(900)

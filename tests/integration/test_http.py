@@ -9,6 +9,7 @@ import httpx2
 import pytest
 import pytest_asyncio
 
+from corolla.client.bounds import ClientBounds
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
 
@@ -27,7 +28,8 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
         folder,
         model,
         ["0:2", "2:5"],
-        client={"http_port": 0, "max_request_bytes": 64 << 10, "http_read_timeout_s": 1.0},
+        client={"http_port": 0, "max_request_bytes": 64 << 10},
+        bounds=ClientBounds(http_read_timeout_s=1.0),
     ) as swarm:
         yield swarm
 

@@ -142,7 +142,7 @@ async def test_who_leaves_is_counted_as_gone_and_leaves_nothing(swarm: Swarm) ->
 
 
 async def test_connections_are_bounded(swarm: Swarm) -> None:
-    service = await swarm.add_client(http_max_connections=2)
+    service = await swarm.add_client(max_connections=2)
     streams = [await asyncio.open_connection("127.0.0.1", service.http_port) for _ in range(3)]
     async with asyncio.timeout(5):
         answered = await streams[2][0].read()
@@ -154,7 +154,7 @@ async def test_connections_are_bounded(swarm: Swarm) -> None:
 
 
 async def test_handshakes_are_connections_too(swarm: Swarm, public: Path) -> None:
-    service = await swarm.add_client(public_tls_dir=public, http_max_connections=2)
+    service = await swarm.add_client(public_tls_dir=public, max_connections=2)
     silent = [await asyncio.open_connection("127.0.0.1", service.http_port) for _ in range(2)]
     reader, writer = await asyncio.open_connection("127.0.0.1", service.http_port)
     async with asyncio.timeout(5):

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from corolla.client.api.keys import NewKey
+from corolla.client.bounds import ClientBounds
 from corolla.client.http.page import HEADERS
 from corolla.client.http.placement_facts import name_of
 from corolla.client.service import ClientService
@@ -23,6 +24,7 @@ from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+FEW_WATCHERS = ClientBounds(max_watchers=4)
 KEY = "a-simple-key-of-bob"
 ANNS_KEY = "a-simple-key-of-ann"
 OTHER_MODEL = NewKey("acme", models=["another"])
@@ -131,7 +133,7 @@ async def test_decode_steps_tell_how_many_rows_they_have(swarm: Swarm) -> None:
 
 
 async def test_as_many_watch_as_may_and_leave_nothing(swarm: Swarm) -> None:
-    service = await swarm.add_client(http_max_watchers=4)  # one of several tenants has a quarter
+    service = await swarm.add_client(bounds=FEW_WATCHERS)  # one of several tenants has a quarter
     async with caller(service) as http:
         watching = placements(http)
         await anext(watching)
@@ -151,7 +153,7 @@ async def test_as_many_watch_as_may_and_leave_nothing(swarm: Swarm) -> None:
 async def test_a_tenant_that_is_not_alone_any_more_has_its_part(swarm: Swarm, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"bob:{KEY}\n")
-    service = await swarm.add_client(http_max_watchers=4, api_keys_file=keys)
+    service = await swarm.add_client(bounds=FEW_WATCHERS, api_keys_file=keys)
     async with caller(service) as http, caller(service, ANNS_KEY) as other:
         watching = [placements(http) for _ in range(2)]
         for each in watching:

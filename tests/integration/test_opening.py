@@ -14,6 +14,7 @@ import pytest
 from corolla.block_server import service
 from corolla.block_server.service import BlockServer
 from corolla.chassis.errors import HopUnavailable, NoChain
+from corolla.client.bounds import ClientBounds
 from corolla.compute.speed import Speed, measure_speed
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
@@ -26,7 +27,8 @@ from tests.integration.wires import Cut
 PROMPT = "the thin man"
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
 # Longer than a machine may pause while a server that is well opens a session.
-OPEN_TIMEOUT = {"open_timeout_s": 4.0}
+OPEN_TIMEOUT = ClientBounds(open_timeout_s=4.0)
+SHORT = ClientBounds(open_timeout_s=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ async def test_client_service_avoids_a_server_that_lives_and_opens_no_session(
 ) -> None:
     # All else being equal, the planner would rather stay in one zone.
     equally_fast(monkeypatch)
-    settings: dict[str, Any] = {"server": {"zone": "here"}, "client": OPEN_TIMEOUT}
+    settings: dict[str, Any] = {"server": {"zone": "here"}, "bounds": OPEN_TIMEOUT}
     async with Swarm(tmp_path, model, ["0:2", "2:5"], **settings) as swarm:
         await swarm.add_server("2:5", zone="there")
         preferred = swarm.servers[1]
@@ -110,7 +112,7 @@ async def test_client_service_avoids_a_recently_failed_server_where_another_chai
 
 
 async def test_a_request_waits_for_the_only_server_while_it_is_slow(tmp_path: Path, model: Path) -> None:
-    async with Swarm(tmp_path, model, ["0:2", "2:5"], client={"open_timeout_s": 1.0}) as swarm:
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], bounds=SHORT) as swarm:
         async with swarm.connect() as client:
             expected = (await client.generate(PROMPT, **OPTIONS)).token_ids
             slow, asked = swarm.servers[1], openings(swarm)
@@ -131,7 +133,7 @@ async def test_a_request_waits_for_the_only_server_while_it_is_slow(tmp_path: Pa
 async def test_a_request_gives_up_on_a_slow_server_in_time(
     tmp_path: Path, model: Path, client: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    async with Swarm(tmp_path, model, ["0:2", "2:5"], client={"open_timeout_s": 1.0, **client}) as swarm:
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], client=client, bounds=SHORT) as swarm:
         async with swarm.connect() as connected:
             with stuck(swarm.servers[1]), pytest.raises((HopUnavailable, NoChain)):
                 await asyncio.wait_for(connected.generate(PROMPT, **OPTIONS, **options), 20)
@@ -190,7 +192,7 @@ async def test_replicas_share_a_burst_before_their_next_heartbeats(
     equally_fast(monkeypatch)
     # No heartbeat comes meanwhile, and what one text leaves behind helps no other.
     settings: dict[str, Any] = {
-        "router": {"lease_ms": 600_000, "heartbeat_interval_ms": 200_000},
+        "router": {"lease_ms": 600_000},
         "server": {"prefix_cache": False},
     }
     async with Swarm(tmp_path, model, ["0:2", "2:5", "2:5"], **settings) as swarm, swarm.connect() as client:

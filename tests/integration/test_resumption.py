@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import InvalidRequest, SessionBusy
+from corolla.client.bounds import ClientBounds
 from corolla.client.generation.resumption import Resumption
 from corolla.decoding.sampling import Sampler
 from corolla.sdk.async_client import AsyncClient
@@ -296,7 +297,7 @@ async def test_client_service_ends_a_stalled_stream_and_its_caller_may_resume(
 ) -> None:
     folder = tmp_path_factory.mktemp("stalled")
     model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 8192})
-    async with Swarm(folder, model, ["0:2", "2:5"], client={"reader_timeout_s": 4.0}) as swarm:
+    async with Swarm(folder, model, ["0:2", "2:5"], bounds=ClientBounds(reader_timeout_s=4.0)) as swarm:
         options: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True, "request_id": "long", "temperature": 1.0}
         async with swarm.connect() as client:
             whole = (await client.generate(PROMPT, **options)).token_ids

@@ -33,7 +33,7 @@ REPETITIVE: dict[str, Any] = {"frequency_penalty": -1.5}
 async def swarm_with(model: Path, draft_model: Path | None) -> AsyncIterator[Swarm]:
     server = {} if draft_model is None else {"draft_model": str(draft_model)}
     async with Swarm(model.parent, model, ["0:2", "2:5"], num_clients=0, server=server) as swarm:
-        fixed = {"adaptive_drafts": False, "prefill_chunk_tokens": 16}
+        fixed: dict[str, Any] = {"adaptive_drafts": False, "prefill_chunk_tokens": 16}
         await swarm.add_client(**fixed, max_draft_tokens=5, speculation="prompt_lookup")
         await swarm.add_client(**fixed, max_draft_tokens=3, speculation="draft_model")
         await swarm.add_client(speculation="prompt_lookup")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from corolla.client.bounds import ClientBounds
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
 from tests.checkpoints import make_tiny_checkpoint
@@ -33,8 +34,8 @@ def failing_once(kind: type, num_frames: int) -> Callable[[str, Frame], Frame]:
 async def test_no_stream_is_half_alive_and_no_token_changes(tmp_path: Path, where: str, is_encrypted: bool) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
     # Whoever waits for a lost step learns of it by the stream, or not within this test's time.
-    patient = {"step_timeout_s": 600.0, "open_timeout_s": 600.0}
-    swarm = Swarm(tmp_path, model, ["0:2", "2:5"] * 2, client=patient, is_encrypted=is_encrypted)
+    patient, bounds = {"step_timeout_s": 600.0}, ClientBounds(open_timeout_s=600.0)
+    swarm = Swarm(tmp_path, model, ["0:2", "2:5"] * 2, client=patient, bounds=bounds, is_encrypted=is_encrypted)
     async with swarm, swarm.connect() as client:
         undisturbed = await client.generate("the thin man", max_tokens=32, ignore_eos=True)
         assert undisturbed.usage.recoveries == 0

@@ -22,6 +22,7 @@ from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QuotaExceeded, ScopeDenied, SessionNotFound, SettingsError, Unauthenticated
 from corolla.chassis.settings import load
 from corolla.client.api.keys import NewKey
+from corolla.client.bounds import ClientBounds
 from corolla.client.service import ClientService
 from corolla.client.settings import ClientSettings
 from corolla.sdk.async_client import AsyncClient
@@ -51,8 +52,9 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdentityProvi
 async def swarm(tmp_path_factory: pytest.TempPathFactory, provider: IdentityProvider) -> AsyncIterator[Swarm]:
     folder = tmp_path_factory.mktemp("tokens")
     model = make_tiny_checkpoint("llama", folder / "tiny", config_changes={"max_position_embeddings": 16384})
-    taken = {**provider.settings, "oidc_skew_s": SKEW_S, "oidc_refresh_s": REFRESH_S}
-    async with Swarm(folder, model, ["0:5"], client=taken, api_key=provider.token(exp=time.time() + 600)) as swarm:
+    bounds = ClientBounds(token_skew_s=SKEW_S, issuer_refresh_s=REFRESH_S)
+    key = provider.token(exp=time.time() + 600)
+    async with Swarm(folder, model, ["0:5"], client=provider.settings, bounds=bounds, api_key=key) as swarm:
         yield swarm
 
 
@@ -369,7 +371,7 @@ async def test_a_file_of_keys_needs_no_issuer(swarm: Swarm, provider: IdentityPr
 async def test_a_client_service_serves_once_it_has_the_issuers_keys(swarm: Swarm, provider: IdentityProvider) -> None:
     provider.describes = {"issuer": "https://another"}
     try:
-        starting = asyncio.create_task(swarm.add_client(oidc_refresh_s=3))
+        starting = asyncio.create_task(swarm.add_client(bounds=ClientBounds(issuer_refresh_s=3.0)))
         await asyncio.sleep(1)
         assert not starting.done()
     finally:

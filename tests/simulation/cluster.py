@@ -41,6 +41,7 @@ from corolla.client.quotas.keeper import QuotaKeeper
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.transcripts import Transcripts
 from corolla.router.metrics import RouterMetrics
+from corolla.router.pace import USUAL_PACE
 from corolla.router.quotas import Quotas
 from corolla.router.registry import Registry
 from corolla.router.servicer import RouterServicer
@@ -178,7 +179,7 @@ class Router:
         watches = PlacementWatches(
             registry,
             TaskGroup(),
-            relist_interval_s=settings.relist_interval_s,
+            relist_interval_s=USUAL_PACE.relist_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
         servicer = RouterServicer(

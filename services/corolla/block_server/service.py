@@ -70,6 +70,10 @@ _MAX_TAKEN_BACK: Final = 128
 """So many of a session's newest tokens may be taken back where a window has moved on: a ring is 32 tokens ahead of its
 reader, and its last step may have 64 draft tokens."""
 
+MAX_INLINE_S: Final = 0.01
+"""Of a decode step that changes no thread. Control frames wait meanwhile, and may wait so long."""
+_MAX_QUEUED_STEPS: Final = 1024
+"""That may wait; further ones are refused. Many times what sessions with pages can have in line."""
 
 _SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 
@@ -80,6 +84,7 @@ class BlockServer:
     Args:
         span: to hold where the settings leave that to the router; None: the router chooses.
         network: to the router, to next hops and to servers that take sessions over; None: as the settings say.
+        max_inline_s: decode steps that take less are computed where the sockets are served; 0: none.
 
     Attributes:
         registry: its metrics, which can be read also when it has stopped.
@@ -94,8 +99,10 @@ class BlockServer:
         span: Span | None = None,
         *,
         network: Network | None = None,
+        max_inline_s: float = MAX_INLINE_S,
     ) -> None:
         self.settings = settings
+        self._max_inline_s = max_inline_s
         self._wanted = settings.span or span
         network = self._network = network or Network.of(settings.tls_dir)
         self.server_id = secrets.token_hex(16)
@@ -120,7 +127,7 @@ class BlockServer:
         self._peers = PeerTable()
         self._scheduler: Scheduler[StepWork] = Scheduler(
             settings.max_batch_tokens,
-            settings.max_queued_steps,
+            _MAX_QUEUED_STEPS,
             max_prefill_tokens_during_decode=settings.prefill_tokens_during_decode,
         )
         self._sessions: SessionTable[SessionCache] | None = None
@@ -431,7 +438,7 @@ class BlockServer:
             num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
         return ProcessorUse(
             # The event loop's thread has no helpers.
-            max_inline_s=settings.max_inline_ms / 1000 if num_threads == 1 else 0.0,
+            max_inline_s=self._max_inline_s if num_threads == 1 else 0.0,
             num_sampling_threads=num_sampling_threads,
             max_microbatches=settings.max_microbatches,
             compute_thread=self._compute_thread,

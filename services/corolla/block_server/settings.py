@@ -122,12 +122,12 @@ class BlockServerSettings(ServiceSettings):
     prefix_cache: bool = Field(
         True, description="Whether sessions of one tenant whose texts begin alike share the KV pages of that beginning."
     )
-    max_batch_tokens: int = Field(256, ge=1, description="Tokens of one iteration; longer prompts come in chunks.")
-    prefill_tokens_during_decode: int = Field(
-        64,
+    max_batch_tokens: int = Field(
+        256,
         ge=1,
-        description="Prompt tokens of one iteration while others decode here: fewer keep answers flowing evenly, more "
-        "process prompts sooner. Fast GPUs want more.",
+        description="Tokens of one iteration, and of prompts a quarter of them while others decode here: fewer keep "
+        "answers flowing evenly, more process prompts sooner. Steps of more than twice as many are refused. Fast GPUs "
+        "want more.",
     )
     max_microbatches: int = Field(
         0,
@@ -135,15 +135,6 @@ class BlockServerSettings(ServiceSettings):
         description="Microbatches of a chain that begins here that are under way at a time; 0: one for each hop. Fewer "
         "where hops share processors.",
     )
-    max_inline_ms: float = Field(
-        10.0,
-        ge=0,
-        le=1000,
-        description="Decode steps that take less are computed where the sockets are served, so that no step changes "
-        "threads; control frames wait meanwhile. 0: none.",
-    )
-    max_tokens_per_frame: int = Field(512, ge=1, description="Tokens of one step; larger ones are refused.")
-    max_queued_steps: int = Field(1024, ge=1, description="Steps that may wait; further ones are refused.")
     admin_host: str = Field("127.0.0.1", description="Address that AdminService is served on.")
     admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 serves none.")
     quotas_file: Path | None = Field(
@@ -168,6 +159,16 @@ class BlockServerSettings(ServiceSettings):
     def listening_hosts(self) -> Mapping[str, str]:
         """AdminService among them, if it is served."""
         return {**super().listening_hosts, **({"COROLLA_ADMIN_HOST": self.admin_host} if self.admin_port else {})}
+
+    @property
+    def max_tokens_per_frame(self) -> int:
+        """Of one step: chunks of client services that go by the usual settings fit."""
+        return 2 * self.max_batch_tokens
+
+    @property
+    def prefill_tokens_during_decode(self) -> int:
+        """Prompt tokens of one iteration while others decode."""
+        return max(1, self.max_batch_tokens // 4)
 
     @property
     def num_page_tokens(self) -> int:

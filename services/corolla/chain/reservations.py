@@ -61,9 +61,11 @@ class ChainLimits:
     """Sizes and times of steps, leases and recoveries.
 
     Attributes:
-        max_recoveries: of one request; after them its failure is the caller's.
+        max_recoveries: of one request; after them its failure is the caller's. More losses than that within one answer
+            have a cause that recovering does not heal.
         recovery_patience_s: how long a request waits for a server that was lost, or for one that can replace it.
-        max_replayed_tokens: of all recoveries at a time, so that a server's death does not become a stampede.
+        max_replayed_tokens: of all recoveries at a time, so that a server's death does not become a stampede: what a
+            hop on processors computes in some seconds.
         merges_replayed_steps: whether tokens that were processed one by one are replayed in chunks.
         max_tokens_ahead: so far hops go on choosing tokens that nobody has read yet.
         short_factor_length: tokens of the longest text with the short factors of a longrope embedding; None: no text

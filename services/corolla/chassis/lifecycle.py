@@ -14,7 +14,7 @@ import uvloop
 from corolla.chassis import exposure, failpoints, heap, logs
 from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import StartupError
-from corolla.chassis.settings import ServiceSettings, load
+from corolla.chassis.settings import REMOVED, ServiceSettings, load
 from corolla.chassis.tracing import export
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,8 @@ def run_service(settings_class: type[Settings], build: Callable[[Settings], Serv
         failpoints.arm(os.environ)
         os.environ.setdefault(*TLS_1_3_ONLY)
         logs.configure(settings.log_level, settings.log_format, with_audit=settings.audit)
+        for variable in sorted(REMOVED & os.environ.keys()):
+            log.warning("this variable is no setting any more, and changes nothing", extra={"variable": variable})
         stop_tracing = export.start(settings.service_name)
         try:
             uvloop.run(_serve_until_signal(settings, build))

@@ -6,7 +6,7 @@ the process at start with a sentence that names key and value.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -15,6 +15,18 @@ from corolla.chassis.errors import SettingsError
 from corolla.chassis.weight_formats import DtypeName, full_dtype_name
 
 PREFIX = "COROLLA_"
+
+REMOVED: Final = frozenset(
+    f"{PREFIX}{name}"
+    for name in (
+        "HEARTBEAT_INTERVAL_MS", "HTTP_MAX_CONNECTIONS", "HTTP_MAX_WATCHERS", "HTTP_READ_TIMEOUT_S", "KUBECONFIG",
+        "LEASE_S", "MAX_CONNECTION_AGE_S", "MAX_INLINE_MS", "MAX_QUEUED_STEPS", "MAX_RECOVERIES", "MAX_REPLAYED_TOKENS",
+        "MAX_TOKENS_PER_FRAME", "OIDC_REFRESH_S", "OIDC_SKEW_S", "OPEN_TIMEOUT_S", "POD_RELIST_INTERVAL_S",
+        "PREFILL_CHUNK_TOKENS_DURING_DECODE", "PREFILL_TOKENS_DURING_DECODE", "PROBE_AFTER_S", "PROBE_TIMEOUT_S",
+        "READER_TIMEOUT_S", "REBALANCE_INTERVAL_S", "REBALANCE_SETTLE_S", "RELIST_INTERVAL_S", "TURN_LOCK_MS",
+    )
+)  # fmt: skip
+"""Variables that were settings once. Others with the prefix may be anybody's: Kubernetes itself makes such ones up."""
 
 Dtype = Annotated[DtypeName, BeforeValidator(full_dtype_name)]
 """A dtype by its name, or by its abbreviation."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Final
 
 from starlette.types import ASGIApp
 
@@ -30,6 +31,7 @@ from corolla.client.api.issuer import issuer_keys
 from corolla.client.api.servicer import FAREWELL_S, GenerationServicer
 from corolla.client.api.tenants import Tenants, Tokens
 from corolla.client.api.tokens import TokenRules
+from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import Answering, ModelLimits, SpeculationDefaults
 from corolla.client.generation.request_trace import RequestTraces
@@ -62,12 +64,20 @@ from corolla.wire.stream import between_servers
 
 log = logging.getLogger(__name__)
 
+_LEASE_MS: Final = 60_000
+"""For which hops keep a running session that they hear nothing of: longer than a client service needs to start anew."""
+_MAX_CONNECTION_AGE_S: Final = 3600.0
+"""Then a gRPC connection takes no new call, and its caller opens another one: so callers spread over new replicas."""
+_FEWER_DURING_DECODE: Final = 4
+"""A prefill step has a quarter of the tokens while others decode on the same chain, whose answers flow evenly then."""
+
 
 class ClientService:
     """One client service in this process.
 
     Args:
         network: to router and block servers; None: as the settings say.
+        bounds: for how long it waits for others.
         farewell_s: how long before its deadline a caller is notified that there will be no answer.
     """
 
@@ -76,6 +86,7 @@ class ClientService:
         settings: ClientSettings,
         *,
         network: Network | None = None,
+        bounds: ClientBounds = USUAL_BOUNDS,
         farewell_s: float = FAREWELL_S,
     ) -> None:
         self.settings = settings
@@ -83,9 +94,10 @@ class ClientService:
             raise SettingsError("COROLLA_MAX_HELD_REQUEST_BYTES must allow one request of COROLLA_MAX_REQUEST_BYTES")
         self._cache_salts = CacheSalts(settings.cache_secret.get_secret_value())
         self._network = network or Network.of(settings.tls_dir)
+        self._bounds = bounds
         self._farewell_s = farewell_s
         self._hub = Hub(settings.offline, settings.hub_patience_s)
-        self._tokens = _tokens(settings)
+        self._tokens = _tokens(settings, bounds)
         self._tenants = Tenants(settings.api_keys_file, self._tokens)
         self._certificate = PublicCertificate(settings.public_tls_dir) if settings.public_tls_dir else None
         self._registry = new_registry()
@@ -100,7 +112,7 @@ class ClientService:
             settings.host,
             settings.port,
             with_reflection=settings.reflection,
-            callers=CallerBounds(settings.max_request_bytes, settings.max_connections, settings.max_connection_age_s),
+            callers=CallerBounds(settings.max_request_bytes, settings.max_connections, _MAX_CONNECTION_AGE_S),
             credentials=self._certificate.for_rpc_servers() if self._certificate is not None else None,
         )
         self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
@@ -138,7 +150,7 @@ class ClientService:
 
     async def start(self) -> None:
         """Loads the tokenizer, and serves."""
-        settings = self.settings
+        settings, bounds = self.settings, self._bounds
         self._network.start_renewal(self._tasks)
         for part in (self._certificate, self._tenants, self._quotas):
             if part is not None and part.files is not None:
@@ -163,12 +175,8 @@ class ClientService:
         plane = self._plane = DataPlane(
             fingerprint,
             self._tasks.subgroup(),
-            replace(
-                between_servers(),
-                ping_after_s=settings.probe_after_s,
-                silence_s=settings.probe_after_s + settings.probe_timeout_s,
-            ),
-            settings.open_timeout_s,
+            replace(between_servers(), ping_after_s=bounds.ping_after_s, silence_s=bounds.silence_s),
+            bounds.open_timeout_s,
             self._network.connect,
             self._metrics.discarded_tokens.inc,
             self._network.capabilities(fingerprint),
@@ -188,10 +196,10 @@ class ClientService:
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
-        bounds = settings.max_waiting_requests, settings.max_held_request_bytes, self._min_shares
-        admission = Admission(settings.max_running_requests, *bounds, self._quotas.guaranteed_sequences)
+        line = settings.max_waiting_requests, settings.max_held_request_bytes, self._min_shares
+        admission = Admission(settings.max_running_requests, *line, self._quotas.guaranteed_sequences)
         # One after the other: threads that look up tokens take time from the one that serves answers.
-        tokenizations = Admission(1, *bounds)
+        tokenizations = Admission(1, *line)
         end_token_ids = frozenset(end_token_ids_of(checkpoint.generation_config()))
         grammars = self._grammars = GrammarProcess(
             tokenizer, checkpoint.vocab_size, end_token_ids, self._metrics.grammars
@@ -232,7 +240,7 @@ class ClientService:
             servicer,
             self._rpc_metrics,
             max_request_bytes=settings.max_request_bytes,
-            reader_timeout_s=settings.reader_timeout_s,
+            reader_timeout_s=bounds.reader_timeout_s,
             authenticate=self._tenants.authenticate,
             audited={f"{service.name}/{method.name}" for method in service.methods},
         )
@@ -279,14 +287,14 @@ class ClientService:
             settings.http_port,
             self._certificate.for_listeners() if self._certificate is not None else None,
             self._http_metrics,
-            max_connections=settings.http_max_connections,
-            head_timeout_s=settings.http_read_timeout_s,
+            max_connections=settings.max_connections,
+            head_timeout_s=self._bounds.http_read_timeout_s,
         )
 
     async def _start_http(
         self, server: HttpServer, servicer: GenerationServicer, model: str, describe: Callable[[], PlacementFacts]
     ) -> None:
-        max_watchers = self.settings.http_max_watchers
+        max_watchers = self._bounds.max_watchers
 
         def max_of_tenant() -> int:
             # A tenant that is alone at the moment has no right to the whole, where others may come.
@@ -298,9 +306,9 @@ class ClientService:
         self._tasks.start_essential(server.run, "http")
 
     def _http_app(self, surface: Surface) -> ASGIApp:
-        settings = self.settings
+        settings, bounds = self.settings, self._bounds
         held = HeldBytes(settings.max_held_request_bytes)
-        limits = Limits(settings.max_request_bytes, held, settings.http_read_timeout_s, settings.reader_timeout_s)
+        limits = Limits(settings.max_request_bytes, held, bounds.http_read_timeout_s, bounds.reader_timeout_s)
         asks_for_keys = settings.api_keys_file is not None or bool(settings.oidc_issuer)
         pages = None if asks_for_keys else OwnPages(settings.host)
         door = Door(self._tenants.authenticate, self._http_metrics, limits, pages)
@@ -321,31 +329,29 @@ class ClientService:
         return placement_facts(model.name, model.num_blocks, servers, sessions.count_by_server(), self._recoveries)
 
 
-def _tokens(settings: ClientSettings) -> Tokens | None:
+def _tokens(settings: ClientSettings, bounds: ClientBounds) -> Tokens | None:
     if not settings.oidc_issuer:
         return None
     rules = TokenRules(
         issuer=settings.oidc_issuer,
         audience=settings.oidc_audience,
         algorithms=settings.algorithms,
-        skew=timedelta(seconds=settings.oidc_skew_s),
+        skew=timedelta(seconds=bounds.token_skew_s),
         tenant_claim=settings.oidc_tenant_claim,
         models_claim=settings.oidc_models_claim,
         scopes_claim=settings.oidc_scopes_claim,
     )
-    keys = issuer_keys(settings.oidc_issuer, settings.oidc_jwks, settings.oidc_ca_file, settings.oidc_refresh_s)
+    keys = issuer_keys(settings.oidc_issuer, settings.oidc_jwks, settings.oidc_ca_file, bounds.issuer_refresh_s)
     return Tokens(rules, keys)
 
 
 def _limits(settings: ClientSettings) -> ChainLimits:
     return ChainLimits(
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
-        prefill_chunk_tokens_during_decode=settings.prefill_chunk_tokens_during_decode,
+        prefill_chunk_tokens_during_decode=max(1, settings.prefill_chunk_tokens // _FEWER_DURING_DECODE),
         step_timeout_s=settings.step_timeout_s,
-        lease_ms=round(settings.lease_s * 1000),
-        max_recoveries=settings.max_recoveries,
+        lease_ms=_LEASE_MS,
         recovery_patience_s=settings.recovery_patience_s,
-        max_replayed_tokens=settings.max_replayed_tokens,
         merges_replayed_steps=settings.merge_replayed_steps,
         max_microbatches=settings.max_microbatches,
     )

@@ -16,13 +16,8 @@ class ClientSettings(ServiceSettings):
     service_name: ClassVar[str] = "corolla-client"
 
     port: int = Field(50051, ge=0, le=65535, description="Port of the public API; 0 takes a free one.")
-    max_connections: int = Field(4096, ge=1, description="gRPC connections at a time; further ones are closed at once.")
-    max_connection_age_s: float = Field(
-        3600.0,
-        gt=0,
-        le=2_000_000,
-        description="Seconds after which a gRPC connection takes no new call and the caller opens another one, so that "
-        "callers spread over new replicas. Calls that run go on.",
+    max_connections: int = Field(
+        4096, ge=1, description="Connections of gRPC at a time, and as many of HTTP; further ones are refused at once."
     )
     http_port: int | None = Field(
         None,
@@ -31,22 +26,10 @@ class ClientSettings(ServiceSettings):
         description="Port of the public API over HTTP, in OpenAI's dialect, at the same address; 0 takes a free one. "
         "Without it there is none; `corolla up` and the chart set 8080.",
     )
-    http_max_connections: int = Field(
-        4096, ge=1, description="HTTP connections at a time; further ones are refused at once."
-    )
     http_page: bool = Field(
         True,
         description="Whether the port for HTTP has a page at `/`, with a chat and the model's blocks, and what that "
         "watches at `/v1/placement`.",
-    )
-    http_max_watchers: int = Field(
-        64,
-        ge=1,
-        description="Callers that watch the placement at a time, a quarter of them of one tenant where there are "
-        "several; further ones are refused.",
-    )
-    http_read_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds in which the head of an HTTP request must have come, and then its body."
     )
     router: str = Field("127.0.0.1:50050", description="host:port of the router.")
     model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
@@ -86,16 +69,6 @@ class ClientSettings(ServiceSettings):
     )
     oidc_algorithms: str = Field(
         "RS256,ES256", description="By which tokens may be signed, with commas; only ones with public keys."
-    )
-    oidc_skew_s: float = Field(
-        30.0, ge=0, le=300, description="Seconds by which the issuer's clock and this one may differ."
-    )
-    oidc_refresh_s: float = Field(
-        300.0,
-        ge=1,
-        le=86_400,
-        description="Seconds after which the issuer's key set is fetched again; when a token names a key that is not "
-        "known, sooner, though never twice in a thirtieth of them.",
     )
     oidc_tenant_claim: str = Field(
         "sub", min_length=1, description="Claim of a token that names the tenant; `sub`: each subject is one."
@@ -147,21 +120,16 @@ class ClientSettings(ServiceSettings):
         description="Bytes of all requests that run or wait; further ones are refused. Those that HTTP still reads "
         "have as many to themselves: slow ones take no room from those that are there.",
     )
-    reader_timeout_s: float = Field(
-        120.0,
-        gt=0,
-        description="Seconds that a caller may take nothing of what it is sent, with its buffers full; then its answer "
-        "ends.",
-    )
     trace_callers: bool = Field(
         False,
         description="Whether a caller's `traceparent` decides: its trace goes on here, and is sampled where it says so."
         " Otherwise each request begins a trace, sampled at the service's own rate, which names the caller's.",
     )
     default_max_tokens: int = Field(256, ge=1, description="New tokens when the request does not say.")
-    prefill_chunk_tokens: int = Field(256, ge=1, description="Tokens of one prefill step.")
-    prefill_chunk_tokens_during_decode: int = Field(
-        64, ge=1, description="Tokens of one prefill step while other requests decode on the same chain, at most."
+    prefill_chunk_tokens: int = Field(
+        256,
+        ge=1,
+        description="Tokens of one prefill step; a quarter of them, at most, while others decode on the same chain.",
     )
     max_microbatches: int = Field(
         0,
@@ -170,33 +138,15 @@ class ClientSettings(ServiceSettings):
         "enough for all hops. Fewer where hops share processors; as many as the block servers' microbatches.",
     )
     step_timeout_s: float = Field(60.0, gt=0, description="Seconds after which a step counts as lost.")
-    probe_after_s: float = Field(
-        1.0, gt=0, description="Seconds of silence after which a block server is asked whether it lives."
-    )
-    probe_timeout_s: float = Field(1.0, gt=0, description="Seconds that it may take to say so.")
-    open_timeout_s: float = Field(
-        15.0,
-        gt=0,
-        description="Seconds that a block server which lives may take to open a session, then it is avoided.",
-    )
-    max_recoveries: int = Field(
-        16, ge=0, le=200, description="Attempts to recover from lost hops, of one request; 0 gives its failure back."
-    )
     recovery_patience_s: float = Field(
         30.0,
         ge=0,
         description="Seconds that a recovery waits for a server that can replace a lost one, and no longer than its "
         "caller: a lease must end, a server must move or start, and weights must be loaded.",
     )
-    max_replayed_tokens: int = Field(
-        8192, ge=1, description="Tokens that all recoveries replay at a time, against a stampede."
-    )
     merge_replayed_steps: bool = Field(
         True,
         description="Whether a replay takes tokens in chunks that were processed one by one; else one by one again.",
-    )
-    lease_s: float = Field(
-        60.0, gt=0, description="Seconds that hops keep a running session that they hear nothing of."
     )
     session_ttl_s: float = Field(1800.0, gt=0, description="Seconds that an idle conversation is kept.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(

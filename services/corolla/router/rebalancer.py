@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from corolla.chassis.errors import CorollaError
 from corolla.router.metrics import RouterMetrics
+from corolla.router.pace import RouterPace
 from corolla.router.rebalancing import Member, Move, next_move
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
-from corolla.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
@@ -17,14 +17,18 @@ _Advice = tuple[Sequence[Member], Move | None]
 
 
 class Rebalancer:
-    """Of several routers each decides by itself; the store lets one order through, and none while a server moves."""
+    """Of several routers each decides by itself; the store lets one order through, and none while a server moves.
 
-    def __init__(self, registry: Registry, metrics: RouterMetrics, settings: RouterSettings) -> None:
+    Args:
+        min_gain: part by which a move must make the slowest block faster.
+    """
+
+    def __init__(self, registry: Registry, metrics: RouterMetrics, min_gain: float, pace: RouterPace) -> None:
         self._registry = registry
         self._metrics = metrics
-        self._settle_s = settings.rebalance_settle_s
-        self._min_gain = settings.rebalance_min_gain
-        self._pause_ms = round(settings.rebalance_interval_s * 1000)
+        self._settle_s = pace.settle_s
+        self._min_gain = min_gain
+        self._pause_ms = round(pace.between_moves_s * 1000)
         # By model and fingerprint: what the last look said.
         self._advice: dict[tuple[str, str], _Advice] = {}
 

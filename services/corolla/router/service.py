@@ -15,6 +15,7 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.router.cluster.keeper import ClusterKeeper
 from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.metrics import RouterMetrics
+from corolla.router.pace import USUAL_PACE, RouterPace
 from corolla.router.quotas import Quotas
 from corolla.router.rebalancer import Rebalancer
 from corolla.router.registry import Registry
@@ -37,14 +38,18 @@ class RouterProcess:
     """One router in this process.
 
     Args:
+        pace: how often it looks.
         api_waits: for the Kubernetes API, where there is one.
 
     Raises:
         StartupError: ports are taken, or the Redis address is none.
     """
 
-    def __init__(self, settings: RouterSettings, *, api_waits: ApiWaits = DEFAULT_WAITS) -> None:
+    def __init__(
+        self, settings: RouterSettings, *, pace: RouterPace = USUAL_PACE, api_waits: ApiWaits = DEFAULT_WAITS
+    ) -> None:
         self.settings = settings
+        self._pace = pace
         metrics_registry = new_registry()
         self._metrics = RouterMetrics(metrics_registry)
         self._store = Store(
@@ -59,7 +64,7 @@ class RouterProcess:
         self._watches = PlacementWatches(
             self._registry,
             self._tasks.subgroup(),
-            relist_interval_s=settings.relist_interval_s,
+            relist_interval_s=pace.relist_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
         self._network = Network.of(settings.tls_dir)
@@ -69,7 +74,7 @@ class RouterProcess:
             with_reflection=settings.reflection,
             credentials=self._network.rpc_credentials(),
         )
-        self._cluster = ClusterKeeper(self._registry, self._metrics, settings, self._tasks.subgroup(), api_waits)
+        self._cluster = ClusterKeeper(self._registry, self._metrics, settings, pace, self._tasks.subgroup(), api_waits)
         servicer = RouterServicer(
             settings,
             self._registry,
@@ -106,7 +111,7 @@ class RouterProcess:
         await self._wait_for_redis()
         self._tasks.start_essential(self._observe_placement, "placement_statistics")
         if self.settings.rebalance:
-            rebalancer = Rebalancer(self._registry, self._metrics, self.settings)
+            rebalancer = Rebalancer(self._registry, self._metrics, self.settings.rebalance_min_gain, self._pace)
             self._tasks.start_essential(rebalancer.run, "rebalancing")
         self._tasks.start_restartable(self._cluster.run, "kubernetes")
         await self._rpc.ready()
@@ -135,7 +140,7 @@ class RouterProcess:
                     if roster.model in shown:
                         self._metrics.forget(roster.model)
                         shown.discard(roster.model)
-            await asyncio.sleep(self.settings.relist_interval_s)
+            await asyncio.sleep(self._pace.relist_s)
 
     async def _wait_for_redis(self) -> None:
         has_logged = False
@@ -147,7 +152,7 @@ class RouterProcess:
                 if not has_logged:
                     log.warning("waiting for redis; nothing is served until it answers")
                 has_logged = True
-                await asyncio.sleep(self.settings.relist_interval_s)
+                await asyncio.sleep(self._pace.relist_s)
             else:
                 self._metrics.store_up(True)
                 return

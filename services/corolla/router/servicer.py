@@ -24,6 +24,9 @@ from corolla.v1 import router_pb2 as pb
 
 # From the plan until the last hop has opened the session.
 _BOOKING_LAG_S: Final = 0.25
+# Where who asks names no time: as long as a caller may come back to a conversation, and as a turn needs that renews it.
+_SESSION_TTL_MS: Final = 3_600_000
+_TURN_LOCK_MS: Final = 30_000
 _STATES = frozenset({pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY, pb.SERVER_STATE_DRAINING})
 
 
@@ -228,8 +231,7 @@ class RouterServicer:
         return model, validation.check_session_id("session_id", request.session_id)
 
     def _ttl_ms(self, asked_ms: int) -> int:
-        default_ms = max(1, round(self._settings.session_ttl_s * 1000))
-        return validation.check_duration("ttl_ms", asked_ms, validation.MOST_SESSION_TTL_MS, default_ms)
+        return validation.check_duration("ttl_ms", asked_ms, validation.MOST_SESSION_TTL_MS, _SESSION_TTL_MS)
 
     def _lock_ms(self, asked_ms: int) -> int:
-        return validation.check_duration("lock_ms", asked_ms, validation.MOST_LOCK_MS, self._settings.turn_lock_ms)
+        return validation.check_duration("lock_ms", asked_ms, validation.MOST_LOCK_MS, _TURN_LOCK_MS)

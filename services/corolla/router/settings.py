@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Final, Literal, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, field_validator
 
 from corolla.chassis.settings import ServiceSettings
 
@@ -21,6 +21,7 @@ class ExpectedModel(NamedTuple):
     fingerprint: str
 
 
+_HEARTBEATS_IN_A_LEASE: Final = 4
 _EXPECTED: Final = re.compile(r"(?P<name>[^=,]+)(=(?P<num_blocks>[1-9][0-9]{0,3})(@(?P<fingerprint>[^,]+))?)?")
 
 
@@ -53,16 +54,8 @@ class RouterSettings(ServiceSettings):
         6000,
         ge=100,
         le=600_000,
-        description="Milliseconds without a heartbeat after which a block server counts as lost.",
-    )
-    heartbeat_interval_ms: int = Field(
-        1500, ge=20, le=300_000, description="Milliseconds between a block server's heartbeats; less than half a lease."
-    )
-    relist_interval_s: float = Field(
-        0.5,
-        ge=0.05,
-        le=60,
-        description="Seconds after which a watched placement is read again even if nothing was heard.",
+        description="Milliseconds without a heartbeat after which a block server counts as lost. It sends four in that "
+        "time.",
     )
     load_push_interval_s: float = Field(
         5.0, ge=0.1, le=600, description="Seconds after which watchers learn of changed load when nothing else changes."
@@ -70,68 +63,42 @@ class RouterSettings(ServiceSettings):
     rebalance: bool = Field(
         True, description="Whether block servers that hold what the router chose are ordered to hold other blocks."
     )
-    rebalance_settle_s: float = Field(
-        2.0,
-        ge=0.05,
-        le=600,
-        description="Seconds for which all servers must be ready, and a move the best one, before it is ordered.",
-    )
     rebalance_min_gain: float = Field(
         0.25,
         ge=0,
         le=100,
         description="Part by which a move must make the slowest block faster; blocks without a server always count.",
     )
-    rebalance_interval_s: float = Field(
-        60,
-        ge=0,
-        le=86_400,
-        description="Seconds after a move in which none only makes blocks faster; they double while the servers stay.",
-    )
-    kubernetes: Literal["auto", "off"] = Field(
+    kubernetes: str = Field(
         "auto",
-        description="Whether the router watches and tags the pods of its block servers, and records Events: `auto`, "
-        "where it has a service account's token or a `kubeconfig`; `off`, nowhere.",
-    )
-    kubeconfig: str = Field(
-        "", description="File that names a Kubernetes API and a namespace, for a router outside of the cluster."
+        description="Where the router watches and tags the pods of its block servers, and records Events: `auto`, in "
+        "the cluster that gave it a service account's token, if one did; `off`, nowhere; else what the kubeconfig of "
+        "this path names.",
     )
     pod_selector: str = Field(
         "app.kubernetes.io/component=block-server", description="Label selector of the block servers' pods."
-    )
-    pod_relist_interval_s: float = Field(
-        30, ge=1, le=3600, description="Seconds after which the watched pods are listed anew."
     )
     pod_name: str = Field(
         "", description="Name of the router's own Kubernetes pod, which Events about spans are attached to."
     )
     pod_uid: str = Field("", description="UID of the router's own Kubernetes pod.")
-    session_ttl_s: float = Field(
-        3600, gt=0, le=2_592_000, description="Seconds that a session record lives when its creator names no time."
-    )
     max_tenant_sessions: int = Field(
         10_000, ge=0, description="Session records that one tenant may have stored at a time; 0: any number."
-    )
-    turn_lock_ms: int = Field(
-        30_000, ge=10, le=3_600_000, description="Milliseconds that a turn holds its session when it names no time."
     )
     max_request_bytes: int = Field(
         8 << 20, ge=1024, le=64 << 20, description="Largest request in bytes; a session record is the largest of them."
     )
-
-    @field_validator("heartbeat_interval_ms")
-    @classmethod
-    def _twice_in_a_lease(cls, interval_ms: int, info: ValidationInfo) -> int:
-        lease_ms = info.data.get("lease_ms")
-        if lease_ms is not None and 2 * interval_ms >= lease_ms:
-            raise ValueError(f"must be less than half of COROLLA_LEASE_MS={lease_ms}")
-        return interval_ms
 
     @field_validator("models")
     @classmethod
     def _models_can_be_read(cls, models: str) -> str:
         _expected_models(models)
         return models
+
+    @property
+    def heartbeat_interval_ms(self) -> int:
+        """Between a block server's heartbeats: three may be lost before its lease ends."""
+        return self.lease_ms // _HEARTBEATS_IN_A_LEASE
 
     @property
     def expected_models(self) -> Mapping[str, ExpectedModel]:

@@ -18,6 +18,7 @@ from corolla.chassis.status import from_rpc_error
 from corolla.local.redis_server import EmbeddedRedis
 from corolla.router import store
 from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
+from corolla.router.pace import RouterPace
 from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.v1 import common_pb2, router_pb2_grpc
@@ -28,13 +29,10 @@ FAST = {
     "port": 0,
     "metrics_host": "127.0.0.1",
     "lease_ms": 60_000,
-    "heartbeat_interval_ms": 100,
-    "relist_interval_s": 0.1,
     "load_push_interval_s": 0.3,
-    "rebalance_settle_s": 0.1,
-    "rebalance_interval_s": 0.5,
     "grace_s": 0.5,
 }
+FAST_PACE = RouterPace(relist_s=0.1, settle_s=0.1, between_moves_s=0.5)
 
 
 CLOCK = "set-clock:"
@@ -55,10 +53,10 @@ class Router:
 
 @asynccontextmanager
 async def running_router(
-    redis_url: str, *, api_waits: ApiWaits = DEFAULT_WAITS, **overrides: Any
+    redis_url: str, *, pace: RouterPace = FAST_PACE, api_waits: ApiWaits = DEFAULT_WAITS, **overrides: Any
 ) -> AsyncIterator[Router]:
     settings = load(RouterSettings, **{**FAST, "redis_url": redis_url, **overrides})
-    process = RouterProcess(settings, api_waits=api_waits)
+    process = RouterProcess(settings, pace=pace, api_waits=api_waits)
     channel = open_channel(f"127.0.0.1:{process.port}")
     try:
         await process.start()

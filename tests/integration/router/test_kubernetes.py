@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from redis.asyncio import Redis
 from corolla.router.cluster.waits import ApiWaits
 from corolla.v1 import router_pb2 as pb
 from tests.integration.metrics import sample
-from tests.integration.router.conftest import BlockServer, Router, StartRouter, spans
+from tests.integration.router.conftest import FAST_PACE, BlockServer, Router, StartRouter, spans
 from tests.integration.router.kubernetes_server import KubernetesServer, kubeconfig, kubernetes_server
 from tests.integration.router.test_registration import placement, plan
 from tests.integration.waiting import until
@@ -42,7 +43,7 @@ def kubernetes() -> Iterator[KubernetesServer]:
 @pytest.fixture
 def inside(tmp_path: Path, kubernetes: KubernetesServer) -> dict[str, Any]:
     """The settings of a router that knows where the API is."""
-    return {"kubeconfig": kubeconfig(tmp_path, kubernetes), "pod_relist_interval_s": 1, **OWN_POD}
+    return {"kubernetes": kubeconfig(tmp_path, kubernetes), "pace": replace(FAST_PACE, list_pods_s=1.0), **OWN_POD}
 
 
 def server_in(router: Router, model: str, pod: str, **facts: Any) -> BlockServer:
@@ -108,7 +109,7 @@ async def test_a_deleted_pod_gets_no_more_sessions_and_watchers_are_notified(
     for name in "ab":
         kubernetes.put(described_pod(name))
     # No timer helps here: neither the list of pods nor the placement is read again by itself.
-    router = await start_router(**{**inside, "pod_relist_interval_s": 600, "relist_interval_s": 60.0})
+    router = await start_router(**{**inside, "pace": replace(FAST_PACE, list_pods_s=600.0, relist_s=60.0)})
     await watched(router)
     going, staying = server_in(router, model, "a"), server_in(router, model, "b")
     async with serving(going, staying):
@@ -454,7 +455,7 @@ async def test_the_router_logs_an_invalid_kubeconfig_and_serves(
     start_router: StartRouter, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        router = await start_router(kubeconfig=str(tmp_path / "missing"))
+        router = await start_router(kubernetes=str(tmp_path / "missing"))
         server = server_in(router, model, "a")
         async with serving(server):
 

@@ -58,7 +58,7 @@ def test_a_signal_ends_the_router_while_it_waits_for_redis() -> None:
     "variables, words",
     [
         ({"redis_url": "gopher://:hush@host"}, "COROLLA_REDIS_URL is no Redis address"),
-        ({"lease_ms": "1000", "heartbeat_interval_ms": "500"}, "COROLLA_HEARTBEAT_INTERVAL_MS='500'"),
+        ({"lease_ms": "ten"}, "COROLLA_LEASE_MS='ten'"),
         ({"port": "70000", "redis_url": "redis://:hush@host"}, "COROLLA_PORT='70000'"),
     ],
 )

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 import pytest
 from pydantic import Field
 
+from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.errors import SettingsError, StartupError
 from corolla.chassis.lifecycle import EXIT_FAILED, EXIT_STARTUP, ask_to_stop, run_service
-from corolla.chassis.settings import ServiceSettings, load
+from corolla.chassis.settings import PREFIX, REMOVED, ServiceSettings, load
+from corolla.client.settings import ClientSettings
+from corolla.router.settings import RouterSettings
 
 
 class OwnSettings(ServiceSettings):
@@ -50,6 +53,19 @@ def test_a_service_runs_until_a_signal_and_is_stopped() -> None:
     service = Recorded()
     assert run_service(OwnSettings, lambda _: service) == 0
     assert service.asked == ["start", "stop"]
+
+
+def test_a_variable_that_was_a_setting_once_is_named_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COROLLA_MAX_RECOVERIES", "3")
+    assert run_service(OwnSettings, lambda _: Recorded()) == 0
+    assert "variable=COROLLA_MAX_RECOVERIES" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", [BlockServerSettings, ClientSettings, RouterSettings])
+def test_no_setting_is_said_to_have_gone(model: type[ServiceSettings]) -> None:
+    assert not REMOVED & {f"{PREFIX}{name.upper()}" for name in model.model_fields}
 
 
 def test_a_stopping_service_tolerates_further_requests_and_a_first_signal() -> None:

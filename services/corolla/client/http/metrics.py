@@ -40,7 +40,7 @@ class HttpMetrics:
         self.connections = Gauge("corolla_http_connections", "Open HTTP connections.", registry=registry)
         self.refused_connections = Counter(
             "corolla_http_refused_connections",
-            "HTTP connections refused since there were COROLLA_HTTP_MAX_CONNECTIONS.",
+            "HTTP connections refused since there were COROLLA_MAX_CONNECTIONS.",
             registry=registry,
         )
 

@@ -23,6 +23,7 @@ from corolla.router.cluster.pod_watch import PodWatch, Update
 from corolla.router.cluster.pods import PodTable, Withheld, withheld_servers
 from corolla.router.cluster.waits import DEFAULT_WAITS, ApiWaits
 from corolla.router.metrics import RouterMetrics
+from corolla.router.pace import RouterPace
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
 from corolla.router.settings import RouterSettings
@@ -46,16 +47,18 @@ class ClusterKeeper:
         registry: Registry,
         metrics: RouterMetrics,
         settings: RouterSettings,
+        pace: RouterPace,
         tasks: TaskGroup,
         waits: ApiWaits = DEFAULT_WAITS,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._settings = settings
+        self._pace = pace
         self._tasks = tasks
         self._waits = waits
         # Repeated in time, however rarely this router looks.
-        self._mark_ms = max(settings.lease_ms, round(3000 * settings.relist_interval_s))
+        self._mark_ms = max(settings.lease_ms, round(3000 * pace.relist_s))
         self._pods = PodTable()
         self._has_news = asyncio.Event()
         self._failure: Exception | None = None
@@ -69,12 +72,13 @@ class ClusterKeeper:
     async def run(self) -> None:
         """Runs for ever, or ends at once where there is no cluster. Raises what its watch failed of."""
         settings = self._settings
-        if settings.kubernetes == "off" or not (settings.kubeconfig or is_in_cluster()):
+        kubeconfig = "" if settings.kubernetes == "auto" else settings.kubernetes
+        if settings.kubernetes == "off" or not (kubeconfig or is_in_cluster()):
             log.info("without kubernetes: servers are known by their heartbeats alone")
             return
         try:
             api = await in_daemon_thread(
-                lambda: KubernetesApi(settings.kubeconfig, settings.pod_selector, self._metrics, self._waits.answer_s)
+                lambda: KubernetesApi(kubeconfig, settings.pod_selector, self._metrics, self._waits.answer_s)
             )
         except ApiUnavailable as failure:
             self._complaints.about("watch", failure)
@@ -82,7 +86,7 @@ class ClusterKeeper:
         loop = asyncio.get_running_loop()
         watch = PodWatch(
             api,
-            settings.pod_relist_interval_s,
+            self._pace.list_pods_s,
             tell=lambda update: post(loop, lambda: self._learn(update)),
             complain=lambda failure: post(loop, lambda: self._complaints.about("watch", failure)),
             fail=lambda failure: post(loop, lambda: self._watch_failed(failure)),
@@ -100,7 +104,7 @@ class ClusterKeeper:
                 with contextlib.suppress(CorollaError):
                     await self._round()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(settings.relist_interval_s):
+                    async with asyncio.timeout(self._pace.relist_s):
                         await self._has_news.wait()
                 self._has_news.clear()
                 if self._failure is not None:
@@ -153,4 +157,4 @@ class ClusterKeeper:
         while True:
             with contextlib.suppress(CorollaError):
                 await recorder.look(self._rosters, self._local_models, self._pods, clock)
-            await asyncio.sleep(self._settings.relist_interval_s)
+            await asyncio.sleep(self._pace.relist_s)

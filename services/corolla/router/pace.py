@@ -1,0 +1,27 @@
+"""How often a router looks: what every deployment has alike."""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class RouterPace:
+    """All in seconds.
+
+    Attributes:
+        relist_s: between two readings of a placement of which nothing is heard. Changes are heard at once; this bounds
+            how late a lease that ran out is noticed, and is far shorter than a lease.
+        settle_s: for which all servers must be ready, and a move the best one, before it is ordered: as long as servers
+            that start together differ.
+        between_moves_s: after a move until another one that only makes blocks faster, longer than most servers load
+            their blocks; it doubles while the servers stay.
+        list_pods_s: until the watched pods are listed anew, should the watch have missed something.
+    """
+
+    relist_s: float = 0.5
+    settle_s: float = 2.0
+    between_moves_s: float = 60.0
+    list_pods_s: float = 30.0
+
+
+USUAL_PACE: Final = RouterPace()
