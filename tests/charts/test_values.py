@@ -12,6 +12,7 @@ import yaml
 
 from corolla.chassis.settings import PREFIX
 from tests.charts.rendering import Object, Refused, helm, named, of_kind, pod_specs, render
+from tests.tiers import quick
 from tools.chart import CHART, SET_BY_THE_CHART, SETTINGS, Value, camel_case, read_values
 
 ROOT_VALUE: Final = read_values((CHART / "values.yaml").read_text(encoding="utf-8"))
@@ -112,7 +113,10 @@ def without_checksums(objects: list[Object]) -> str:
     return re.sub(r"checksum/settings: \w+", "", yaml.dump(objects))
 
 
-@pytest.mark.parametrize("path", sorted(set(VALUES) - ELSEWHERE))
+PATHS = sorted(set(VALUES) - ELSEWHERE)
+
+
+@pytest.mark.parametrize("path", quick(PATHS, *PATHS[::10]))
 def test_every_value_changes_the_rendering(path: str) -> None:
     base = EVERYTHING
     for beginning, needed in NEEDED.items():

@@ -24,6 +24,7 @@ from corolla.hf import AutoDistributedModelForCausalLM, DistributedLlamaForCausa
 from tests.checkpoints import make_tiny_checkpoint, make_tokenizer
 from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks
+from tests.tiers import quick
 
 PROMPT = draw_prompts(1, 21)
 BATCH, MASK = draw_prompts(4, 15), left_padding(15, 0, 3, 7, 14)
@@ -91,7 +92,7 @@ def test_one_prompt(llama: ModelPair, name: str) -> None:
     llama.assert_equal(PROMPT.repeat(1, 2), max_new_tokens=14, **(OPTIONS | ONE_ROW)[name])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", quick(OPTIONS, *list(OPTIONS)[::4]))
 def test_a_padded_batch(llama: ModelPair, name: str) -> None:
     llama.assert_equal(BATCH, attention_mask=MASK, max_new_tokens=9, **OPTIONS[name])
 

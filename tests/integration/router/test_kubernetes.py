@@ -19,6 +19,7 @@ from tests.integration.router.conftest import FAST_PACE, BlockServer, Router, St
 from tests.integration.router.kubernetes_server import KubernetesServer, kubeconfig, kubernetes_server
 from tests.integration.router.test_registration import placement, plan
 from tests.integration.waiting import until
+from tests.tiers import quick
 from tests.unit.router.cluster.described import described_pod
 
 SELECTOR: Final = "app.kubernetes.io/component=block-server"
@@ -390,7 +391,7 @@ async def test_the_router_skips_forbidden_writes_and_logs_it_once(
     assert bool(kubernetes.patches) == (call == "event")
 
 
-@pytest.mark.parametrize("fault", ["hang", "garbage", "nonsense", "expired", 410, 500])
+@pytest.mark.parametrize("fault", quick(["hang", "garbage", "nonsense", "expired", 410, 500], "hang", 500))
 @pytest.mark.parametrize("call", ["list", "watch"])
 async def test_routing_survives_every_fault_of_the_api(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str, call: str, fault: Any

@@ -154,6 +154,7 @@ def test_the_fast_way_gives_the_same_tokens(make_chain: MakeChain, family: str) 
     assert_equal_to_generate(make_chain(family), partial(torch.allclose, rtol=1e-4, atol=1e-4))
 
 
+@pytest.mark.kind
 @pytest.mark.parametrize(
     "family, config_changes",
     [

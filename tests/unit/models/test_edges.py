@@ -82,7 +82,7 @@ def test_one_end_alone_is_that_of_both(tmp_path: Path, family: str, is_tied: boo
 
 
 # falcon_h1 scales the embeddings that it looks up, and none that it is given.
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"falcon_h1"}))
+@pytest.mark.parametrize("family", family_cases(FAMILIES.keys() - {"falcon_h1"}))
 def test_embeddings_may_be_given(tmp_path: Path, family: str) -> None:
     edges = load_edges(
         Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=2))),
