@@ -117,8 +117,8 @@ class _FloatTile:
         self.is_ordered = is_ordered
 
     def places(self, function: Function, first: str, column: int, count: int) -> list[str]:
-        """Where in its row the inputs of some columns of a round are, of which they have as many; without an order
-        only the first one's place is asked for."""
+        """Where in a row the inputs of `count` neighbouring columns are. Without an order only the first one's place is
+        given, since the others lie behind it."""
         if not self.is_ordered:
             return [function.let(f"add i64 {first}, {column}")]
         at = [
