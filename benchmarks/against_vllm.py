@@ -27,17 +27,13 @@ from corolla.models.demo import DEMO_MODEL
 PYTHON_VARIABLE: Final = "VLLM_PYTHON"
 _PROCESS: Final = Path(__file__).with_name("vllm_process.py")
 _PROMPT_TOKENS = 32
-_GOALS: Final = {"transformers": 0.85, "vllm": 1.1}
-_FIRST_TOKEN_GOALS: Final = {"transformers": 1.0, "vllm": 1.2}
+_GOAL: Final = 0.85
+_FIRST_TOKEN_GOAL: Final = 1.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument(
-        "--engines", nargs="+", default=["transformers"], choices=["transformers", "vllm"],
-        help="of the chain; for vllm, PYTHONPATH names the folder of `make vllm`",
-    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, help="of each block server")
     parser.add_argument("--servers", type=int, default=2, help="hops")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
@@ -59,38 +55,27 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     hops = f"{options.servers} hops"
     for dtype in options.dtypes:
         with ExitStack() as exits:
-            chains = {
-                engine: exits.enter_context(
-                    Chain(
-                        options.model, options.servers, dtype=dtype, num_threads=options.threads,
-                        environment={
-                            "COROLLA_ENGINE": engine, "COROLLA_MAX_MICROBATCHES": str(options.microbatches),
-                            # As vLLM's is off.
-                            "COROLLA_PREFIX_CACHE": "false",
-                        },
-                    )
-                )
-                for engine in options.engines
-            }  # fmt: skip
+            # As vLLM's, the chain's prefix cache is off.
+            settings = {"COROLLA_MAX_MICROBATCHES": str(options.microbatches), "COROLLA_PREFIX_CACHE": "false"}
+            chain = exits.enter_context(
+                Chain(options.model, options.servers, dtype=dtype, num_threads=options.threads, environment=settings)
+            )
             vllm = exits.enter_context(_vllm(python, unsplit_folder(checkpoint), dtype, most))
             sides: dict[str, Callable[[], float]] = {}
             for count in options.streams:
-                for engine, chain in chains.items():
-                    sides[f"{engine}/{count}"] = partial(streams.speed, chain, prompts[:count], options.tokens)
+                sides[f"chain/{count}"] = partial(streams.speed, chain, prompts[:count], options.tokens)
                 sides[f"unsplit/{count}"] = partial(_speed, vllm, prompts[:count], options.tokens)
             for count, prompt in long_prompts.items():
-                for engine, chain in chains.items():
-                    sides[f"{engine}/first of {count}"] = partial(_first_token_speed, chain, prompt)
+                sides[f"chain/first of {count}"] = partial(_first_token_speed, chain, prompt)
                 sides[f"unsplit/first of {count}"] = partial(_speed, vllm, [prompt], 1, count)
             speeds = interleaved(sides, options.rounds)
-        kinds = [(str(n), f"{n} stream{'' if n == 1 else 's'}, {dtype}", _GOALS) for n in options.streams]
-        kinds += [(f"first of {n}", f"first token of {n}, {dtype}", _FIRST_TOKEN_GOALS) for n in long_prompts]
-        for kind, what, goals in kinds:
+        kinds = [(str(n), f"{n} stream{'' if n == 1 else 's'}, {dtype}", _GOAL) for n in options.streams]
+        kinds += [(f"first of {n}", f"first token of {n}, {dtype}", _FIRST_TOKEN_GOAL) for n in long_prompts]
+        for kind, what, goal in kinds:
             yield figure(f"{what}, vLLM", "tokens/s", speeds[f"unsplit/{kind}"])
-            for engine in chains:
-                side, own = f"{what}, {hops} with {engine}", speeds[f"{engine}/{kind}"]
-                yield figure(side, "tokens/s", own)
-                yield ratio(f"{side} / vLLM", own, speeds[f"unsplit/{kind}"], at_least(goals[engine]))
+            side, own = f"{what}, {hops}", speeds[f"chain/{kind}"]
+            yield figure(side, "tokens/s", own)
+            yield ratio(f"{side} / vLLM", own, speeds[f"unsplit/{kind}"], at_least(goal))
 
 
 def _vllm(python: str, folder: Path, dtype: str, most_streams: int) -> PipedProcess:

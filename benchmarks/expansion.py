@@ -1,9 +1,9 @@
 """Loading packed safetensors checkpoints: the peak of memory while a span is loaded, what stays, and how long it takes.
 
-    python -m benchmarks.expansion --hidden-size 2048 --blocks 8 --engines transformers vllm
+    python -m benchmarks.expansion --hidden-size 2048 --blocks 8 --quantizations none packed
 
-Each format is a checkpoint of random packed numbers, of which a process of its own reads all blocks, in bfloat16: the
-engine `transformers` expands them, `vllm` multiplies by them as they are where it has a kernel.
+Each format is a checkpoint of random packed numbers, of which a process of its own reads all blocks, in bfloat16, and
+expands them, or keeps them packed where there is a kernel.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from transformers import LlamaConfig
 from benchmarks.command import progress, run
 from benchmarks.figures import Figure
 from benchmarks.loading import loading
+from corolla.chassis.weight_formats import PACKED
 
 _GROUP: Final = 128
 _BLOCK: Final = 128
@@ -29,15 +30,15 @@ _VOCABULARY: Final = 1000
 _SCALE: Final = 1e-3
 # Eight numbers of four bits that stand for zero.
 _MIDDLE: Final = 0x77777777
-# Formats that vLLM multiplies by as they are, on processors.
-_KERNELS: Final = ("bfloat16", "AWQ", "GPTQ", "w4a16")
+# Formats that are multiplied as they are, on processors.
+_KERNELS: Final = ("AWQ", "GPTQ", "GPTQ with activation order", "w4a16")
 Pack = Callable[[int, int], dict[str, Tensor]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden-size", type=int, default=2048, help="a multiple of 256")
     parser.add_argument("--formats", default=",".join(_FORMATS), help="separated by commas")
-    parser.add_argument("--engines", nargs="+", default=["transformers"], help="transformers, vllm")
+    parser.add_argument("--quantizations", nargs="+", default=["none"], help="none, packed")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=8, help="of the model, all of which are loaded")
 
@@ -47,11 +48,11 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         config, pack = _FORMATS[name]
         with tempfile.TemporaryDirectory() as scratch:
             _write(Path(scratch), options.hidden_size, options.blocks, config, pack)
-            for engine in options.engines:
-                if engine == "vllm" and name not in _KERNELS:
+            for quantization in options.quantizations:
+                if quantization == PACKED and name not in _KERNELS:
                     continue
-                what, part = f"{name}, {engine}", f"blocks 0:{options.blocks}"
-                yield from loading(what, scratch, part, "bfloat16", engine=engine, rounds=options.rounds)
+                what, part = f"{name}, {quantization}", f"blocks 0:{options.blocks}"
+                yield from loading(what, scratch, part, "bfloat16", quantization=quantization, rounds=options.rounds)
     progress("")
 
 
@@ -107,7 +108,10 @@ def _awq(num_outputs: int, num_inputs: int) -> dict[str, Tensor]:
 
 def _gptq(num_outputs: int, num_inputs: int, *, is_ordered: bool) -> dict[str, Tensor]:
     groups = num_inputs // _GROUP
-    group_of = torch.arange(num_inputs) // _GROUP if is_ordered else torch.randint(0, groups, (num_inputs,))
+    group_of = torch.arange(num_inputs) // _GROUP
+    if not is_ordered:
+        # Inputs of one layer have one order.
+        group_of = group_of[torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))]
     return {
         "qweight": _words(num_inputs // 8, num_outputs),
         "qzeros": torch.full((groups, num_outputs // 8), _MIDDLE, dtype=torch.int32),

@@ -57,12 +57,11 @@ def loading(
     dtype: str,
     *,
     quantization: str = "none",
-    engine: str = "transformers",
     rounds: int = 1,
 ) -> Iterator[Figure]:
     """What loading a part takes, in a process of its own."""
     progress(what)
-    found = [loaded(model, part, dtype, quantization, engine) for _ in range(rounds)]
+    found = [loaded(model, part, dtype, quantization) for _ in range(rounds)]
     held = median(each["held"] for each in found)
     yield figure(f"{what}, held", "MiB", [held / _MIB])
     for name, most in (("peak", MOST_PEAK), ("resident", MOST_RESIDENT)):
@@ -70,11 +69,9 @@ def loading(
     yield figure(f"{what}, time", "s", [each["seconds"] for each in found])
 
 
-def loaded(
-    model: str, part: str, dtype: str, quantization: str = "none", engine: str = "transformers"
-) -> dict[str, Any]:
+def loaded(model: str, part: str, dtype: str, quantization: str = "none") -> dict[str, Any]:
     """Bytes of a part's weights, of the peak and of what stays above an idle process, and seconds."""
-    command = [sys.executable, "-m", "benchmarks.loading_process", model, part, dtype, quantization, engine]
+    command = [sys.executable, "-m", "benchmarks.loading_process", model, part, dtype, quantization]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **OPENMP_WAITING}
     printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
     facts: dict[str, Any] = json.loads(printed.splitlines()[-1])

@@ -1,41 +1,39 @@
 """Loads one part of a model as a block server does, and prints as JSON what that took.
 
-python -m benchmarks.loading_process MODEL PART DTYPE QUANTIZATION ENGINE
+python -m benchmarks.loading_process MODEL PART DTYPE QUANTIZATION
 """
 
 import json
 import sys
 import time
 from pathlib import Path
-from typing import cast
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from corolla.block_server.engines.choice import load_engine
 from corolla.chassis import heap
-from corolla.chassis.weight_formats import EngineName
 from corolla.compute.runner import Runner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, load_edges
+from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES
 
 
-def main(model: str, part: str, dtype_name: str, quantization: str, engine_name: str) -> None:
+def main(model: str, part: str, dtype_name: str, quantization: str) -> None:
     transformers_logging.set_verbosity_error()
-    dtype, engine = DTYPES[dtype_name], cast(EngineName, engine_name)
+    dtype = DTYPES[dtype_name]
     heap.expect_loading()
     checkpoint = Checkpoint.from_pretrained(model)
     # A first load takes what a process takes that holds nothing: modules, and kernels that are compiled.
-    _load(checkpoint, "blocks 0:1" if part.startswith("blocks ") else part, dtype, quantization, engine)
+    _load(checkpoint, "blocks 0:1" if part.startswith("blocks ") else part, dtype, quantization)
     heap.settle()
     heap.release()
     heap.expect_loading()
     idle = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     started = time.perf_counter()
-    held, kept = _load(checkpoint, part, dtype, quantization, engine)
+    held, kept = _load(checkpoint, part, dtype, quantization)
     seconds = time.perf_counter() - started
     peak = _memory("VmHWM") - idle
     heap.settle()
@@ -43,13 +41,11 @@ def main(model: str, part: str, dtype_name: str, quantization: str, engine_name:
     del kept
 
 
-def _load(
-    checkpoint: Checkpoint, part: str, dtype: torch.dtype, quantization: str, engine: EngineName
-) -> tuple[int, Runner | Edges]:
+def _load(checkpoint: Checkpoint, part: str, dtype: torch.dtype, quantization: str) -> tuple[int, Runner | Edges]:
     """Bytes of its weights, and what holds them."""
     if part.startswith("blocks "):
         span = Span.parse(part.removeprefix("blocks "))
-        model = load_engine(engine, checkpoint, span, dtype=dtype, device="cpu", quantization=quantization)
+        model = load_span(checkpoint, span, dtype=dtype, quantization=quantization)
         held = model.nbytes
         return held, Runner(model, num_pages=1, page_tokens=16)
     edges = load_edges(

@@ -215,10 +215,11 @@ def gptq(
         "quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": is_ordered, "sym": is_symmetric,
         "checkpoint_format": layout,
     }  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
 
     def pack(weight: Tensor) -> Packed:
         num_inputs = weight.shape[1]
+        # Layers of the same inputs have the same order.
+        generator = torch.Generator().manual_seed(seed + num_inputs)
         size = num_inputs if group_size == -1 else group_size
         groups = torch.arange(num_inputs) // size
         if is_ordered:

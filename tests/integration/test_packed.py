@@ -1,4 +1,4 @@
-"""Chains whose servers keep the weights as a GGUF file packs them give the tokens of the expanded model."""
+"""Chains whose servers keep the weights as the files pack them give the tokens of the expanded model."""
 
 import asyncio
 from pathlib import Path
@@ -11,8 +11,10 @@ from tests.gguf_files import make_tiny_gguf
 from tests.integration.deaths import beyond, doom
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
+from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 from tests.reference import Unsplit
 
+CHAINS = (["0:4"], ["0:2", "2:4"], ["0:1", "1:3", "3:4"])
 PROMPTS = ([5, 90, 17, 33], list(range(40, 75)), [200, 8])
 NUM_NEW_TOKENS = 24
 PACKED: dict[str, Any] = {"quantization": "packed"}
@@ -23,22 +25,35 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
 
 
-def expanded_reference(source: Path, path: Path) -> Unsplit:
-    """The unsplit model with the file's weights, in float32."""
+def packed_model(folder: Path, kind: str) -> tuple[Path, Unsplit]:
+    """A GGUF file, or a checkpoint of the format, and the unsplit model with its weights, in float32."""
+    if kind in FORMATS:
+        packed, expanded = make_packed_checkpoint("llama", folder, FORMATS[kind](), with_head=True)
+        return packed, Unsplit(expanded)
+    source, path = make_tiny_gguf("llama", folder, kind=kind)
     unsplit = Unsplit(source)
     gguf = Checkpoint.from_pretrained(str(path)).gguf
     assert gguf is not None
     state = unsplit.model.state_dict()
     for name, tensor in gguf.tensors.items():
         state[name].copy_(tensor[...])
-    return unsplit
+    return path, unsplit
 
 
-@pytest.mark.parametrize("spans", [["0:4"], ["0:2", "2:4"], ["0:1", "1:3", "3:4"]])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
-async def test_a_packed_chain_answers_as_the_expanded_model(tmp_path: Path, kind: str, spans: list[str]) -> None:
-    source, path = make_tiny_gguf("llama", tmp_path, kind=kind)
-    unsplit = expanded_reference(source, path)
+@pytest.mark.parametrize(
+    "kind, named, spans",
+    [
+        *(("Q4_1", "Q4_1", chain) for chain in CHAINS),
+        *(("Q8_0", "Q8_0", chain) for chain in CHAINS),
+        ("awq", "awq", CHAINS[2]),
+        ("gptq-act-order", "gptq", CHAINS[1]),
+        ("w4a16-asymmetric", "compressed-tensors", CHAINS[0]),
+    ],
+)
+async def test_a_packed_chain_answers_as_the_expanded_model(
+    tmp_path: Path, kind: str, named: str, spans: list[str]
+) -> None:
+    path, unsplit = packed_model(tmp_path, kind)
     expected = [unsplit.generate(prompt, NUM_NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     async with (
         Swarm(tmp_path, path, spans, server={"kv_cache_mib": 16, **PACKED}, client=PACKED) as swarm,
@@ -49,17 +64,17 @@ async def test_a_packed_chain_answers_as_the_expanded_model(tmp_path: Path, kind
         )
         assert [list(answer.token_ids) for answer in answers] == [each.token_ids for each in expected]
         (described, *_) = (await swarm.placement(path.stem)).servers
-        assert described.server.dtype == f"packed/fp32: {kind}"
+        assert described.server.dtype == f"packed/fp32: {named}"
         sampled = await client.generate(PROMPTS[0], max_tokens=NUM_NEW_TOKENS, temperature=0.8, seed=3, ignore_eos=True)
         reference = unsplit.generate(PROMPTS[0], NUM_NEW_TOKENS, {"temperature": 0.8, "seed": 3}, ignore_eos=True)
         assert list(sampled.token_ids) == reference.token_ids
 
 
-@pytest.mark.parametrize("hop", [0, 1])
-async def test_a_packed_hop_that_dies_is_replaced_and_no_token_changes(tmp_path: Path, hop: int) -> None:
-    source, path = make_tiny_gguf("llama", tmp_path, kind="Q4_1")
-    prompt, spans = PROMPTS[0], ["0:2", "2:4"]
-    expected = expanded_reference(source, path).generate(prompt, NUM_NEW_TOKENS, ignore_eos=True)
+@pytest.mark.parametrize("kind, hop", [("Q4_1", 0), ("Q4_1", 1), ("gptq-act-order", 1)])
+async def test_a_packed_hop_that_dies_is_replaced_and_no_token_changes(tmp_path: Path, kind: str, hop: int) -> None:
+    path, unsplit = packed_model(tmp_path, kind)
+    prompt, spans = PROMPTS[0], CHAINS[1]
+    expected = unsplit.generate(prompt, NUM_NEW_TOKENS, ignore_eos=True)
     settings = {"kv_cache_mib": 16, "prefix_cache": False, **PACKED}
     patience = {"recovery_patience_s": 30.0, **PACKED}
     async with Swarm(tmp_path, path, spans, server=settings, client=patience) as swarm, swarm.connect() as client:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.chassis.errors import (
     AdapterDenied,
@@ -31,6 +30,7 @@ from corolla.models.adapters.hub import adapter_folder
 from corolla.models.adapters.loading import adapter_bytes, load_adapter
 from corolla.models.adapters.products import AdapterStacks, SpanAdapter
 from corolla.models.hub import Hub
+from corolla.models.span_model import SpanModel
 from corolla.v1 import router_pb2
 from corolla.wire.adapter_version import AdapterVersion, still_registered
 
@@ -82,7 +82,7 @@ class Adapters:
 
     def __init__(
         self,
-        model: SpanEngine,
+        model: SpanModel,
         num_blocks: int,
         stacks: AdapterStacks,
         *,

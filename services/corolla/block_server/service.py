@@ -12,8 +12,6 @@ from corolla.block_server.adapters import Adapters
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine, ProcessorUse
-from corolla.block_server.engines.choice import choose_engine, load_engine
-from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.grammars import Grammars
 from corolla.block_server.handover.receiver import HandoverReceiver
@@ -45,7 +43,7 @@ from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tenant_limits import QuotaTable
 from corolla.chassis.tracing import spans
-from corolla.chassis.weight_formats import EngineName, weight_format
+from corolla.chassis.weight_formats import weight_format
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.decode_graphs import CudaCapture
 from corolla.compute.graph_choice import choose_graphs
@@ -56,8 +54,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import Edges, fetch_edges, load_edges
 from corolla.models.families import pageless_layers
 from corolla.models.hub import Hub
-from corolla.models.packed.choice import types_of
-from corolla.models.span_model import fetch_span
+from corolla.models.span_model import SpanModel, fetch_span, load_span, weight_types
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.network import Network
@@ -205,16 +202,11 @@ class BlockServer:
         fingerprint = await asyncio.to_thread(
             checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
         )
-        engine_name, block = await self._compute_thread.run(
-            choose_engine, settings.engine, checkpoint,
-            dtype=dtype, device=settings.device, quantization=settings.quantization, new_runner=self._new_runner,
-        )  # fmt: skip
         speed = await self._compute_thread.run(
             measure_speed, checkpoint, dtype, settings.device, settings.quantization, settings.threads,
-            self._new_runner, engine_name, block,
+            self._new_runner,
         )  # fmt: skip
-        del block
-        description = await asyncio.to_thread(self._description, checkpoint, fingerprint, engine_name, speed)
+        description = await asyncio.to_thread(self._description, checkpoint, fingerprint, speed)
         self._registration = Registration(
             settings.router, description, self._load, network.channels, on_placement=self._on_placement
         )
@@ -225,7 +217,7 @@ class BlockServer:
         log.info("loading", extra={"model": checkpoint.name, "blocks": str(span), "threads": speed.num_threads})
 
         model = await self._compute_thread.run(
-            load_engine, engine_name, checkpoint, span,
+            load_span, checkpoint, span,
             dtype=dtype, device=settings.device, quantization=settings.quantization,
         )  # fmt: skip
         runner = await self._compute_thread.run(self._make_runner, model, speed.cache_bytes_per_token)
@@ -274,9 +266,7 @@ class BlockServer:
         self._registration.request_heartbeat()
         log.info("ready", extra={"address": self.address, "blocks": str(span), "pages": runner.store.pool.num_pages})
 
-    def _description(
-        self, checkpoint: Checkpoint, fingerprint: str, engine_name: EngineName, speed: Speed
-    ) -> router_pb2.ServerDescription:
+    def _description(self, checkpoint: Checkpoint, fingerprint: str, speed: Speed) -> router_pb2.ServerDescription:
         """What the router learns of this server."""
         settings = self.settings
         capacity = min(settings.capacity_blocks or checkpoint.num_blocks, checkpoint.num_blocks)
@@ -287,7 +277,7 @@ class BlockServer:
             address=self.address,
             model=checkpoint.name,
             fingerprint=fingerprint,
-            dtype=self._weight_format(checkpoint, engine_name),
+            dtype=self._weight_format(checkpoint),
             num_model_blocks=checkpoint.num_blocks,
             capacity_blocks=capacity,
             decode_tokens_per_second=speed.decode_tokens_per_second,
@@ -411,7 +401,7 @@ class BlockServer:
         self._tasks.start_restartable(neighbours.run, "neighbours")
         return partial(Relay, fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
 
-    def _make_runner(self, model: SpanEngine, cache_bytes_per_token: int) -> Runner:
+    def _make_runner(self, model: SpanModel, cache_bytes_per_token: int) -> Runner:
         settings = self.settings
         layers_per_group = LayerGroups.of(page_windows(model), pageless_layers(model.config)).layers_per_group
         num_pages, num_state_pages = self._num_pages(cache_bytes_per_token * layers_per_group, state_bytes(model))
@@ -478,14 +468,14 @@ class BlockServer:
             draft_model = DraftModel.load(drafting, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
         return SharedBySamplers(draft_model, Grammars(checkpoint, self._metrics.grammars))
 
-    def _weight_format(self, checkpoint: Checkpoint, engine_name: EngineName) -> str:
+    def _weight_format(self, checkpoint: Checkpoint) -> str:
         """What `corolla status` calls it."""
         settings = self.settings
-        packed, expanded = types_of(checkpoint, settings.quantization)
+        packed, expanded = weight_types(checkpoint, settings.quantization)
         if packed or expanded:
             extra = {"packed": ", ".join(packed), "expanded": ", ".join(expanded), "dtype": settings.dtype}
             log.info("formats of the weights", extra=extra)
-        return weight_format(settings.dtype, settings.quantization, packed, expanded, engine_name)
+        return weight_format(settings.dtype, settings.quantization, packed, expanded)
 
     def _num_pages(self, cache_bytes_per_token: int, session_state_bytes: int) -> tuple[int, int]:
         """Pages of the server, and how many of them stand for the recurrent states of one session."""

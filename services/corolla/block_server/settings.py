@@ -52,7 +52,7 @@ class BlockServerSettings(ServiceSettings):
     quantization: QuantizationName = Field(
         "none",
         description="How linear layers keep their weights: `none` (as `dtype`), `int8`, `int4`, or `packed`: as a GGUF "
-        "file has them, embedding and head too.",
+        "file has them, embedding and head too, and as AWQ, GPTQ and compressed-tensors have those of four bits.",
     )
     kv_cache_dtype: KVCacheDtypeName = Field(
         "auto",
@@ -60,12 +60,6 @@ class BlockServerSettings(ServiceSettings):
         "(E4M3) or `int8`; client services need the same.",
     )
     device: str = Field("cpu", description="Torch device: `cpu`, `cuda`, `cuda:1`.")
-    engine: Literal["transformers", "vllm", "auto"] = Field(
-        "transformers",
-        description="What computes the blocks: `transformers`, the reference; `vllm`, its layers and kernels; `auto`: "
-        "`vllm` where it is installed and knows the family and the format of the weights, unless `transformers` "
-        "compiles the blocks whole.",
-    )
     attention: Literal["auto", "compiled", "flash", "paged", "sdpa"] = Field(
         "auto", description="Attention kernel; `auto` takes the fastest one that is right on this device."
     )

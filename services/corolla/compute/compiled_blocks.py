@@ -38,7 +38,7 @@ from corolla.kernels.block_source import (
 from corolla.kernels.compiler import Compiled, has_openmp, max_sums, processor_features
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_source import scratch_bytes
-from corolla.kernels.products import DTYPES, kernel_of, rows_of
+from corolla.kernels.products import DTYPES, kernel_of, rows_of, weights_of
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.fused import PLACES, FusedLayer, FusedSpan, Projection, UsualNorm
 from corolla.models.linear import TunedLinear
@@ -84,7 +84,7 @@ class CompiledBlocks:
         batch: AttentionBatch,
         adapters: Sequence[SpanAdapter | None] = (),
     ) -> Tensor:
-        """Runs some of the layers over the new tokens of all rows; see `PackedLayers`.
+        """Runs some of the layers over the new tokens of all rows; see `FusedSpan`.
 
         Args:
             batch: the rows, over the same store.
@@ -180,8 +180,10 @@ class CompiledBlocks:
             for norm in _norms(layer):
                 fields += self._norm_fields(norm)
             for projection in _projections(layer):
-                kernel = kernel_of(projection.layout, self._dtype)
-                fields += (kernel.part_address, projection.panels.data_ptr(), self._float32(projection.bias))
+                order = projection.order if isinstance(projection, PackedLinear) else None
+                kernel = kernel_of(projection.layout, self._dtype, is_ordered=order is not None)
+                self._kept.append(weights_of(projection.panels, order))
+                fields += (kernel.part_address, self._kept[-1].data_ptr(), self._float32(projection.bias))
         return (ctypes.c_int64 * len(fields))(*fields)
 
     def _norm_fields(self, norm: Any) -> tuple[int, int]:

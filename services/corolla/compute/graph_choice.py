@@ -12,7 +12,6 @@ from corolla.compute.attention.paged_flash import PagedFlash
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs, Record
 from corolla.compute.runner import RowWork, Runner
-from corolla.models.fused import FusedSpan
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +35,8 @@ def choose_graphs(runner: Runner, record: Record) -> None:
 def _failure(runner: Runner, record: Record) -> str | None:
     """Why decode steps cannot be replayed, or None: then the runner does so."""
     fused = runner.model.fused
-    if not isinstance(fused, FusedSpan):
-        return f"the blocks run with {'the family' if fused is None else 'another engine'}'s own code"
+    if fused is None:
+        return "the blocks run with the family's own code"
     if not isinstance(runner.backend, PagedFlash):
         return f"attention is {runner.backend.name}, which does not read pages through tables"
     sizes = [size for size in SIZES if _num_pages(runner, size) <= runner.store.pool.num_available]

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
-from corolla.block_server.engines.span_engine import SpanEngine
 from corolla.cache.codecs import CODECS
 from corolla.cache.states import LayerState
 from corolla.cache.store import KVStore, SessionCache
@@ -93,7 +92,7 @@ class Runner:
 
     def __init__(
         self,
-        model: SpanEngine,
+        model: SpanModel,
         *,
         num_pages: int = 1024,
         page_tokens: int = 32,
@@ -126,7 +125,7 @@ class Runner:
             return
         model.set_attention(LATENT if model.family.caches_latents else RAGGED)
         if model.family.caches_latents:
-            leave_latents(self._base.modules())
+            leave_latents(self.model.modules())
 
     @property
     def span(self) -> Span:
@@ -235,14 +234,9 @@ class Runner:
         self.model.adapters = adapters
         self._tell_factors(rows, hidden)
         cache = PackedLatents(batch) if self.model.family.caches_latents else None
-        return self._base.forward(
+        return self.model.forward(
             hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, past_key_values=cache, batch=batch
         )[0]
-
-    @property
-    def _base(self) -> SpanModel:
-        """The family's own code, which runs where the engine has no other way."""
-        return cast(SpanModel, self.model)
 
     def _adapters(self, rows: Sequence[RowWork]) -> AdapterBatch | None:
         if all(row.adapter is None for row in rows):
@@ -251,7 +245,7 @@ class Runner:
 
     def _tell_factors(self, rows: Sequence[RowWork], hidden: Tensor) -> None:
         """Tells the rotary embedding which tokens of the next call belong to long texts, if that matters to it."""
-        long_rope = self._base.long_rope
+        long_rope = self.model.long_rope
         if long_rope is None:
             return
         if any(row.position + row.num_tokens > long_rope.short_length for row in rows if not row.long_factors):
@@ -275,7 +269,7 @@ class Runner:
                 self.model.adapters = self._adapters([part_of_row])
                 self._tell_factors([part_of_row], tokens)
                 outputs.append(
-                    self._base.forward(tokens.unsqueeze(0), positions, blocks=blocks, past_key_values=cache)[0]
+                    self.model.forward(tokens.unsqueeze(0), positions, blocks=blocks, past_key_values=cache)[0]
                 )
                 start = end
             if cache is not None:
@@ -305,7 +299,7 @@ class Runner:
         return tuple(bool(torch.isfinite(part).all()) for part in parts)
 
 
-def page_windows(model: SpanEngine) -> tuple[int | None, ...]:
+def page_windows(model: SpanModel) -> tuple[int | None, ...]:
     """For each layer, how many tokens its pages must keep for the next one; None for all."""
     return attention_windows(model.config)
 

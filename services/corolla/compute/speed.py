@@ -10,15 +10,12 @@ from typing import Final
 
 import torch
 
-from corolla.block_server.engines.choice import make_engine
-from corolla.block_server.engines.span_engine import SpanEngine
-from corolla.chassis.weight_formats import EngineName
 from corolla.compute.runner import RowWork, Runner
 from corolla.compute.threads import set_num_threads
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
 from corolla.models.families import recurrent_layers
-from corolla.models.span_model import make_span
+from corolla.models.span_model import SpanModel, make_span
 from corolla.wire.span import Span
 
 _PREFILL_TOKENS: Final = 64
@@ -89,8 +86,6 @@ def measure_speed(
     quantization: str = "none",
     num_threads: int = 1,
     new_runner: Callable[..., Runner] = Runner,
-    engine: EngineName = "transformers",
-    model: SpanEngine | None = None,
 ) -> Speed:
     """Times the model's largest block with one token and with a short prompt; the best of a few runs each.
 
@@ -100,26 +95,19 @@ def measure_speed(
     Args:
         num_threads: of this process, from now on; 0 takes those with which the block is fastest.
         new_runner: `Runner` with this server's settings.
-        engine: see `choose_engine`.
-        model: the largest block, if it was made already.
     """
 
-    def made(number: int = checkpoint.largest_block) -> SpanEngine:
+    def made(number: int = checkpoint.largest_block) -> SpanModel:
         block = Span(number, number + 1)
-        return make_engine(engine, checkpoint, block, dtype=dtype, device=device, quantization=quantization)
+        return make_span(checkpoint, block, dtype=dtype, device=device, quantization=quantization)
 
-    trial = _Trial(model or made(), new_runner)
+    trial = _Trial(made(), new_runner)
 
     def seconds() -> float:
-        nonlocal trial
-        if trial.has_run and trial.model.keeps_threads:
-            trial = _Trial(made(), new_runner)
         # Both matter alike, and neither hides the other.
         return math.sqrt(trial.prefill_s() * trial.decode_s())
 
     num_threads = set_num_threads(num_threads, seconds)
-    if trial.has_run and trial.model.keeps_threads:
-        trial = _Trial(made(), new_runner)
     prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
     others = (made(other).nbytes for other in checkpoint.largest_blocks if other != checkpoint.largest_block)
     block_bytes = max(trial.model.nbytes, *others, 0)
@@ -135,15 +123,10 @@ def measure_speed(
 
 
 class _Trial:
-    """A short prompt and the next token, through one block.
+    """A short prompt and the next token, through one block."""
 
-    Attributes:
-        has_run: whether any of it was timed.
-    """
-
-    def __init__(self, model: SpanEngine, new_runner: Callable[..., Runner]) -> None:
+    def __init__(self, model: SpanModel, new_runner: Callable[..., Runner]) -> None:
         self.model = model
-        self.has_run = False
         self._runner = new_runner(model, num_pages=1, page_tokens=2 * _PREFILL_TOKENS, tuning_budget_s=_TUNING_BUDGET_S)
         self._cache = self._runner.new_cache()
         self._cache.reserve(_PREFILL_TOKENS + 1)
@@ -165,7 +148,6 @@ class _Trial:
         return self._cache.nbytes // (2 * _PREFILL_TOKENS)
 
     def _seconds(self, position: int, num_tokens: int) -> float:
-        self.has_run = True
         hidden = torch.zeros(num_tokens, self.model.hidden_size, dtype=self.model.dtype)
         # A text with long factors may have any length.
         rows = [RowWork(self._cache, position, num_tokens, long_factors=True)]
@@ -182,7 +164,7 @@ def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_run
     return runner.store.page_bytes
 
 
-def state_bytes(model: SpanEngine) -> int:
+def state_bytes(model: SpanModel) -> int:
     """Bytes of the recurrent states of one session at one position."""
     if not recurrent_layers(model.config):
         return 0

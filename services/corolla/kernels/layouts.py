@@ -1,12 +1,13 @@
-"""How weights lie in memory while compiled functions multiply by them: those that a GGUF file packs, and plain ones.
+"""How weights lie in memory while compiled functions multiply by them: those that a file packs, and plain ones.
 
 Sixteen rows of a matrix, a panel, lie side by side, so that one vector register holds a number of each. Nothing is
 rounded anew: the bits are those of the file in another order, and take the memory that they take there, to 3 %.
 
 A panel is a list of blocks; a block of `block_weights` columns is, with 16 numbers each, one for each row:
 
-    scale         float16
+    scale         float16, or another type
     minimum       float16, where the type has one
+    zero point    int8, where the type has one
     sub-scales    int8, one for `scale_weights` columns, where a block has several
     sub-minima    int8, one for 32 columns, where it has several and the type has minima
     low bits      for 32 columns: four bits of each, eight columns in an int32, or int8 itself
@@ -15,6 +16,7 @@ A panel is a list of blocks; a block of `block_weights` columns is, with 16 numb
 Of plain weights a block is one column in float32, and two columns, side by side for each row, in bfloat16.
 """
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -25,17 +27,31 @@ UNIT: Final = 32
 """Columns whose low bits lie together."""
 
 
+class Scale(enum.Enum):
+    """The type of scales, as LLVM calls it."""
+
+    FLOAT16 = "half"
+    BFLOAT16 = "bfloat"
+    FLOAT32 = "float"
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 if self is Scale.FLOAT32 else 2
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Of one type.
 
     Attributes:
-        name: what GGUF calls the type.
+        name: what GGUF calls the type, or `group_layout`.
         bits: of a number: 4, 5, 6 or 8.
         is_centred: whether numbers count from the middle of their range; eight bits are int8 as they are.
         has_minimum: whether a minimum is added.
-        block_weights: columns with one scale in float16.
-        scale_weights: columns with one sub-scale; as many as a block has where there is none.
+        block_weights: columns with one scale.
+        sub_scale_weights: columns with one sub-scale, which a block has several of; None: there are none.
+        scale: the type of scales.
+        has_zeros: whether a zero point is subtracted from numbers.
     """
 
     name: str
@@ -43,7 +59,9 @@ class Layout:
     is_centred: bool
     has_minimum: bool
     block_weights: int = UNIT
-    scale_weights: int = UNIT
+    sub_scale_weights: int | None = None
+    scale: Scale = Scale.FLOAT16
+    has_zeros: bool = False
 
     @property
     def step(self) -> int:
@@ -52,7 +70,7 @@ class Layout:
 
     @property
     def has_sub_scales(self) -> bool:
-        return self.block_weights > UNIT
+        return self.sub_scale_weights is not None
 
     @property
     def units(self) -> int:
@@ -61,16 +79,20 @@ class Layout:
 
     @property
     def scales_per_unit(self) -> int:
-        return UNIT // self.scale_weights
+        return UNIT // (self.sub_scale_weights or UNIT)
 
     @property
     def high_bits(self) -> int:
         return 0 if self.bits == 8 else self.bits - 4
 
     @property
+    def minima_at(self) -> int:
+        """Offset of the minima, or of the zero points, within a block, in bytes."""
+        return LANES * self.scale.num_bytes
+
+    @property
     def sub_scales_at(self) -> int:
-        """Offset of the sub-scales within a block, in bytes."""
-        return 2 * LANES * (1 + self.has_minimum)
+        return self.minima_at + LANES * (2 * self.has_minimum + self.has_zeros)
 
     @property
     def sub_minima_at(self) -> int:
@@ -138,9 +160,25 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
         Layout("Q5_0", 5, is_centred=True, has_minimum=False),
         Layout("Q5_1", 5, is_centred=False, has_minimum=True),
         Layout("Q8_0", 8, is_centred=True, has_minimum=False),
-        Layout("Q4_K", 4, is_centred=False, has_minimum=True, block_weights=256),
-        Layout("Q5_K", 5, is_centred=False, has_minimum=True, block_weights=256),
-        Layout("Q6_K", 6, is_centred=True, has_minimum=False, block_weights=256, scale_weights=16),
+        Layout("Q4_K", 4, is_centred=False, has_minimum=True, block_weights=256, sub_scale_weights=32),
+        Layout("Q5_K", 5, is_centred=False, has_minimum=True, block_weights=256, sub_scale_weights=32),
+        Layout("Q6_K", 6, is_centred=True, has_minimum=False, block_weights=256, sub_scale_weights=16),
     )
 }
-"""The types that are multiplied as they are packed."""
+"""The types of GGUF files that are multiplied as they are packed."""
+
+_GROUP_BLOCKS: Final = (256, 128, 64, 32)
+
+
+def group_layout(group_weights: int, scale: Scale, *, has_zeros: bool) -> Layout | None:
+    """That of four bits with a scale for each group of columns; None: there is none for such groups.
+
+    Blocks are as long as groups are, or a part of them, so that few kernels serve all lengths.
+    """
+    block_weights = next((each for each in _GROUP_BLOCKS if group_weights % each == 0), None)
+    if block_weights is None:
+        return None
+    name = f"U4 of {block_weights}, {scale.name.lower()}{', zero points' if has_zeros else ''}"
+    return Layout(
+        name, 4, is_centred=True, has_minimum=False, block_weights=block_weights, scale=scale, has_zeros=has_zeros
+    )

@@ -47,7 +47,13 @@ single panel, and for a single row, too."""
 
 
 def module_source(
-    layout: Layout | PlainLayout, rows: Rows, *, packed_tiles: Tiles, plain_tiles: Tiles, has_threads: bool
+    layout: Layout | PlainLayout,
+    rows: Rows,
+    *,
+    packed_tiles: Tiles,
+    plain_tiles: Tiles,
+    has_threads: bool,
+    is_ordered: bool = False,
 ) -> str:
     """A module with three functions, of plain weights only the first two; all their counts are int64:
 
@@ -63,6 +69,8 @@ def module_source(
         packed_tiles: for weights that are unpacked while they are multiplied.
         plain_tiles: for plain ones, and for those that are unpacked first, since there are more rows.
         has_threads: whether the functions of OpenMP can be linked.
+        is_ordered: whether columns are for inputs in another order, of packed weights: `weights` of the first two
+            functions then are two pointers, to an int32 for each column, the number of its input, and to the panels.
     """
     parts = [_HEAD, _HEAD_OF_PAIRS if rows is Rows.BFLOAT16 else ""]
     tile = _FloatTile if rows is Rows.FLOAT32 else _PairTile
@@ -72,9 +80,10 @@ def module_source(
     else:
         unpacked = unpacked_layout(rows)
         few = [size for size in plain_tiles if size[1] <= UNPACKED_PANELS]
-        parts += [_tile(tile(layout, *size), "tile") for size in packed_tiles]
-        parts += [_unpack(layout, rows), *(_tile(tile(unpacked, *size), "unpacked") for size in few)]
-        parts += [_part(layout, packed_tiles, rows), _part(layout, few, rows, unpacked)]
+        parts += [_tile(tile(layout, *size, is_ordered), "tile") for size in packed_tiles]
+        parts += [_unpack(layout, rows), *(_tile(tile(unpacked, *size, is_ordered), "unpacked") for size in few)]
+        parts += [_part(layout, packed_tiles, rows, is_ordered=is_ordered)]
+        parts += [_part(layout, few, rows, unpacked, is_ordered=is_ordered)]
         parts.append(_all_or_few(unpacks=True))
     parts += [_SHARE if has_threads else "", _multiply(has_threads)]
     parts += ["" if isinstance(layout, PlainLayout) else _expand(layout), ATTRIBUTES]
@@ -101,17 +110,36 @@ class _FloatTile:
 
     rows = Rows.FLOAT32
 
-    def __init__(self, layout: Layout | PlainLayout, num_rows: int, num_panels: int) -> None:
+    def __init__(self, layout: Layout | PlainLayout, num_rows: int, num_panels: int, is_ordered: bool = False) -> None:
         self.layout = layout
         self.num_rows = num_rows
         self.num_panels = num_panels
+        self.is_ordered = is_ordered
 
-    def add(self, function: Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
-        """Adds the products of the round `%unit` to the sums, which get new names."""
+    def places(self, function: Function, first: str, column: int, count: int) -> list[str]:
+        """Where in a row the inputs of `count` neighbouring columns are. Without an order only the first one's place is
+        given, since the others lie behind it."""
+        if not self.is_ordered:
+            return [function.let(f"add i64 {first}, {column}")]
+        at = [
+            function.at("%order", function.let(f"add i64 {first}, {column + index}"), "i32") for index in range(count)
+        ]
+        return [function.let(f"zext i32 {function.let(f'load i32, ptr {each}, align 4')} to i64") for each in at]
+
+    def add(
+        self, function: Function, first: str, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]
+    ) -> None:
+        """Adds the products of the round `%unit` to the sums, which get new names.
+
+        Args:
+            first: the round's first column.
+            inputs: where rows begin.
+        """
         units = [columns(function, self.layout, panel) for panel in panels]
         for column, weights in enumerate(zip(*units, strict=True)):
+            (place,) = self.places(function, first, column, 1)
             for row, base in enumerate(inputs):
-                one = function.let(f"load float, ptr {function.at(base, column, 'float')}, align 4")
+                one = function.let(f"load float, ptr {function.at(base, place, 'float')}, align 4")
                 lanes = function.splat(one)
                 for panel, weight in enumerate(weights):
                     sums[row, panel] = function.sum_of_product(weight, lanes, sums[row, panel])
@@ -122,15 +150,26 @@ class _PairTile(_FloatTile):
 
     rows = Rows.BFLOAT16
 
-    def add(self, function: Function, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]) -> None:
+    def add(
+        self, function: Function, first: str, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]
+    ) -> None:
         units = [_rounded_pairs(function, self.layout, panel) for panel in panels]
         for pair, weights in enumerate(zip(*units, strict=True)):
+            places = self.places(function, first, 2 * pair, 2)
             for row, base in enumerate(inputs):
-                both = function.let(f"load i32, ptr {function.at(base, 4 * pair)}, align 2")
+                both = _pair(function, [function.at(base, place, "bfloat") for place in places])
                 pairs = function.let(f"bitcast {INTS} {function.splat(both, 'i32')} to {_PAIRS}")
                 for panel, weight in enumerate(weights):
                     arguments = f"{FLOATS} {sums[row, panel]}, {_PAIRS} {weight}, {_PAIRS} {pairs}"
                     sums[row, panel] = function.let(f"call {FLOATS} @{_DOT}({arguments})")
+
+
+def _pair(function: Function, places: Sequence[str]) -> str:
+    """Two inputs as an i32, which lie at two places, or side by side at one."""
+    if len(places) == 1:
+        return function.let(f"load i32, ptr {places[0]}, align 2")
+    low, high = (function.let(f"zext i16 {function.let(f'load i16, ptr {at}, align 2')} to i32") for at in places)
+    return function.let(f"or i32 {low}, {function.let(f'shl i32 {high}, 16')}")
 
 
 def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str) -> Iterator[str]:
@@ -151,7 +190,8 @@ def _tile(tile: _FloatTile, name: str) -> str:
     lines = function.lines
     lines.append(
         f"define internal void @{name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
-        "ptr noalias %w, i64 %panel_bytes, ptr noalias %y, i64 %y_columns) #0 {\nentry:"
+        "ptr noalias %w, i64 %panel_bytes, ptr noalias %y, i64 %y_columns"
+        f"{_ORDER if tile.is_ordered else ''}) #0 {{\nentry:"
     )
     lines.append(f"  %units = udiv i64 %columns, {tile.layout.step}")
     rows, panels = range(tile.num_rows), range(tile.num_panels)
@@ -164,7 +204,7 @@ def _tile(tile: _FloatTile, name: str) -> str:
         lines.append(f"  %sum_{row}_{panel} = phi {FLOATS} [zeroinitializer, %entry], [%new_{row}_{panel}, %loop]")
     sums = {(row, panel): f"%sum_{row}_{panel}" for row, panel in places}
     first = function.let(f"mul i64 %unit, {tile.layout.step}")
-    tile.add(function, [function.at(row, first, element) for row in x], w, sums)
+    tile.add(function, first, x, w, sums)
     for row, panel in places:
         # The loop's own names for its last values.
         lines.append(f"  %new_{row}_{panel} = freeze {FLOATS} {sums[row, panel]}")
@@ -208,10 +248,23 @@ done:
     return "\n".join(lines)
 
 
+_ORDER: Final = ", ptr %order"
+_POINTERS: Final = """\
+  %order = load ptr, ptr %w, align 8
+  %second = getelementptr ptr, ptr %w, i64 1
+  %panels_at = load ptr, ptr %second, align 8
+"""
 _ARGUMENTS: Final = "ptr %x, i64 %rows, i64 %columns, ptr %w, ptr %y, i64 %panels, ptr %scratch, i64 %first, i64 %end"
 
 
-def _part(layout: Layout | PlainLayout, tiles: Tiles, rows: Rows, unpacked: PlainLayout | None = None) -> str:
+def _part(
+    layout: Layout | PlainLayout,
+    tiles: Tiles,
+    rows: Rows,
+    unpacked: PlainLayout | None = None,
+    *,
+    is_ordered: bool = False,
+) -> str:
     """All rows times the panels from `first` to `end`: the weights of a few panels are read once, the rows again.
 
     Args:
@@ -225,10 +278,12 @@ def _part(layout: Layout | PlainLayout, tiles: Tiles, rows: Rows, unpacked: Plai
         else ("many", "unpacked", "%scratch", "%unpacked_bytes")
     )
     read = layout if unpacked is None else unpacked
+    weights, order = ("%panels_at", _ORDER) if is_ordered else ("%w", "")
     lines = [
         f"""\
 define internal void @{name}({_ARGUMENTS}) #0 {{
 entry:
+{_POINTERS if is_ordered else ""}\
   %rounds = udiv i64 %columns, {read.block_weights}
   %unpacked_bytes = mul i64 %rounds, {read.block_bytes}
   %blocks = udiv i64 %columns, {layout.block_weights}
@@ -246,7 +301,7 @@ group:
   %two = select i1 %is_two, i64 2, i64 1
   %four = select i1 %is_four, i64 4, i64 %two
   %w_offset = mul i64 %panel, %panel_bytes
-  %w_group = getelementptr i8, ptr %w, i64 %w_offset
+  %w_group = getelementptr i8, ptr {weights}, i64 %w_offset
   %y_offset = mul i64 %panel, {LANES}
   %y_group = getelementptr float, ptr %y, i64 %y_offset
 {"  br label %rows_start" if unpacked is None else _UNPACKING}
@@ -280,7 +335,7 @@ rows_left:
                 lines.append(f"  %y_{place} = getelementptr float, ptr %y_row, i64 {LANES * first}")
                 lines.append(
                     f"  call void @{tile}_{height}_{at_once}(ptr %x_row, i64 %columns, ptr %w_{place}, i64 {stride}, "
-                    f"ptr %y_{place}, i64 %y_columns)"
+                    f"ptr %y_{place}, i64 %y_columns{order})"
                 )
             lines.append("  br label %tile_done")
     sources = ", ".join(f"[{height}, %do_{height}_{width}]" for height in heights for width in widths)

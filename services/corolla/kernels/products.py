@@ -48,18 +48,27 @@ class Kernel:
     Args:
         rows: of float32 or of bfloat16; those of plain weights in float32 are of float32.
         tilings: None: those that this processor has registers for; the results are the same in every bit.
+        is_ordered: whether columns are for inputs in another order.
 
     Raises:
         StartupError: llvmlite is not installed, or this processor cannot run what it makes.
     """
 
-    def __init__(self, layout: Layout | PlainLayout, rows: Rows = Rows.FLOAT32, tilings: Tilings | None = None) -> None:
-        self._layout, self._rows = layout, rows
+    def __init__(
+        self,
+        layout: Layout | PlainLayout,
+        rows: Rows = Rows.FLOAT32,
+        tilings: Tilings | None = None,
+        *,
+        is_ordered: bool = False,
+    ) -> None:
+        self._layout, self._rows, self._is_ordered = layout, rows, is_ordered
         check_support()
         tilings = tilings or (WIDE if processor_features().get("avx512f") else NARROW)
         source = module_source(
-            layout, rows, packed_tiles=tilings.packed, plain_tiles=tilings.plain, has_threads=has_openmp()
-        )
+            layout, rows, packed_tiles=tilings.packed, plain_tiles=tilings.plain, has_threads=has_openmp(),
+            is_ordered=is_ordered,
+        )  # fmt: skip
         self._compiled = Compiled(source)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._multiply: Any = self._compiled.function(
@@ -74,12 +83,13 @@ class Kernel:
         """Of `part`, see `module_source`, for other compiled functions."""
         return self._compiled.address("part")
 
-    def multiply(self, rows: Tensor, panels: Tensor) -> Tensor:
+    def multiply(self, rows: Tensor, panels: Tensor, order: Tensor | None = None) -> Tensor:
         """`rows W^T`.
 
         Args:
             rows: `[R, in]`, of any type; they are converted to that of the kernel.
             panels: as `repack` gives them.
+            order: see `Panels`; None unless the kernel is for some.
 
         Returns:
             float32 `[R, 16 * panels]`.
@@ -92,6 +102,9 @@ class Kernel:
         num_panels, num_blocks, _ = panels.shape
         if num_blocks * self._layout.block_weights != num_columns:
             raise ValueError(f"rows of {num_columns} numbers do not fit {num_blocks} blocks of {self._layout.name}")
+        if (order is not None) != self._is_ordered or (order is not None and len(order) != num_columns):
+            raise ValueError(f"an order does not fit {num_columns} columns")
+        weights = weights_of(panels, order)
         product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
         are_many = num_rows * num_columns * num_panels * LANES >= LEAST_PRODUCTS_OF_THREADS
         num_threads = torch.get_num_threads() if are_many else 1
@@ -100,7 +113,7 @@ class Kernel:
             scratch = torch.empty(num_threads * num_scratch_bytes, dtype=torch.uint8)
         # The interpreter's lock is released meanwhile.
         self._multiply(
-            rows.data_ptr(), num_rows, num_columns, panels.data_ptr(), product.data_ptr(), num_panels,
+            rows.data_ptr(), num_rows, num_columns, weights.data_ptr(), product.data_ptr(), num_panels,
             None if scratch is None else scratch.data_ptr(), num_scratch_bytes, num_threads,
         )  # fmt: skip
         return product
@@ -116,9 +129,14 @@ class Kernel:
         return rows
 
 
-def kernel_of(layout: Layout | PlainLayout, dtype: torch.dtype = torch.float32) -> Kernel:
+def kernel_of(layout: Layout | PlainLayout, dtype: torch.dtype = torch.float32, *, is_ordered: bool = False) -> Kernel:
     """The process's only one for a layout and a type of hidden states. Raises as `Kernel`."""
-    return _kernel(layout, rows_of(dtype))
+    return _kernel(layout, rows_of(dtype), is_ordered)
+
+
+def weights_of(panels: Tensor, order: Tensor | None) -> Tensor:
+    """What `part` is given as weights: the panels, or where the order and they lie."""
+    return panels if order is None else torch.tensor([order.data_ptr(), panels.data_ptr()], dtype=torch.int64)
 
 
 def rows_of(dtype: torch.dtype) -> Rows:
@@ -127,16 +145,22 @@ def rows_of(dtype: torch.dtype) -> Rows:
 
 
 def multiplied(
-    layout: Layout | PlainLayout, rows: Tensor, panels: Tensor, num_outputs: int, bias: Tensor | None
+    layout: Layout | PlainLayout,
+    rows: Tensor,
+    panels: Tensor,
+    num_outputs: int,
+    bias: Tensor | None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """`rows W^T + b` in the type of the rows: `[..., in]` to `[..., num_outputs]`. Sums are float32.
 
     Args:
         panels: as `repack` or `lay_out` gives them.
         bias: `[num_outputs]` or None.
+        order: see `Panels`.
     """
     flat = rows if rows.dim() == 2 else rows.flatten(0, -2)
-    product = kernel_of(layout, rows.dtype).multiply(flat, panels)
+    product = kernel_of(layout, rows.dtype, is_ordered=order is not None).multiply(flat, panels, order)
     if product.shape[1] != num_outputs:
         product = product[:, :num_outputs].contiguous()
     if bias is not None:
@@ -154,8 +178,8 @@ def plain_layout(dtype: torch.dtype) -> PlainLayout | None:
 
 
 @functools.cache
-def _kernel(layout: Layout | PlainLayout, rows: Rows) -> Kernel:
-    return Kernel(layout, rows)
+def _kernel(layout: Layout | PlainLayout, rows: Rows, is_ordered: bool) -> Kernel:
+    return Kernel(layout, rows, is_ordered=is_ordered)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""From the rows of a GGUF file to panels; see `layouts`."""
+"""From the rows of a file to panels; see `layouts`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +18,16 @@ _LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
+class Numbers:
     """What rows of a file hold, type by type alike.
 
     Attributes:
         codes: uint8 `[R, K]`, of eight bits those of int8.
-        scales: float16 `[R, B]`, one for each block.
+        scales: of the layout's type, `[R, B]`, one for each block.
         minima: float16 `[R, B]`, which the type adds, or subtracts where a block has several.
         sub_scales: int8 `[R, B * n]`.
         sub_minima: int8 `[R, B * n]`.
+        zeros: int8 `[R, B]`, which count from the middle of the range of codes.
     """
 
     codes: Tensor
@@ -34,6 +35,19 @@ class _Numbers:
     minima: Tensor | None = None
     sub_scales: Tensor | None = None
     sub_minima: Tensor | None = None
+    zeros: Tensor | None = None
+
+
+class Panels(NamedTuple):
+    """A matrix as a kernel reads it.
+
+    Attributes:
+        panels: see `repack`.
+        order: which input each of their columns is for, int32 `[in]`; None: they are in the same order.
+    """
+
+    panels: Tensor
+    order: Tensor | None = None
 
 
 def repack(read: Callable[[int, int], Tensor], num_rows: int, num_columns: int, layout: Layout) -> Tensor:
@@ -45,15 +59,37 @@ def repack(read: Callable[[int, int], Tensor], num_rows: int, num_columns: int, 
     Returns:
         uint8 `[ceil(rows / 16), blocks of a row, layout.block_bytes]`; rows that are wanting are zero.
     """
+
+    def numbers(first: int, end: int) -> Numbers:
+        rows = read(first, end)
+        return _READERS[layout.name](rows.reshape(len(rows) * (num_columns // layout.block_weights), -1))
+
+    return repack_numbers(numbers, num_rows, num_columns, layout)
+
+
+def repack_numbers(read: Callable[[int, int], Numbers], num_rows: int, num_columns: int, layout: Layout) -> Tensor:
+    """Lays numbers out as panels, as `repack` does.
+
+    Args:
+        read: gives those of the rows from one number to another; where a row has several blocks, these may stand one
+            below the other.
+    """
     panels = empty_panels(num_rows, num_columns, layout)
     num_panels, num_blocks, _ = panels.shape
     step = max(1, _CHUNK_WEIGHTS // (LANES * num_columns))
     for first in range(0, num_panels, step):
-        chunk = read(first * LANES, min(num_rows, (first + step) * LANES))
-        if missing := -len(chunk) % LANES:
-            chunk = torch.cat([chunk, chunk.new_zeros(missing, chunk.shape[1])])
-        blocks = chunk.reshape(len(chunk) * num_blocks, -1)
-        panels[first : first + step] = _assembled(_READERS[layout.name](blocks), layout, num_blocks)
+        end = min(num_rows, (first + step) * LANES)
+        numbers = read(first * LANES, end)
+        in_rows = {
+            name: part.contiguous().reshape((end - first * LANES) * num_blocks, -1)
+            for name in Numbers.__slots__
+            if (part := getattr(numbers, name)) is not None
+        }
+        if missing := -end % LANES * num_blocks:
+            in_rows = {
+                name: torch.cat([part, part.new_zeros(missing, part.shape[1])]) for name, part in in_rows.items()
+            }
+        panels[first : first + step] = _assembled(Numbers(**in_rows), layout, num_blocks)
     return panels
 
 
@@ -111,7 +147,7 @@ def empty_matrices(
     return room.view(num_matrices, num_panels, num_blocks, layout.block_bytes).unbind()
 
 
-def _assembled(numbers: _Numbers, layout: Layout, num_blocks: int) -> Tensor:
+def _assembled(numbers: Numbers, layout: Layout, num_blocks: int) -> Tensor:
     """Panels of rows whose blocks stand one below the other: `R` is rows times blocks here, `B` is 1."""
 
     def in_panels(values: Tensor) -> Tensor:
@@ -122,7 +158,7 @@ def _assembled(numbers: _Numbers, layout: Layout, num_blocks: int) -> Tensor:
     parts = [in_panels(numbers.scales.contiguous().view(torch.uint8)[:, None])]
     if numbers.minima is not None:
         parts.append(in_panels(numbers.minima.contiguous().view(torch.uint8)[:, None]))
-    for sub in (numbers.sub_scales, numbers.sub_minima):
+    for sub in (numbers.zeros, numbers.sub_scales, numbers.sub_minima):
         if sub is not None:
             parts.append(in_panels(sub.contiguous().view(torch.uint8)[:, :, None]))
     parts.append(in_panels(_low_bits(numbers.codes, layout)))
@@ -168,23 +204,23 @@ def _bits(content: Tensor) -> Tensor:
     return (content[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).reshape(len(content), -1)
 
 
-def _of_q4(blocks: Tensor, *, has_minimum: bool) -> _Numbers:
+def _of_q4(blocks: Tensor, *, has_minimum: bool) -> Numbers:
     data = 4 if has_minimum else 2
     minima = _halves(blocks, 2) if has_minimum else None
-    return _Numbers(_nibbles(blocks[:, None, data:]), _halves(blocks, 0), minima)
+    return Numbers(_nibbles(blocks[:, None, data:]), _halves(blocks, 0), minima)
 
 
-def _of_q5(blocks: Tensor, *, has_minimum: bool) -> _Numbers:
+def _of_q5(blocks: Tensor, *, has_minimum: bool) -> Numbers:
     data = 4 if has_minimum else 2
     codes = _nibbles(blocks[:, None, data + 4 :]) | _bits(blocks[:, data : data + 4]) << 4
-    return _Numbers(codes, _halves(blocks, 0), _halves(blocks, 2) if has_minimum else None)
+    return Numbers(codes, _halves(blocks, 0), _halves(blocks, 2) if has_minimum else None)
 
 
-def _of_q8_0(blocks: Tensor) -> _Numbers:
-    return _Numbers(blocks[:, 2:], _halves(blocks, 0))
+def _of_q8_0(blocks: Tensor) -> Numbers:
+    return Numbers(blocks[:, 2:], _halves(blocks, 0))
 
 
-def _of_q45_k(blocks: Tensor, *, bits: int) -> _Numbers:
+def _of_q45_k(blocks: Tensor, *, bits: int) -> Numbers:
     from gguf.quants import Q4_K
 
     sub_scales: Any
@@ -194,17 +230,17 @@ def _of_q45_k(blocks: Tensor, *, bits: int) -> _Numbers:
         # A byte has the fifth bits of eight columns that are 32 apart.
         fifth = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
         codes = codes | fifth.reshape(len(blocks), -1) << 4
-    return _Numbers(codes, _halves(blocks, 0), _halves(blocks, 2), sub_scales, sub_minima)
+    return Numbers(codes, _halves(blocks, 0), _halves(blocks, 2), sub_scales, sub_minima)
 
 
-def _of_q6_k(blocks: Tensor) -> _Numbers:
+def _of_q6_k(blocks: Tensor) -> Numbers:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
     codes = low | high.reshape(len(blocks), -1) << 4
-    return _Numbers(codes, _halves(blocks, 208), sub_scales=blocks[:, 192:208])
+    return Numbers(codes, _halves(blocks, 208), sub_scales=blocks[:, 192:208])
 
 
-_READERS: Final[Mapping[str, Callable[[Tensor], _Numbers]]] = {
+_READERS: Final[Mapping[str, Callable[[Tensor], Numbers]]] = {
     "Q4_0": lambda blocks: _of_q4(blocks, has_minimum=False),
     "Q4_1": lambda blocks: _of_q4(blocks, has_minimum=True),
     "Q5_0": lambda blocks: _of_q5(blocks, has_minimum=False),

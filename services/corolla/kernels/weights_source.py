@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Final
 
-from corolla.kernels.layouts import UNIT, Layout, PlainLayout
+from corolla.kernels.layouts import UNIT, Layout, PlainLayout, Scale
 from corolla.kernels.llvm_text import FLOATS, INTS, LANES, Function
 
 _BYTES: Final = f"<{LANES} x i8>"
+_WORDS: Final = f"<{LANES} x i16>"
 _HALVES: Final = f"<{LANES} x half>"
 
 
@@ -31,7 +32,14 @@ class _Unit:
     def columns(self) -> Iterator[str]:
         """One vector after the other, each made when it is asked for."""
         layout, function = self._layout, self._function
-        scales, minimum = self._scales(), self._minimum()
+        scales, minimum, zeros = self._scales(), "", ""
+        if layout.has_zeros:
+            zeros = self._signed_bytes(self._block, layout.minima_at)
+        if layout.has_minimum:
+            minimum = self._minimum()
+        elif zeros and layout.scale is not Scale.FLOAT32:
+            # Numbers of 8 and of 11 bits: their product is not rounded, so the weight is rounded once, or not at all.
+            minimum = function.let(f"fneg {FLOATS} {function.let(f'fmul {FLOATS} {zeros}, {scales[0]}')}")
         low = high = ""
         for column in range(UNIT):
             if layout.bits == 8:
@@ -43,7 +51,9 @@ class _Unit:
                     high = function.load(INTS, self._high, 4 * LANES * (column // (UNIT // layout.high_bits)))
                 code = self._code(low, high, column)
             number = function.let(f"sitofp {INTS} {code} to {FLOATS}")
-            scale = scales[column // layout.scale_weights]
+            scale = scales[column // (layout.sub_scale_weights or UNIT)]
+            if zeros and not minimum:
+                number = function.let(f"fsub {FLOATS} {number}, {zeros}")
             if minimum:
                 yield function.sum_of_product(number, scale, minimum)
             else:
@@ -53,11 +63,16 @@ class _Unit:
         return self._function.at(self._function.at(self._block, start), self._times(unit_bytes))
 
     def _times(self, factor: int) -> str | int:
-        return self._function.let(f"mul i64 {self._unit}, {factor}") if self._layout.has_sub_scales else 0
+        return self._function.let(f"mul i64 {self._unit}, {factor}") if self._layout.units > 1 else 0
 
-    def _half(self, offset: int) -> str:
-        halves = self._function.load(_HALVES, self._block, offset)
-        return self._function.let(f"fpext {_HALVES} {halves} to {FLOATS}")
+    def _float(self, offset: int, stored: Scale = Scale.FLOAT16) -> str:
+        function = self._function
+        if stored is Scale.FLOAT32:
+            return function.load(FLOATS, self._block, offset)
+        if stored is Scale.FLOAT16:
+            return function.let(f"fpext {_HALVES} {function.load(_HALVES, self._block, offset)} to {FLOATS}")
+        whole = function.let(f"zext {_WORDS} {function.load(_WORDS, self._block, offset)} to {INTS}")
+        return function.let(f"bitcast {INTS} {function.let(f'shl {INTS} {whole}, splat (i32 16)')} to {FLOATS}")
 
     def _signed_bytes(self, base: str, offset: int) -> str:
         whole = self._function.let(f"sext {_BYTES} {self._function.load(_BYTES, base, offset)} to {INTS}")
@@ -65,7 +80,7 @@ class _Unit:
 
     def _scales(self) -> list[str]:
         layout, function = self._layout, self._function
-        scale = self._half(0)
+        scale = self._float(0, layout.scale)
         if not layout.has_sub_scales:
             return [scale]
         base = self._offset(layout.sub_scales_at, LANES * layout.scales_per_unit)
@@ -74,9 +89,7 @@ class _Unit:
 
     def _minimum(self) -> str:
         layout, function = self._layout, self._function
-        if not layout.has_minimum:
-            return ""
-        minimum = self._half(2 * LANES)
+        minimum = self._float(layout.minima_at)
         if not layout.has_sub_scales:
             return minimum
         sub = self._signed_bytes(self._offset(layout.sub_minima_at, LANES), 0)
@@ -113,7 +126,7 @@ def columns(function: Function, layout: Layout | PlainLayout, panel: str) -> Ite
     """
     if isinstance(layout, PlainLayout):
         return _plain_columns(function, layout, panel)
-    if not layout.has_sub_scales:
+    if layout.units == 1:
         block = function.at(panel, function.let(f"mul i64 %unit, {layout.block_bytes}"))
         return _Unit(function, layout, block, "").columns()
     number = function.let(f"udiv i64 %unit, {layout.units}")

@@ -125,8 +125,7 @@ def make_up(
     model_class: type[PreTrainedModel], config: PretrainedConfig, *, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """Builds a model on the meta device and fills it at random, with numbers that nobody else in the process misses."""
-    with torch.device("meta"):
-        empty = cast(Any, model_class)(copy.deepcopy(config))  # which building may change
+    empty = without_weights(model_class, config)
     shapes = {name: tensor.shape for name, tensor in empty.state_dict().items() if tensor.is_floating_point()}
     source = torch.Generator().manual_seed(0)
     numbers = torch.randn(_NUM_MADE_UP, generator=source).mul_(_SPREAD).to(dtype)
@@ -134,6 +133,12 @@ def make_up(
     with _quietly(logging.ERROR):
         model, _ = _fill(model_class, config, tensors, dtype, attention)
     return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+
+def without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model on the meta device."""
+    with torch.device("meta"):
+        return cast(PreTrainedModel, cast(Any, model_class)(copy.deepcopy(config)))  # which building may change
 
 
 def _filled(shape: torch.Size, numbers: Tensor) -> Tensor:

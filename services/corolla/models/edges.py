@@ -20,6 +20,8 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreT
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from corolla.chassis.errors import InternalError
+from corolla.chassis.weight_formats import PACKED
+from corolla.kernels.layouts import Layout
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import (
     build,
@@ -28,11 +30,13 @@ from corolla.models.cut_model import (
     keep_layers_of_config,
     model_class_of,
     renaming,
+    without_weights,
 )
 from corolla.models.families import Family
 from corolla.models.linear import replace_linears, tune
-from corolla.models.packed.choice import layouts_of
-from corolla.models.packed.modules import fill_packed, replace_packed
+from corolla.models.packed.choice import fill, layouts_of
+from corolla.models.packed.modules import replace_packed
+from corolla.models.quantized.tensors import likely_layouts
 
 # In every family of which there are GGUF files.
 _HEAD: Final = "lm_head.weight"
@@ -154,7 +158,7 @@ def load_edges(
     A head that is tied to the embedding shares its weights, where both are wanted.
 
     Args:
-        quantization: `packed` leaves them as a GGUF file has them; otherwise they are of `dtype`.
+        quantization: `packed` leaves them as the files have them; otherwise they are of `dtype`.
 
     Raises:
         CheckpointError: one of them is missing, has another shape than the configuration says, or cannot be read.
@@ -168,7 +172,7 @@ def load_edges(
         model = _built(checkpoint, model_class, config, cut_to, names, dtype, device, quantization)
         return Edges(family, model, None, dtype)
     # Tied weights are read as those of the embedding, unless the head has them packed.
-    packed_head = _packed_head(checkpoint, quantization, device)
+    packed_head = _packed_head(checkpoint, quantization)
     reads_embedding = has_embedding or (checkpoint.has_tied_edges and not packed_head)
     names = edge_tensors(checkpoint, has_embedding=reads_embedding)
     if packed_head:
@@ -199,37 +203,43 @@ def _built(
     quantization: str,
 ) -> PreTrainedModel:
     """A model that is cut, and filled with the tensors `names`, some of which may stay packed."""
-    layouts = layouts_of(checkpoint, names, quantization, device)
 
     def cut(model: PreTrainedModel) -> None:
         cut_to(model)
         replace_packed(model, layouts, dtype)
 
-    expanded = {name: stored for name, stored in names.items() if name not in layouts}
-    with checkpoint.open_tensors(expanded, dtype) as tensors:
-        model = build(checkpoint, cut_class(model_class, cut), config, tensors, dtype=dtype, attention="sdpa")
-    if checkpoint.gguf is not None:
-        fill_packed(model, {name: names[name] for name in layouts}, checkpoint.gguf.tensors.panels)
+    empty = functools.partial(without_weights, cut_class(model_class, cut_to), config)
+    with checkpoint.open_tensors(names, dtype) as tensors:
+        layouts = layouts_of(checkpoint, names, quantization, device, empty, tensors)
+        expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
+        model = build(checkpoint, cut_class(model_class, cut), config, expanded, dtype=dtype, attention="sdpa")
+        fill(model, checkpoint, layouts, names, tensors)
     return cast(PreTrainedModel, cast(Any, model).to(device))
 
 
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str = "none") -> int:
     """Bytes of the head's weights in memory, without reading them."""
     shape = (checkpoint.vocab_size, checkpoint.hidden_size)
-    packed = _packed_head(checkpoint, quantization, torch.device("cpu"))
-    if checkpoint.gguf is not None and (layout := next(map(checkpoint.gguf.tensors.layout, packed.values()), None)):
+    layout: Layout | None = None
+    if checkpoint.gguf is not None:
+        packed = _packed_head(checkpoint, quantization)
+        layout = next(map(checkpoint.gguf.tensors.layout, packed.values()), None)
+    elif checkpoint.quantization is not None and quantization == PACKED:
+        names = edge_tensors(checkpoint, has_embedding=False)
+        layout = likely_layouts(checkpoint.quantization, names, {_HEAD: shape}).get(_HEAD)
+    if layout is not None:
         return layout.num_bytes(*shape)
     return math.prod(shape) * dtype.itemsize
 
 
-def _packed_head(checkpoint: Checkpoint, quantization: str, device: torch.device) -> dict[str, str]:
-    """Name in the model and name in the files of a head's weights that stay packed."""
-    if checkpoint.gguf is None:
+def _packed_head(checkpoint: Checkpoint, quantization: str) -> dict[str, str]:
+    """Name in the model and name in the file of a head's weights that stay packed as in a GGUF file."""
+    if checkpoint.gguf is None or quantization != PACKED:
         return {}
     stored = _HEAD
     if checkpoint.has_tied_edges:
         (stored,) = edge_tensors(checkpoint, has_head=False).values()
-    return {_HEAD: stored} if layouts_of(checkpoint, {_HEAD: stored}, quantization, device) else {}
+    return {_HEAD: stored} if checkpoint.gguf.tensors.layout(stored) is not None else {}
 
 
 def fetch_edges(checkpoint: Checkpoint, *, has_embedding: bool, has_head: bool) -> None:

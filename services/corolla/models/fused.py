@@ -51,7 +51,6 @@ class Attend(Protocol):
         *,
         scaling: float,
         window: int | None,
-        softcap: float | None = None,
     ) -> Tensor:
         """Stores new keys and values and attends.
 
@@ -61,38 +60,9 @@ class Attend(Protocol):
             key: `[N, key heads, head_dim]`; value likewise.
             scaling: of the scores.
             window: how many tokens, itself included, a token sees; None for all before it.
-            softcap: bound of the scores, or None.
 
         Returns:
             `[N, heads, head_dim]`.
-        """
-        ...
-
-
-class PackedLayers(Protocol):
-    """Runs layers over rows of different sessions that are packed into one call."""
-
-    def forward(
-        self,
-        hidden: Tensor,
-        position_ids: Tensor,
-        end: int,
-        layers: range,
-        attend: Attend,
-        adapters: AdapterBatch | None = None,
-    ) -> Tensor:
-        """Runs some of the layers over the new tokens of all rows.
-
-        Args:
-            hidden: `[N, H]`, in the model's dtype; it is not changed.
-            position_ids: int64 `[N]`, absolute positions.
-            end: more than any of them.
-            layers: which, by their index within the span.
-            attend: stores new keys and values, and attends.
-            adapters: of the rows; None where no row has one.
-
-        Returns:
-            `[N, H]`.
         """
         ...
 
@@ -142,7 +112,19 @@ class FusedSpan:
         attend: Attend,
         adapters: AdapterBatch | None = None,
     ) -> Tensor:
-        """See `PackedLayers`."""
+        """Runs some of the layers over the new tokens of all rows.
+
+        Args:
+            hidden: `[N, H]`, in the model's dtype; it is not changed.
+            position_ids: int64 `[N]`, absolute positions.
+            end: more than any of them.
+            layers: which, by their index within the span.
+            attend: stores new keys and values, and attends.
+            adapters: of the rows; None where no row has one.
+
+        Returns:
+            `[N, H]`.
+        """
         cos, sin = self.rotary.rows(position_ids, end, hidden)
         for index in layers:
             hidden = self.layers[index].forward(hidden, cos, sin, index, attend, adapters)

@@ -22,13 +22,14 @@ from corolla.models.cut_model import (
     keep_layers_of_config,
     make_up,
     model_class_of,
+    without_weights,
 )
 from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, fits
 from corolla.models.linear import TunedLinear, replace_linears, tune
 from corolla.models.long_rope import LongRope
-from corolla.models.packed.choice import layouts_of
-from corolla.models.packed.modules import fill_packed, make_up_packed, replace_packed
+from corolla.models.packed.choice import fill, layouts_of, types_of
+from corolla.models.packed.modules import make_up_packed, replace_packed
 from corolla.models.quantization import quantize, stored_bytes
 from corolla.wire.span import Span
 
@@ -62,7 +63,6 @@ class SpanModel:
         config: the model's configuration, cut to the span.
         family: the row of the table of families.
         packs_rows: whether rows of different sessions may be packed into one call.
-        keeps_threads: see `SpanEngine`; torch's products do not.
         dtype: of the weights, as of hidden states.
         device: where they are.
         fused: a faster way to run the same blocks, once `make_fused` found one.
@@ -74,7 +74,6 @@ class SpanModel:
         self.span = span
         self.family = family
         self.packs_rows = packs_rows(family, base.config)
-        self.keeps_threads = False
         self.dtype: torch.dtype = base.dtype
         self.device: torch.device = base.device
         self.fused: FusedSpan | None = None
@@ -268,8 +267,8 @@ def load_span(
         dtype: of the weights in memory, whatever the files hold.
         device: where they go.
         attention: transformers' attention implementation; families that `sdpa` does not serve get `eager`.
-        quantization: of the weights of linear layers: `none`; `int8` or `int4`, once they are read; `packed`, as a GGUF
-            file has them.
+        quantization: of the weights of linear layers: `none`; `int8` or `int4`, once they are read; `packed`, as the
+            files have them.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration says, or cannot be read.
@@ -282,13 +281,13 @@ def load_span(
             f"0:{checkpoint.num_blocks}."
         )
     names = span_tensors(checkpoint, prefix_of(checkpoint), span)
-    layouts = layouts_of(checkpoint, names, quantization, device)
-    config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
-    expanded = {name: stored for name, stored in names.items() if name not in layouts}
-    with checkpoint.open_tensors(expanded, dtype) as tensors:
-        base = build(checkpoint, cut, config, tensors, dtype=dtype, attention=attention)
-    if checkpoint.gguf is not None:
-        fill_packed(base, {name: names[name] for name in layouts}, checkpoint.gguf.tensors.panels)
+    empty = functools.partial(_empty_span, checkpoint, span)
+    with checkpoint.open_tensors(names, dtype) as tensors:
+        layouts = layouts_of(checkpoint, names, quantization, device, empty, tensors)
+        config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
+        expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
+        base = build(checkpoint, cut, config, expanded, dtype=dtype, attention=attention)
+        fill(base, checkpoint, layouts, names, tensors)
     return _finished(base, span, checkpoint.family, device, quantization)
 
 
@@ -307,7 +306,7 @@ def make_span(
     """
     device = torch.device(device)
     names = span_tensors(checkpoint, prefix_of(checkpoint), span)
-    layouts = layouts_of(checkpoint, names, quantization, device)
+    layouts = layouts_of(checkpoint, names, quantization, device, functools.partial(_empty_span, checkpoint, span))
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype)
     base = make_up(cut, config, dtype=dtype, attention="sdpa")
     make_up_packed(base)
@@ -327,6 +326,19 @@ def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
 def prefix_of(checkpoint: Checkpoint) -> str:
     """What the names of the base model's tensors begin with in a file of the whole model."""
     return model_class_of(AutoModel, checkpoint.config).base_model_prefix
+
+
+def weight_types(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], list[str]]:
+    """The formats of packed weights: those that stay so, and those of which some tensor is expanded. Reads nothing."""
+    largest = Span(checkpoint.largest_block, checkpoint.largest_block + 1)
+    names = span_tensors(checkpoint, prefix_of(checkpoint), largest)
+    return types_of(checkpoint, quantization, names, functools.partial(_empty_span, checkpoint, largest))
+
+
+def _empty_span(checkpoint: Checkpoint, span: Span) -> PreTrainedModel:
+    """The cut model without weights."""
+    config, cut = _cut_class_of(checkpoint, span, {}, torch.float32)
+    return without_weights(cut, config)
 
 
 def _cut_class_of(

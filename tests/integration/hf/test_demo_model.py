@@ -41,7 +41,7 @@ def ids_of(tokenizer: Any, text: str) -> Tensor:
     return ids
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1},
     "five beams": {"num_beams": 5},
     "beam sampling": {"num_beams": 3, "do_sample": True, "num_return_sequences": 2},

@@ -23,6 +23,7 @@ from corolla.wire.span import Span
 from tests.adapters import make_adapter
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import make_tiny_gguf
+from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 
 NUM_BLOCKS = 4
 WHOLE = Span(0, NUM_BLOCKS)
@@ -181,9 +182,15 @@ def test_adapters_of_each_row_are_added(dtype: torch.dtype, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_packed_weights_are_compiled_too(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["Q8_0", "awq", "gptq-act-order"])
+def test_packed_weights_are_compiled_too(
+    kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
-    _, path = make_tiny_gguf("llama", tmp_path, kind="Q8_0", changes={"head_dim": 32})
+    if kind in FORMATS:
+        path, _ = make_packed_checkpoint("llama", tmp_path, FORMATS[kind](), changes=HEADS)
+    else:
+        _, path = make_tiny_gguf("llama", tmp_path, kind=kind, changes=HEADS)
     checkpoint = Checkpoint.from_pretrained(str(path))
     outputs = []
     for is_compiled in (True, False):

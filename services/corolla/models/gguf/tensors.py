@@ -18,7 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from corolla.chassis.errors import CheckpointError, InternalError, StartupError
 from corolla.kernels.layouts import LAYOUTS, Layout
-from corolla.kernels.repacking import repack
+from corolla.kernels.repacking import Panels, repack
 from corolla.models.gguf.header import TYPES, GgufHeader, GgufTensor, raw_bytes
 from corolla.models.loading import LOADING
 from corolla.models.packed.modules import can_be_packed
@@ -75,7 +75,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
             return None
         return LAYOUTS.get(tensors[0].type_name)
 
-    def panels(self, name: str, shape: tuple[int, int]) -> Tensor:
+    def panels(self, name: str, shape: tuple[int, int]) -> Panels:
         """The weights of this name as `repack` gives them; only for those with a layout.
 
         Args:
@@ -101,7 +101,7 @@ class GgufTensors(Mapping[str, "LazyTensor"]):
             return whole[order[first:end]]
 
         whole = _raw(tensor, 0, tensor.num_bytes).view(num_rows, row_bytes) if order is not None else torch.empty(0)
-        return repack(read, num_rows, num_columns, LAYOUTS[tensor.type_name])
+        return Panels(repack(read, num_rows, num_columns, LAYOUTS[tensor.type_name]))
 
     def _row_order(self, stored: str, num_rows: int) -> Tensor | None:
         """Which row of the file each row of the model is; None: they are in the same order."""

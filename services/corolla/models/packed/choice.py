@@ -1,49 +1,90 @@
 """Which weights of a checkpoint stay packed."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
+from torch import nn
 
 from corolla.chassis.errors import SettingsError
 from corolla.chassis.weight_formats import PACKED
 from corolla.kernels.layouts import Layout
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.gguf.header import PLAIN_TYPES
+from corolla.models.packed.modules import fill_packed
+from corolla.models.quantized.parts import Unfit
+from corolla.models.quantized.tensors import PackedWeight, likely_layouts
+
+log = logging.getLogger(__name__)
+
+_METHODS: Final = ("awq", "compressed-tensors", "gptq")
 
 
 def layouts_of(
-    checkpoint: Checkpoint, names: Mapping[str, str], quantization: str, device: torch.device
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    quantization: str,
+    device: torch.device,
+    model: Callable[[], nn.Module],
+    weights: Mapping[str, Any] | None = None,
 ) -> dict[str, Layout]:
     """The layouts of those weights that stay packed, by their names in the model; the others are expanded.
 
     Args:
         names: name in the model -> name in the files.
         quantization: none do unless it is `packed`.
+        model: makes the model without weights; of its linear layers packed weights may be.
+        weights: as `Checkpoint.open_tensors` gives them; None: nothing is read of safetensors, and what config.json
+            and the names of tensors say is believed.
 
     Raises:
         SettingsError: nothing is packed in this checkpoint, or nothing multiplies by packed weights on this device.
     """
     if quantization != PACKED:
+        packed = [weight for weight in (weights or {}).values() if isinstance(weight, PackedWeight)]
+        if packed:
+            log.info("weights are expanded as they are read", extra={"weights": len(packed), **_facts(packed[0])})
         return {}
-    if checkpoint.gguf is None:
+    if checkpoint.gguf is None and (checkpoint.quantization is None or checkpoint.quantization.method not in _METHODS):
         raise SettingsError(
-            f"COROLLA_QUANTIZATION={PACKED!r} is for GGUF files, and {checkpoint.name} is none; set it to none, int8 "
-            "or int4."
+            f"COROLLA_QUANTIZATION={PACKED!r} is for GGUF files and for weights of {', '.join(_METHODS)}, and "
+            f"{checkpoint.name} has none; set it to none, int8 or int4."
         )
     if device.type != "cpu":
         raise SettingsError(
             f"COROLLA_QUANTIZATION={PACKED!r} runs on processors only, not on {device.type}; set it to none, which "
             "expands the weights."
         )
-    tensors = checkpoint.gguf.tensors
-    found = {name: tensors.layout(stored) for name, stored in names.items()}
+    found: Mapping[str, Layout | None] = {}
+    if checkpoint.gguf is not None:
+        tensors = checkpoint.gguf.tensors
+        found = {name: tensors.layout(stored) for name, stored in names.items()}
+    elif weights is not None:
+        found = _layouts_of_groups(weights, _linear_shapes(checkpoint, model()))
+    elif checkpoint.quantization is not None:
+        found = likely_layouts(checkpoint.quantization, names, _linear_shapes(checkpoint, model()))
     return {name: layout for name, layout in found.items() if layout is not None}
 
 
-def types_of(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], list[str]]:
-    """The formats of packed weights: those that stay so, and those of which some tensor is expanded."""
+def types_of(
+    checkpoint: Checkpoint, quantization: str, block_names: Mapping[str, str], block: Callable[[], nn.Module]
+) -> tuple[list[str], list[str]]:
+    """The formats of packed weights: those that stay so, and those of which some tensor is expanded.
+
+    Args:
+        block_names: of the largest block's tensors: name in the model -> name in the files.
+        block: makes that block without weights.
+    """
     if checkpoint.gguf is None:
-        return [], [] if checkpoint.quantization is None else [checkpoint.quantization.method]
+        if checkpoint.quantization is None:
+            return [], []
+        method = [checkpoint.quantization.method]
+        if quantization != PACKED:
+            return [], method
+        shapes = _linear_shapes(checkpoint, block())
+        layouts = likely_layouts(checkpoint.quantization, block_names, shapes).values()
+        return method if any(layouts) else [], method if None in layouts else []
     tensors = checkpoint.gguf.tensors
     packed: set[str] = set()
     expanded: set[str] = set()
@@ -51,3 +92,57 @@ def types_of(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], list
         is_kept = quantization == PACKED and tensors.layout(name) is not None
         (packed if is_kept else expanded).update(tensor.type_name for tensor in tensors.stored(name))
     return sorted(packed), sorted(expanded - PLAIN_TYPES)
+
+
+def fill(
+    root: nn.Module,
+    checkpoint: Checkpoint,
+    layouts: Mapping[str, Layout],
+    names: Mapping[str, str],
+    weights: Mapping[str, Any],
+) -> None:
+    """Reads the weights of all packed layers.
+
+    Args:
+        layouts: as `layouts_of` gave them for these names and weights.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has another shape.
+    """
+    if checkpoint.gguf is not None:
+        fill_packed(root, {name: names[name] for name in layouts}, checkpoint.gguf.tensors.panels)
+    else:
+        fill_packed(root, {name: name for name in layouts}, lambda name, _shape: weights[name].panels())
+
+
+def _layouts_of_groups(weights: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | None]:
+    found: dict[str, Layout | None] = {}
+    reasons: dict[str, list[str]] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, PackedWeight):
+            found[name] = None
+            try:
+                if shapes.get(name) != weight.shape:
+                    raise Unfit("is not that of a linear layer that is only called")
+                found[name] = weight.layout()
+            except Unfit as unfit:
+                reasons.setdefault(str(unfit), []).append(name)
+    for reason, expanded in reasons.items():
+        facts = {"weights": len(expanded), "first": expanded[0], "reason": f"it {reason}"}
+        log.info("weights cannot stay packed, and are expanded", extra={**facts, **_facts(weights[expanded[0]])})
+    return found
+
+
+def _facts(weight: PackedWeight) -> dict[str, str]:
+    return {"method": weight.method, "dtype": str(weight.dtype).removeprefix("torch.")}
+
+
+def _linear_shapes(checkpoint: Checkpoint, model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """By the names of the weights of a model's linear layers, but for those whose weights others read."""
+    layers = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+    kept = checkpoint.family.read_weights
+    return {
+        f"{path}.weight": tuple(module.weight.shape)
+        for path, module in layers.items()
+        if path.rpartition(".")[2] not in kept
+    }

@@ -1,4 +1,4 @@
-"""Layers whose weights stay as a GGUF file packs them."""
+"""Layers whose weights stay as a file packs them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self, cast
@@ -10,7 +10,7 @@ from corolla.chassis.errors import CheckpointError
 from corolla.kernels.layouts import Layout
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import kernel_of, multiplied
-from corolla.kernels.repacking import empty_panels
+from corolla.kernels.repacking import Panels, empty_panels
 
 # Of scales this is a small number, so that products of made-up weights stay finite.
 _MADE_UP_BYTE: Final = 0x11
@@ -29,9 +29,11 @@ class PackedLinear(nn.Module):
 
     Attributes:
         panels: the weights, as `repack` gives them; None until they are read.
+        order: see `Panels`.
     """
 
     panels: Tensor | None
+    order: Tensor | None
 
     def __init__(self, in_features: int, out_features: int, layout: Layout, bias: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -40,6 +42,7 @@ class PackedLinear(nn.Module):
         self.layout = layout
         self.bias = bias
         self.register_buffer("panels", None, persistent=False)
+        self.register_buffer("order", None, persistent=False)
 
     @classmethod
     def joined(cls, parts: Sequence["PackedLinear"]) -> Self:
@@ -51,10 +54,11 @@ class PackedLinear(nn.Module):
         bias = nn.Parameter(torch.cat([each.data for each in biases]), requires_grad=False) if biases else None
         joint = cls(parts[0].in_features, sum(part.out_features for part in parts), parts[0].layout, bias)
         joint.panels = torch.cat([cast(Tensor, part.panels) for part in parts])
+        joint.order = parts[0].order
         first = 0
         for part in parts:
             end = first + len(cast(Tensor, part.panels))
-            part.panels = joint.panels[first:end]
+            part.panels, part.order = joint.panels[first:end], joint.order
             first = end
         return joint
 
@@ -64,6 +68,7 @@ class PackedLinear(nn.Module):
         return (
             len({(part.layout, part.in_features, part.bias is None) for part in parts}) == 1
             and not any(part.out_features % LANES for part in parts[:-1])
+            and all(_are_equal(part.order, parts[0].order) for part in parts)
         )  # fmt: skip
 
     @property
@@ -73,7 +78,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Multiplies `[..., in]` to `[..., out]`."""
-        return multiplied(self.layout, rows, cast(Tensor, self.panels), self.out_features, self.bias)
+        return multiplied(self.layout, rows, cast(Tensor, self.panels), self.out_features, self.bias, self.order)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, layout={self.layout.name}"
@@ -130,6 +135,10 @@ class PackedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, layout={self.layout.name}"
 
 
+def _are_equal(order: Tensor | None, other: Tensor | None) -> bool:
+    return order is other or (order is not None and other is not None and torch.equal(order, other))
+
+
 PackedModule = PackedLinear | PackedEmbedding
 
 
@@ -167,25 +176,27 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
         # The kernel reads whole blocks, and knows nothing of the file.
         if packed.shape[1] % layout.block_weights:
             raise CheckpointError(
-                f"The GGUF file has {path!r} as {layout.name}, whose blocks have {layout.block_weights} columns, and "
+                f"The file has {path!r} as {layout.name}, whose blocks have {layout.block_weights} columns, and "
                 f"its model has {packed.shape[1]} there; fetch it again."
             )
         setattr(root.get_submodule(parent_path), child_name, packed)
 
 
-def fill_packed(root: nn.Module, names: Mapping[str, str], read: Callable[[str, tuple[int, int]], Tensor]) -> None:
+def fill_packed(root: nn.Module, names: Mapping[str, str], read: Callable[[str, tuple[int, int]], Panels]) -> None:
     """Reads the weights of all packed layers; those that are stored once are held once.
 
     Args:
         names: name of the weight in `root` -> name in the files.
         read: gives the panels of a name in the files, which must be those of a matrix of the given shape.
     """
-    held: dict[str, Tensor] = {}
+    held: dict[str, Panels] = {}
     for name, stored in names.items():
         module: Any = root.get_submodule(name.removesuffix(".weight"))
         if stored not in held:
             held[stored] = read(stored, module.shape)
-        module.panels = held[stored]
+        module.panels = held[stored].panels
+        if held[stored].order is not None:
+            module.order = held[stored].order
 
 
 def make_up_packed(root: nn.Module) -> None:

@@ -3,18 +3,21 @@
 Eight outputs share a word, in the order 0, 2, 4, 6, 1, 3, 5, 7: so the kernels that it was made for take numbers out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
+import torch
 from torch import Tensor
 
+from corolla.kernels.layouts import Layout
+from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.description import Quantization
 from corolla.models.quantized.floats import FLOATS
+from corolla.models.quantized.groups import BITS, MIDDLE, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import unpacked
 from corolla.models.quantized.parts import Parts, Unfit, allow, expect, shape_of
 
-_BITS: Final = 4
-_PER_WORD: Final = 32 // _BITS
+_PER_WORD: Final = 32 // BITS
 # Where output 0, 1, ... of a word's outputs lies in it.
 _PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 
@@ -52,8 +55,30 @@ class Awq:
         grouped = numbers.view(num_groups, -1, end - start).sub_(zeros.unsqueeze(1)).mul_(scales.unsqueeze(1))
         return grouped.flatten(0, 1).T
 
+    def likely_layout(self, _roles: Collection[str], num_inputs: int) -> Layout:
+        """See `GroupFormat`."""
+        return layout_of_groups(BITS, self._group_size, num_inputs, has_zeros=True)
+
+    def layout(self, parts: Parts) -> Layout:
+        """See `GroupFormat`."""
+        num_inputs = parts["qweight"].get_shape()[0]
+        return layout_of_groups(BITS, self._group_size, num_inputs, parts["scales"].get_dtype(), has_zeros=True)
+
+    def order(self, _parts: Mapping[str, Tensor]) -> None:
+        """See `GroupFormat`."""
+
+    def numbers(
+        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, _order: Tensor | None
+    ) -> Numbers:
+        """See `GroupFormat`."""
+        words = slice(start // _PER_WORD, end // _PER_WORD)
+        zeros = _in_order(parts["qzeros"][:, words]).T.to(torch.int8) - MIDDLE
+        return numbers_of_blocks(
+            _in_order(parts["qweight"][:, words]).T, parts["scales"][:, start:end].T, zeros, layout
+        )
+
 
 def _in_order(words: Tensor) -> Tensor:
     """int32 `[R, W]` to uint8 `[R, 8 W]`."""
-    numbers = unpacked(words, _BITS, words.shape[1] * _PER_WORD)
+    numbers = unpacked(words, BITS, words.shape[1] * _PER_WORD)
     return numbers.view(len(words), -1, _PER_WORD)[..., _PLACES].flatten(1)

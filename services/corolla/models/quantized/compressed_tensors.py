@@ -3,15 +3,18 @@
 Where its models quantise activations too (w8a8, fp8), only the weights are read here, and activations stay as they are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from corolla.kernels.layouts import Layout
+from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.description import Quantization, Scheme
 from corolla.models.quantized.floats import FLOATS, FLOATS_OF_8_BITS, SCALES, e2m1, scale_numbers
 from corolla.models.quantized.fp8 import spread
+from corolla.models.quantized.groups import BITS, input_order, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import num_words, unpacked
 from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, shape_of
 
@@ -85,6 +88,54 @@ class CompressedTensors:
             factors = factors / global_scale.float()
         return numbers.mul_(_of_inputs(factors, scheme, groups))
 
+    def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
+        """See `GroupFormat`."""
+        scheme = next((each for each in self._schemes if each.bits == BITS), None)
+        if "weight_shape" not in roles or scheme is None:
+            raise Unfit("is not of integers of four bits")
+        has_zeros = "weight_zero_point" in roles
+        return layout_of_groups(scheme.bits, scheme.group_size, num_inputs, has_zeros=has_zeros)
+
+    def layout(self, parts: Parts) -> Layout:
+        """See `GroupFormat`."""
+        if "weight_shape" not in parts:
+            raise Unfit("is not of integers of four bits")
+        shape = _packed_shape(parts)
+        schemes = self._packed_schemes(parts["weight_packed"].get_shape()[1], shape[1])
+        scheme = self._scheme(parts, shape, schemes)
+        if scheme.block is not None:
+            raise Unfit("has blocks")
+        dtype, has_zeros = parts["weight_scale"].get_dtype(), "weight_zero_point" in parts
+        layout = layout_of_groups(scheme.bits, scheme.group_size, shape[1], dtype, has_zeros=has_zeros)
+        if "weight_g_idx" in parts:
+            _input_order(parts["weight_g_idx"][...], parts["weight_scale"].get_shape())
+        return layout
+
+    def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+        """See `GroupFormat`."""
+        return _input_order(parts["weight_g_idx"], parts["weight_scale"].shape) if "weight_g_idx" in parts else None
+
+    def numbers(
+        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
+    ) -> Numbers:
+        """See `GroupFormat`."""
+        num_outputs, num_inputs = (int(size) for size in parts["weight_shape"])
+        codes = unpacked(parts["weight_packed"][start:end], BITS, num_inputs)
+        zeros = self._zeros(parts, BITS, num_outputs)
+        return numbers_of_blocks(
+            codes if order is None else codes[:, order],
+            _of_outputs(parts["weight_scale"], start, end).expand(end - start, -1),
+            None if zeros is None else _of_outputs(zeros, start, end).expand(end - start, -1),
+            layout,
+        )
+
+    def _zeros(self, parts: Mapping[str, Tensor], bits: int, num_outputs: int) -> Tensor | None:
+        """Zero points of packed integers, as the scales; they count from the middle of the range."""
+        zeros = parts.get("weight_zero_point")
+        if zeros is None or zeros.dtype != torch.int32:
+            return zeros
+        return unpacked(zeros.T, bits, num_outputs).T.to(torch.int8) - (1 << (bits - 1))
+
     def _numbers(self, parts: Mapping[str, Tensor], start: int, end: int) -> tuple[Tensor, Tensor | None, Scheme]:
         """Numbers `[end - start, in]` and zero points as the scales, both of which still count from 0."""
         scale_shape, zeros = tuple(parts["weight_scale"].shape), parts.get("weight_zero_point")
@@ -97,11 +148,8 @@ class CompressedTensors:
         schemes = self._packed_schemes(packed.shape[1], num_inputs)
         scheme = _fitting(scale_shape, (num_outputs, num_inputs), schemes)
         # Stored without a sign.
-        middle = 1 << (scheme.bits - 1)
-        numbers = unpacked(packed[start:end], scheme.bits, num_inputs).float().sub_(middle)
-        if zeros is not None and zeros.dtype == torch.int32:
-            zeros = unpacked(zeros.T, scheme.bits, num_outputs).T.float().sub_(middle)
-        return numbers, zeros, scheme
+        numbers = unpacked(packed[start:end], scheme.bits, num_inputs).float().sub_(1 << (scheme.bits - 1))
+        return numbers, self._zeros(parts, scheme.bits, num_outputs), scheme
 
     def _packed_schemes(self, num_packed: int, num_inputs: int) -> list[Scheme]:
         return [
@@ -180,6 +228,13 @@ def _of_inputs(values: Tensor, scheme: Scheme, groups: Tensor | None) -> Tensor:
     if values.shape[1] == 1:
         return values
     return values.repeat_interleave(scheme.group_size, dim=1) if groups is None else values[:, groups.long()]
+
+
+def _input_order(groups: Tensor, scales: Sequence[int]) -> Tensor | None:
+    """See `input_order`, of scales of this shape."""
+    if _is_unset(groups) or len(scales) < 2 or scales[1] == 1:
+        return None
+    return input_order(groups, len(groups) // scales[1], scales[1])
 
 
 def _is_unset(groups: Tensor) -> bool:

@@ -4,14 +4,17 @@ Numbers are packed along the inputs, zero points along the outputs. With activat
 next to each other: `g_idx` says of each input which group it is of.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from corolla.kernels.layouts import Layout
+from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.description import Quantization, Scheme
 from corolla.models.quantized.floats import FLOATS
+from corolla.models.quantized.groups import BITS, MIDDLE, input_order, layout_of_groups, numbers_of_blocks
 from corolla.models.quantized.integers import num_words, unpacked
 from corolla.models.quantized.parts import Parts, Unfit, allow, expect, need, shape_of
 
@@ -48,13 +51,48 @@ class Gptq:
         num_outputs = scales.shape[1]
         scheme, num_inputs = self._scheme(qweight.shape, qzeros.shape, scales.shape)
         numbers = unpacked(qweight[:, start:end].T, scheme.bits, num_inputs)
-        zeros = unpacked(qzeros, scheme.bits, num_outputs)[:, start:end].int()
-        # In the number's bits, as it was stored: a zero point of 0 became the largest number there is.
-        zeros = (zeros + self._zero_offset) & (2**scheme.bits - 1)
+        zeros = self._zeros(qzeros, scheme.bits, num_outputs)[:, start:end]
         group_size = scheme.group_size or num_inputs
         groups = parts["g_idx"].long() if "g_idx" in parts else torch.arange(num_inputs) // group_size
         zeros_of_inputs = zeros.T.float()[:, groups]
         return numbers.float().sub_(zeros_of_inputs).mul_(scales[:, start:end].T.float()[:, groups])
+
+    def likely_layout(self, _roles: Collection[str], num_inputs: int) -> Layout:
+        """See `GroupFormat`."""
+        return layout_of_groups(self._schemes[0].bits, self._schemes[0].group_size, num_inputs, has_zeros=True)
+
+    def layout(self, parts: Parts) -> Layout:
+        """See `GroupFormat`."""
+        qweight, qzeros, scales = (tuple(parts[role].get_shape()) for role in ("qweight", "qzeros", "scales"))
+        scheme, num_inputs = self._scheme(qweight, qzeros, scales)
+        dtype = parts["scales"].get_dtype()
+        layout = layout_of_groups(scheme.bits, scheme.group_size, num_inputs, dtype, has_zeros=True)
+        if "g_idx" in parts:
+            input_order(parts["g_idx"][...], num_inputs // scales[0], scales[0])
+        return layout
+
+    def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+        """See `GroupFormat`."""
+        if "g_idx" not in parts:
+            return None
+        num_groups = len(parts["scales"])
+        return input_order(parts["g_idx"], len(parts["g_idx"]) // num_groups, num_groups)
+
+    def numbers(
+        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
+    ) -> Numbers:
+        """See `GroupFormat`."""
+        scales, qweight = parts["scales"], parts["qweight"]
+        codes = unpacked(qweight[:, start:end].T, BITS, len(qweight) * 32 // BITS)
+        zeros = self._zeros(parts["qzeros"], BITS, scales.shape[1])[:, start:end].T - MIDDLE
+        codes = codes if order is None else codes[:, order]
+        return numbers_of_blocks(codes, scales[:, start:end].T, zeros, layout)
+
+    def _zeros(self, qzeros: Tensor, bits: int, num_outputs: int) -> Tensor:
+        """int32 `[groups, out]`."""
+        zeros = unpacked(qzeros, bits, num_outputs).int().add_(self._zero_offset)
+        # In the number's bits, as it was stored: a zero point of 0 became the largest number there is.
+        return zeros.bitwise_and_(2**bits - 1)
 
     def _scheme(self, qweight: tuple[int, ...], qzeros: tuple[int, ...], scales: tuple[int, ...]) -> tuple[Scheme, int]:
         """The scheme that the shapes fit, and the number of inputs. Raises Unfit."""

@@ -1,18 +1,21 @@
 """Packed weights as a model's: each is expanded when it is read, some rows at a time, to the dtype that is served.
 
-So a server holds its span expanded, one weight's packed parts, and some megabytes.
+So a server holds its span expanded, one weight's packed parts, and some megabytes. Or it is laid out for kernels that
+multiply by it as it is, where there are such for its format.
 """
 
-import logging
+import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from corolla.chassis.errors import CheckpointError
+from corolla.kernels.layouts import Layout
+from corolla.kernels.repacking import Numbers, Panels, repack_numbers
 from corolla.models.quantized.awq import Awq
 from corolla.models.quantized.bitsandbytes import BitsAndBytes
 from corolla.models.quantized.compressed_tensors import CompressedTensors
@@ -22,8 +25,6 @@ from corolla.models.quantized.fp8 import Fp8
 from corolla.models.quantized.gptq import Gptq
 from corolla.models.quantized.mxfp4 import Mxfp4
 from corolla.models.quantized.parts import Parts, Stored, Unfit, grouped
-
-log = logging.getLogger(__name__)
 
 NUMBERS_AT_ONCE: Final = 1 << 18
 """How many are expanded at once, to float32 first: they stay in a processor's caches."""
@@ -65,6 +66,35 @@ class Format(Protocol):
         ...
 
 
+@runtime_checkable
+class GroupFormat(Format, Protocol):
+    """One that kernels multiply by as it is, where it has four bits."""
+
+    def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
+        """That of a weight that was not read: what it has parts for. Raises Unfit."""
+        ...
+
+    def layout(self, parts: Parts) -> Layout:
+        """How the weight lies in memory if it stays packed.
+
+        The parts are those that `shape` found right.
+
+        Raises:
+            Unfit: it has to be expanded; the sentence says why.
+        """
+        ...
+
+    def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+        """Which input each column of the packed weight is for, int32 `[in]`; None: they are in the same order."""
+        ...
+
+    def numbers(
+        self, parts: Mapping[str, Tensor], start: int, end: int, layout: Layout, order: Tensor | None
+    ) -> Numbers:
+        """The weight's rows `[start, end)`, of which `start` is a multiple of 16, with columns in this order."""
+        ...
+
+
 FORMATS: Final[Mapping[str, Callable[[Quantization], Format]]] = {
     "awq": Awq,
     "bitsandbytes": BitsAndBytes,
@@ -80,15 +110,39 @@ class PackedWeight:
     """As a slice of safetensors: what is indexed is read and expanded, into memory of its own.
 
     Attributes:
+        method: what transformers calls the format.
         shape: of the weight.
+        dtype: that it is expanded to.
     """
 
-    def __init__(self, unpack: Format, parts: Parts, dtype: torch.dtype, lock: threading.Lock) -> None:
+    def __init__(self, method: str, unpack: Format, parts: Parts, dtype: torch.dtype, lock: threading.Lock) -> None:
+        self.method = method
         self.shape = unpack.shape(parts)
         self._format = unpack
         self._parts = parts
-        self._dtype = dtype
+        self.dtype = dtype
         self._lock = lock
+
+    def layout(self) -> Layout:
+        """See `GroupFormat`. Raises Unfit."""
+        return self._group_format().layout(self._parts)
+
+    def panels(self) -> Panels:
+        """The weight as `layout` says. Raises Unfit."""
+        unpack = self._group_format()
+        layout = unpack.layout(self._parts)
+        parts = {role: stored[...] for role, stored in self._parts.items()}
+        order = unpack.order(parts)
+
+        def read(start: int, end: int) -> Numbers:
+            return unpack.numbers(parts, start, end, layout, order)
+
+        return Panels(repack_numbers(read, self.shape[0], self.shape[1], layout), order)
+
+    def _group_format(self) -> GroupFormat:
+        if not isinstance(self._format, GroupFormat):
+            raise Unfit("is of a format that has no kernel")
+        return self._format
 
     def __getitem__(self, index: Any) -> Tensor:
         with self._lock:
@@ -96,7 +150,7 @@ class PackedWeight:
 
     def _expanded(self) -> Tensor:
         parts = {role: stored[...] for role, stored in self._parts.items()}
-        weight = torch.empty(self.shape, dtype=self._dtype)
+        weight = torch.empty(self.shape, dtype=self.dtype)
         step = self._format.step
         at_once = max(1, NUMBERS_AT_ONCE // math.prod(self.shape[1:]) // step) * step
         for start in range(0, len(weight), at_once):
@@ -125,20 +179,36 @@ def packed_weights(
     # One at a time: transformers reads in several threads.
     lock = threading.Lock()
     found: dict[str, Stored | PackedWeight] = {}
-    num_packed = 0
     for name, roles in grouped((name for name in stored if not name.endswith(_UNUSED)), unpack.endings).items():
         parts = {role: stored[each] for role, each in roles.items()}
         is_packed = parts.keys() != {"weight"}
         if not is_packed and _is_lacking(name, parts["weight"].get_dtype()):
             raise _unfit(name, f"is stored as {parts['weight'].get_dtype()} without its scales")
         try:
-            found[name] = PackedWeight(unpack, parts, dtype, lock) if is_packed else parts["weight"]
+            found[name] = (
+                PackedWeight(quantization.method, unpack, parts, dtype, lock) if is_packed else parts["weight"]
+            )
         except Unfit as error:
             raise _unfit(name, str(error)) from None
-        num_packed += is_packed
-    if num_packed:
-        facts = {"method": quantization.method, "dtype": str(dtype).removeprefix("torch."), "weights": num_packed}
-        log.info("weights are expanded as they are read", extra=facts)
+    return found
+
+
+def likely_layouts(
+    quantization: Quantization, names: Collection[str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Layout | None]:
+    """How packed weights would lie in memory if they stayed so, for which nothing is read; None: they are expanded.
+
+    Args:
+        names: of stored tensors, as the model has them.
+        shapes: of linear layers' weights: others are expanded.
+    """
+    unpack = FORMATS[quantization.method](quantization)
+    packed = {name: roles for name, roles in grouped(names, unpack.endings).items() if roles.keys() != {"weight"}}
+    found: dict[str, Layout | None] = dict.fromkeys(packed)
+    if isinstance(unpack, GroupFormat):
+        for name in packed.keys() & shapes.keys():
+            with contextlib.suppress(Unfit):
+                found[name] = unpack.likely_layout(packed[name], shapes[name][1])
     return found
 
 

@@ -98,7 +98,7 @@ def peak_of_attention(num_tokens: int, num_queries: int, runner: Runner) -> tupl
     row = PackedRow(cache, num_tokens - num_queries, 0, num_queries)
     batch = AttentionBatch(runner.store, [row], runner.backend)
     query = torch.randn(1, 16, num_queries, 192, generator=generator).to(dtype)
-    module: Any = next(module for module in runner.model.modules() if hasattr(module, "expand_kv"))  # type: ignore[attr-defined]
+    module: Any = next(module for module in runner.model.modules() if hasattr(module, "expand_kv"))
     peak, output = peak_bytes(lambda: latent_attention(module, query, query, query, None, batch=batch))
     cache.clear()
     return peak, output

@@ -13,9 +13,8 @@ from corolla.compute.runner import RowWork, Runner
 from corolla.kernels.layouts import LAYOUTS
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes, load_edges
-from corolla.models.packed.choice import types_of
 from corolla.models.packed.modules import PackedLinear, replace_packed
-from corolla.models.span_model import load_span, make_span
+from corolla.models.span_model import load_span, make_span, weight_types
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import ARCHITECTURES, make_tiny_gguf
@@ -124,16 +123,16 @@ def test_what_has_no_kernel_is_expanded_and_named(tmp_path: Path) -> None:
     model = load_span(checkpoint, WHOLE, dtype=torch.float32, quantization="packed")
     packed = {type(module) for module in model.modules()}
     assert PackedLinear in packed  # the projections of attention; experts lie together, and are expanded
-    assert types_of(checkpoint, "packed") == (["Q8_0"], ["Q8_0"])
-    assert types_of(checkpoint, "none") == ([], ["Q8_0"])
-    assert types_of(file_of(tmp_path / "plain", kind="F16"), "packed") == ([], [])
+    assert weight_types(checkpoint, "packed") == (["Q8_0"], ["Q8_0"])
+    assert weight_types(checkpoint, "none") == ([], ["Q8_0"])
+    assert weight_types(file_of(tmp_path / "plain", kind="F16"), "packed") == ([], [])
     assert weight_format("float32", "packed", ["Q4_K"], ["Q3_K"]) == "packed/fp32: Q4_K, Q3_K expanded"
     assert weight_format("float32", "none") == "float32"
 
 
 def test_other_checkpoints_and_devices_are_refused(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint("llama", tmp_path / "llama")
-    with pytest.raises(SettingsError, match="COROLLA_QUANTIZATION='packed' is for GGUF files"):
+    with pytest.raises(SettingsError, match="COROLLA_QUANTIZATION='packed' is for GGUF files and"):
         load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=torch.float32, quantization="packed")
     checkpoint = file_of(tmp_path)
     with pytest.raises(SettingsError, match="not on cuda"):

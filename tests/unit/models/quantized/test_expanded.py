@@ -18,13 +18,12 @@ from corolla.chassis.weight_formats import weight_format
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.loading import LOADING
-from corolla.models.packed.choice import types_of
 from corolla.models.pieces import open_tensors
 from corolla.models.quantized import tensors
 from corolla.models.quantized.description import Quantization, Scheme, quantization_of
 from corolla.models.quantized.integers import num_words, unpacked
 from corolla.models.quantized.tensors import packed_weights
-from corolla.models.span_model import load_span, span_tensors
+from corolla.models.span_model import load_span, span_tensors, weight_types
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.quantized_checkpoints import FORMATS, compressed_scales, make_packed_checkpoint, mxfp4
@@ -218,14 +217,14 @@ def test_one_file_read_in_two_ways_has_two_fingerprints(tmp_path: Path) -> None:
 def test_what_is_expanded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, expanded = make_packed_checkpoint("llama", tmp_path, FORMATS["awq"]())
     checkpoint = Checkpoint.from_pretrained(str(folder))
-    with caplog.at_level(logging.INFO, "corolla.models.quantized.tensors"):
+    with caplog.at_level(logging.INFO, "corolla.models.packed.choice"):
         load_span(checkpoint, Span(0, 2), dtype=torch.bfloat16)
     (record,) = caplog.records
     assert record.message == "weights are expanded as they are read"
     assert (record.method, record.dtype, record.weights) == ("awq", "bfloat16", 14)  # type: ignore[attr-defined]
     for quantization, said in (("none", "bfloat16: awq expanded"), ("int8", "int8/bf16: awq expanded")):
-        assert weight_format("bfloat16", quantization, *types_of(checkpoint, quantization)) == said
-    assert types_of(Checkpoint.from_pretrained(str(expanded)), "none") == ([], [])
+        assert weight_format("bfloat16", quantization, *weight_types(checkpoint, quantization)) == said
+    assert weight_types(Checkpoint.from_pretrained(str(expanded)), "none") == ([], [])
 
 
 def test_the_head_is_as_many_blocks_as_that_of_the_expanded_model(tmp_path: Path) -> None:

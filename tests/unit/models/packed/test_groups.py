@@ -1,0 +1,261 @@
+"""Weights of AWQ, GPTQ and compressed-tensors stay packed, and are the numbers that their formats stand for."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from corolla.chassis.weight_formats import weight_format
+from corolla.compute.runner import RowWork, Runner
+from corolla.kernels.layouts import Scale, group_layout
+from corolla.kernels.products import NARROW, WIDE, Kernel, kernel_of
+from corolla.kernels.repacking import Numbers, repack_numbers
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import head_bytes, load_edges
+from corolla.models.packed.modules import PackedLinear
+from corolla.models.pieces import open_tensors
+from corolla.models.quantized.description import quantization_of
+from corolla.models.quantized.parts import Unfit
+from corolla.models.quantized.tensors import PackedWeight, packed_weights
+from corolla.models.span_model import load_span, make_span, weight_types
+from corolla.wire.span import Span
+from tests.quantized_checkpoints import FORMATS, Made, Packed, awq, compressed_tensors, gptq, make_packed_checkpoint
+
+NUM_COLUMNS = 512
+SCALES = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
+LAYOUTS = {
+    layout.name: layout
+    for block, scale, has_zeros in (
+        (32, Scale.FLOAT16, True), (64, Scale.BFLOAT16, False), (128, Scale.FLOAT16, True), (128, Scale.FLOAT32, True),
+        (256, Scale.FLOAT32, False), (256, Scale.BFLOAT16, True),
+    )
+    if (layout := group_layout(block, scale, has_zeros=has_zeros)) is not None
+}  # fmt: skip
+WHOLE = Span(0, 4)
+SPLITS = ([WHOLE], [Span(0, 2), Span(2, 4)], [Span(0, 1), Span(1, 3), Span(3, 4)])
+_ct = partial(compressed_tensors, "pack-quantized", num_bits=4)
+KEPT: dict[str, Callable[[], Made]] = {
+    **{f"awq of {size}": partial(awq, size) for size in (32, 64, 128)},
+    **{f"gptq of {size}": partial(gptq, 4, size) for size in (32, 64, 128, -1)},
+    "gptq with activation order": partial(gptq, 4, 64, is_ordered=True),
+    "gptq without an index": partial(gptq, is_symmetric=True, has_g_idx=False),
+    "gptq_v2": partial(gptq, layout="gptq_v2"),
+    **{f"w4a16 of {size}": partial(_ct, strategy="group", group_size=size) for size in (32, 128)},
+    "w4a16 with zero points": partial(_ct, strategy="group", group_size=64, symmetric=False),
+    "w4a16 of outputs": partial(_ct, strategy="channel"),
+    "w4a16 of outputs with zero points": partial(_ct, strategy="channel", symmetric=False),
+    "w4a16 with one scale": partial(_ct, strategy="tensor"),
+}
+
+
+def broken_groups() -> Made:
+    """GPTQ of which one group has an input more than the others."""
+    made = gptq(4, 96)
+
+    def pack(weight: Tensor) -> Packed:
+        assert made.pack is not None
+        parts, expected = made.pack(weight)
+        parts["g_idx"][0] = parts["g_idx"][-1]
+        return parts, expected
+
+    return Made(made.config, pack)
+
+
+EXPANDED: dict[str, tuple[Callable[[], Made], str]] = {
+    "eight bits": (partial(gptq, 8, -1), "has 8 bits"),
+    "short groups": (partial(awq, 16), "has groups of 16 of 384 inputs"),
+    "broken groups": (broken_groups, "has groups that are not all of 96 inputs"),
+    "floats": (FORMATS["ct-mxfp4"], "is not of integers of four bits"),
+    "floats of eight bits": (FORMATS["fp8-one-scale"], "is of a format that has no kernel"),
+}
+
+
+def random_numbers(name: str, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Panels, and the numbers that they stand for: an integer less a zero point, times a scale, rounded once."""
+    layout = LAYOUTS[name]
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_rows, NUM_COLUMNS // layout.block_weights)
+    codes = torch.randint(0, 16, (num_rows, NUM_COLUMNS), generator=generator).to(torch.uint8)
+    scales = (torch.randn(shape, generator=generator) / 64).to(SCALES[layout.scale])
+    zeros = torch.randint(-8, 8, shape, generator=generator).to(torch.int8) if layout.has_zeros else None
+
+    def read(start: int, end: int) -> Numbers:
+        return Numbers(codes[start:end], scales[start:end], zeros=None if zeros is None else zeros[start:end])
+
+    numbers = (codes.float() - 8).view(*shape, -1)
+    numbers = numbers if zeros is None else numbers - zeros.float()[..., None]
+    weights = (numbers * scales.float()[..., None]).view(num_rows, NUM_COLUMNS)
+    return repack_numbers(read, num_rows, NUM_COLUMNS, layout), weights
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_bit_of_a_weight_is_that_of_its_integer_zero_point_and_scale(name: str) -> None:
+    panels, weights = random_numbers(name, 100)
+    row_ids = torch.randperm(100, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(kernel_of(LAYOUTS[name]).expand(row_ids, panels, NUM_COLUMNS), weights[row_ids])
+    assert len(LAYOUTS) == 6
+    assert len(LAYOUTS) == 6
+    offsets = (LAYOUTS[name].minima_at, LAYOUTS[name].low_at, LAYOUTS[name].block_bytes)
+    assert not any(offset % 16 for offset in offsets)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_that_of_the_weights_whatever_other_rows_there_are(name: str, dtype: torch.dtype) -> None:
+    panels, weights = random_numbers(name, 200)
+    rows = torch.randn(19, NUM_COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)
+    kernel = kernel_of(LAYOUTS[name], dtype)
+    product = kernel.multiply(rows, panels)[:, :200]
+    error = (product.double() - rows.double() @ weights.double().T).abs()
+    rounding = NUM_COLUMNS * torch.finfo(torch.float32).eps + (torch.finfo(dtype).eps / 2 if dtype.itemsize < 4 else 0)
+    assert bool((error <= rounding * (rows.double().abs() @ weights.double().abs().T)).all())
+    for count in (1, 2, 3, 8, 11):
+        assert torch.equal(kernel.multiply(rows[:count], panels)[:, :200], product[:count])
+
+
+def test_the_small_tiles_of_other_processors_give_the_same_bits() -> None:
+    name = "U4 of 128, float16, zero points"
+    panels, _ = random_numbers(name, 150)
+    rows = torch.randn(23, NUM_COLUMNS, generator=torch.Generator().manual_seed(4))
+    expected = kernel_of(LAYOUTS[name]).multiply(rows, panels)
+    for tilings in (WIDE, NARROW):
+        assert torch.equal(Kernel(LAYOUTS[name], tilings=tilings).multiply(rows, panels), expected)
+
+
+@contextlib.contextmanager
+def packed_weight(folder: Path, made: Made) -> Iterator[tuple[PackedWeight, Tensor]]:
+    """A weight of a checkpoint, `[80, 384]`, and what it stands for by its format's own library."""
+    assert made.pack is not None
+    parts, expected = made.pack(torch.randn(80, 384, generator=torch.Generator().manual_seed(0)))
+    parts = {f"m.{ending}": part.contiguous() for ending, part in parts.items()}
+    save_file(parts, folder / "file")
+    quantization = quantization_of({"quantization_config": made.config})
+    assert quantization is not None
+    with open_tensors(dict.fromkeys(parts, folder / "file"), {part: part for part in parts}) as stored:
+        weight = packed_weights(quantization, stored)["m.weight"]
+        assert isinstance(weight, PackedWeight)
+        yield weight, expected.float()
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_packed_weight_is_what_its_library_expands(tmp_path: Path, name: str) -> None:
+    with packed_weight(tmp_path, KEPT[name]()) as (weight, expected):
+        panels, order = weight.panels()
+        assert (order is not None) == ("activation order" in name)
+        columns = kernel_of(weight.layout()).expand(torch.arange(80), panels, 384)
+    assert torch.equal(columns, expected if order is None else expected[:, order])
+    # Four bits of a number, and at worst 32 of a scale and eight of a zero point for 32 of them.
+    assert panels.nbytes <= 80 * 384 * (4 + 40 / 32) / 8
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_what_has_no_kernel_says_why(tmp_path: Path, name: str) -> None:
+    make, reason = EXPANDED[name]
+    with packed_weight(tmp_path, make()) as (weight, _), pytest.raises(Unfit, match=reason):
+        weight.layout()
+
+
+def checkpoint_of(folder: Path, name: str, family: str = "llama", **options: Any) -> tuple[Checkpoint, Checkpoint]:
+    """A packed model, and the same expanded."""
+    packed, expanded = make_packed_checkpoint(family, folder, FORMATS[name](), **options)
+    return Checkpoint.from_pretrained(str(packed)), Checkpoint.from_pretrained(str(expanded))
+
+
+def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of a chain of servers, of which the first one embeds and the last one has the head."""
+    token_ids = torch.arange(5, 45)
+    edges = load_edges(checkpoint, dtype=dtype, quantization=quantization)
+    hidden = edges.embed(token_ids, torch.arange(40))
+    for span in spans:
+        runner = Runner(load_span(checkpoint, span, dtype=dtype, quantization=quantization), tuning_budget_s=0.0)
+        cache = runner.new_cache()
+        cache.reserve(40)
+        hidden = runner.forward([RowWork(cache, 0, 40)], hidden, span)
+    return edges.head(hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "w4a16-asymmetric"])
+def test_a_packed_chain_equals_itself_unsplit_and_the_expanded_one_up_to_rounding(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    packed, expanded = checkpoint_of(tmp_path, name, with_head=True)
+    unsplit, exact = logits(packed, [WHOLE], "packed", dtype), logits(expanded, [WHOLE], "none")
+    if dtype == torch.float32:
+        torch.testing.assert_close(unsplit, exact, rtol=1e-4, atol=1e-4)
+    else:
+        # Weights are rounded no more often than those that are expanded to this type.
+        assert float((unsplit - exact).std()) < 1.2 * float((logits(expanded, [WHOLE], "none", dtype) - exact).std())
+    for spans in SPLITS[1:]:
+        assert torch.equal(logits(packed, spans, "packed", dtype), unsplit)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "w4a16"])
+def test_a_span_takes_the_memory_of_its_packed_weights(tmp_path: Path, name: str) -> None:
+    packed, expanded = checkpoint_of(tmp_path, name, with_head=True)
+    model = load_span(packed, WHOLE, dtype=torch.float32, quantization="packed")
+    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert len(linears) == 4 * 7
+    assert model.nbytes < load_span(expanded, WHOLE, dtype=torch.float32).nbytes / 5
+    before = model.nbytes
+    model.make_fused(tuning_budget_s=0.0)
+    assert model.fused is not None
+    # Joined layers share an order.
+    assert model.nbytes == before if name != "gptq-act-order" else model.nbytes < before
+    # Speed is measured with a block that was not read. That it has an order, or scales of float32, it cannot know.
+    made = make_span(packed, Span(0, 1), dtype=torch.float32, quantization="packed").nbytes
+    loaded = load_span(packed, Span(0, 1), dtype=torch.float32, quantization="packed").nbytes
+    assert made == loaded if name == "awq" else 0.9 * loaded < made < loaded
+    assert head_bytes(packed, torch.float32, "packed") < head_bytes(packed, torch.float32) / 5
+
+
+def layer(name: str, num_rows: int, order: Tensor) -> PackedLinear:
+    made = PackedLinear(NUM_COLUMNS, num_rows, LAYOUTS[name])
+    made.panels, _ = random_numbers(name, num_rows)
+    made.order = order
+    return made
+
+
+def test_inputs_come_in_the_order_of_the_columns_and_layers_of_one_order_are_joined() -> None:
+    name = "U4 of 128, float16, zero points"
+    order = torch.randperm(NUM_COLUMNS, generator=torch.Generator().manual_seed(5)).int()
+    parts = [layer(name, num_rows, order.clone()) for num_rows in (48, 32)]
+    rows = torch.randn(5, NUM_COLUMNS, generator=torch.Generator().manual_seed(6))
+    expected = torch.cat([part(rows) for part in parts], dim=-1)
+    weights = torch.empty(48, NUM_COLUMNS)
+    weights[:, order] = random_numbers(name, 48)[1]
+    torch.testing.assert_close(expected[:, :48], rows @ weights.T, rtol=1e-4, atol=1e-4)
+    assert PackedLinear.can_join(parts)
+    joint = PackedLinear.joined(parts)
+    assert torch.equal(joint(rows), expected)
+    assert not PackedLinear.can_join([parts[0], layer(name, 32, order.flip(0))])
+    plain = PackedLinear(NUM_COLUMNS, 32, LAYOUTS[name])
+    assert not PackedLinear.can_join([parts[0], plain])
+    with pytest.raises(ValueError, match="an order does not fit"):
+        kernel_of(LAYOUTS[name]).multiply(rows, random_numbers(name, 48)[0], order)
+
+
+def test_what_cannot_stay_packed_is_expanded_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Experts are no linear layers of their own; and of a model with several schemes, one may have eight bits."""
+    packed, expanded = checkpoint_of(tmp_path / "moe", "awq", "qwen3_moe", plain=("k_proj",))
+    with caplog.at_level(logging.INFO, "corolla.models.packed.choice"):
+        model = load_span(packed, WHOLE, dtype=torch.float32, quantization="packed")
+    (record,) = caplog.records
+    assert record.message == "weights cannot stay packed, and are expanded"
+    assert record.reason == "it is not that of a linear layer that is only called"  # type: ignore[attr-defined]
+    assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 4 * 3 + 3  # one block has no experts
+    torch.testing.assert_close(logits(packed, [WHOLE], "packed"), logits(expanded, [WHOLE], "none"))
+    assert weight_types(packed, "packed") == (["awq"], ["awq"])
+    assert weight_types(packed, "none") == ([], ["awq"])
+    dense, _ = checkpoint_of(tmp_path / "dense", "gptq")
+    assert weight_format("float32", "packed", *weight_types(dense, "packed")) == "packed/fp32: gptq"
+    eight, plain = checkpoint_of(tmp_path / "eight", "w8a16")
+    assert weight_types(eight, "packed") == ([], ["compressed-tensors"])
+    assert weight_types(plain, "none") == ([], [])
