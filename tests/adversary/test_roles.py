@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from google.protobuf.message import Message
 
-from corolla.chassis.errors import CorollaError, HopSessionLost, RoleDenied
+from corolla.chassis.errors import CorollaError, HopSessionLost, MalformedMessage, RoleDenied
 from corolla.chassis.status import from_reason, from_rpc_error
 from corolla.local.ports import Ports
 from corolla.trust.authorisation import AUDITED, METHODS
@@ -20,7 +20,7 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
 from corolla.v1.router_pb2_grpc import RouterServiceStub
 from corolla.wire.network import Network
-from corolla.wire.stream import Stream
+from corolla.wire.stream import Stream, connect
 from tests.adversary import identity_matrix
 from tests.adversary.identity_matrix import ASKERS, SOON_S, Asker, Places
 from tests.checkpoints import make_tiny_checkpoint
@@ -49,18 +49,22 @@ def network_of(swarm: Swarm, role: Role, name: str = "rogue") -> Network:
 
 
 class Caller:
-    """A stream to the swarm's only block server, and what came on it."""
+    """A connection to the swarm's only block server, and what came on it."""
 
-    def __init__(self, swarm: Swarm, role: Role, name: str = "rogue", client_id: bytes | None = None) -> None:
+    def __init__(
+        self, swarm: Swarm, role: Role, name: str = "rogue", client_id: bytes | None = None, stream_id: bytes = b""
+    ) -> None:
         self.frames: asyncio.Queue[Message] = asyncio.Queue()
         network = network_of(swarm, role, name)
         self.capabilities = network.capabilities(FINGERPRINTS[0])
-        self.stream: Stream = network.connect(
-            swarm.servers[0].address, lambda _: lambda frame: self.frames.put_nowait(frame.control)
+        self.stream: Stream = connect(
+            swarm.servers[0].address,
+            lambda _: lambda frame: self.frames.put_nowait(frame.control),
+            trust=network.servers,
         )
         if client_id is None:
             client_id = b"" if role is Role.BLOCK else secrets.token_bytes(16)
-        self.stream.send(pb.Hello(client_id=client_id, fingerprint=FINGERPRINTS[0]))
+        self.stream.send(pb.Hello(client_id=client_id, fingerprint=FINGERPRINTS[0], stream_id=stream_id))
 
     async def fate(self, within_s: float = 10) -> CorollaError | None:
         """Why the other end ended the stream; None where it did not."""
@@ -174,6 +178,31 @@ async def test_nobody_takes_the_client_id_of_another(swarm: Swarm) -> None:
     assert isinstance(await rogue.fate(), RoleDenied)
     assert await client.fate(SOON_S) is None
     client.stream.close()
+
+
+async def test_nobody_goes_on_with_the_stream_of_another(swarm: Swarm) -> None:
+    client_id, stream_id = secrets.token_bytes(16), secrets.token_bytes(16)
+    client = Caller(swarm, Role.CLIENT, "1", client_id, stream_id)
+    await client.answer(pb.Welcome)
+    others = [(Role.CLIENT, "1", None), (Role.CLIENT, "2", None), (Role.LIBRARY, "acme", None), (Role.BLOCK, "1", b"")]
+    for role, name, other_id in others:
+        assert isinstance(await Caller(swarm, role, name, other_id, stream_id).fate(), RoleDenied)
+    assert isinstance(await Caller(swarm, Role.CLIENT, "1", client_id, b"short").fate(), MalformedMessage)
+    # As a caller of an earlier version says.
+    client.stream.send(pb.GoAway())
+    session_id = secrets.token_bytes(16)
+    assert isinstance(await client.open(session_id, "acme"), pb.Opened)
+    again = Caller(swarm, Role.CLIENT, "1", client_id, stream_id)
+    await again.answer(pb.Welcome)
+    client.stream.send(pb.GoAway(is_last=True))
+    assert await client.answer(pb.GoAway) == pb.GoAway(is_last=True)
+    client.stream.close()
+    await client.fate()
+    # The session has not ended with the connection that it was opened on.
+    assert (await again.open(session_id, "acme")).reason == "STALE_EPOCH"
+    # There is no third connection.
+    again.stream.send(pb.GoAway(is_last=True))
+    assert isinstance(await again.fate(), MalformedMessage)
 
 
 async def test_no_block_server_speaks_as_a_client_and_no_client_as_a_block_server(swarm: Swarm) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 
 from google.protobuf.message import Message
 
-from corolla.chassis.errors import CorollaError, HopUnavailable, PositionGap, QueueFull
+from corolla.chassis.errors import CorollaError, HopUnavailable, MalformedMessage, PositionGap, QueueFull
 from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
@@ -18,15 +18,22 @@ _numbers: Final = itertools.count(1)
 class Peer:
     """One stream: a client service's, or an upstream hop's (then without a client id).
 
+    Where certificates change, another connection takes the place of the one that it runs on (`wire/renewal`).
+
+    Args:
+        stream_id: by which its caller names it on the other connection; empty: it stays on this one.
+
     Attributes:
         workload: who is at the other end; None where nobody is asked.
     """
 
-    def __init__(self, client_id: bytes, stream: Stream) -> None:
+    def __init__(self, client_id: bytes, stream: Stream, stream_id: bytes = b"") -> None:
         self.client_id = client_id
+        self.stream_id = stream_id
         self.workload = stream.peer
         self.number = next(_numbers)
         self._stream = stream
+        self._next: Stream | None = None
 
     @property
     def owner(self) -> str:
@@ -45,34 +52,62 @@ class Peer:
         except QueueFull as error:
             self._stream.fail(error)
 
+    def expect(self, following: Stream) -> None:
+        """The caller will go on over this connection."""
+        self._next = following
+
+    def go_over(self) -> None:
+        """The caller has sent its last frame on the present connection."""
+        if self._next is None:
+            raise MalformedMessage("go_away", "there is no other connection for the stream")
+        self.send(pb.GoAway(is_last=True))
+        self._stream, self._next = self._next, None
+
+    def lose(self, stream: Stream) -> bool:
+        """A connection of it has ended; whether the caller is gone with that."""
+        if stream is not self._stream:
+            self._next = None if stream is self._next else self._next
+            return False
+        if self._next is not None:
+            self._next.abort()
+        return True
+
 
 class PeerTable:
-    """Client services by id; of a client's streams the one that came last wins.
+    """Client services by id, and all callers by stream id; of a client's streams the one that came last wins.
 
     A client has one at a time, but a server may see their beginnings and ends late, and in any order.
     """
 
     def __init__(self) -> None:
         self._streams: dict[bytes, list[Peer]] = {}
+        self._by_stream_id: dict[bytes, Peer] = {}
 
     def add(self, peer: Peer) -> None:
+        if peer.stream_id:
+            self._by_stream_id[peer.stream_id] = peer
         if peer.client_id:
             self._streams.setdefault(peer.client_id, []).append(peer)
 
     def remove(self, peer: Peer) -> None:
+        self._by_stream_id.pop(peer.stream_id, None)
         streams = self._streams.get(peer.client_id, [])
         if peer in streams:
             streams.remove(peer)
             if not streams:
                 del self._streams[peer.client_id]
 
+    def get(self, client_id: bytes) -> Peer | None:
+        streams = self._streams.get(client_id)
+        return streams[-1] if streams else None
+
     def numbers(self, client_id: bytes) -> frozenset[int]:
         """Of all streams of the client."""
         return frozenset(peer.number for peer in self._streams.get(client_id, []))
 
-    def get(self, client_id: bytes) -> Peer | None:
-        streams = self._streams.get(client_id)
-        return streams[-1] if streams else None
+    def named(self, stream_id: bytes) -> Peer | None:
+        """Whose stream has this id."""
+        return self._by_stream_id.get(stream_id)
 
     def are_client_services(self, step: pb.Step | pb.Next) -> bool:
         """Whether all clients of a step are here, and are client services, as far as anybody is asked."""

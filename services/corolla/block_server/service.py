@@ -260,7 +260,7 @@ class BlockServer:
             page_bytes=lambda: runner.store.page_bytes,
         )  # fmt: skip
         self._tasks.start_essential(self._housekeeping.run, "housekeeping")
-        await self._listener.start(network.accepting(servicer.accept), trust=network.callers)
+        await self._listener.start(servicer.accept, trust=network.callers)
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.request_heartbeat()

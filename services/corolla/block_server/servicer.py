@@ -101,20 +101,24 @@ class BlockServicer:
         }
 
     def accept(self, stream: Stream) -> Receiver:
-        """Takes a new stream: Hello first, then frames in any number and order."""
+        """Takes a new connection: Hello first, then frames in any number and order."""
         peer: Peer | None = None
         no_hello = DeadlineExceeded("a stream begins with Hello, and that did not come")
         timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, stream.fail, no_hello)
 
         def receive(frame: Frame) -> None:
             nonlocal peer
-            if peer is not None:
+            if isinstance(frame.control, pb.GoAway) and peer is not None:
+                # Callers of earlier versions say it otherwise, too. They stay where they are.
+                if frame.control.is_last:
+                    peer.go_over()
+            elif peer is not None:
                 self._handle(frame, peer)
-                return
-            if not isinstance(frame.control, pb.Hello):
+            elif isinstance(frame.control, pb.Hello):
+                peer = self._welcome(frame.control, stream)
+                timer.cancel()
+            else:
                 raise MalformedMessage("frame", "a stream begins with Hello")
-            peer = self._welcome(frame.control, stream)
-            timer.cancel()
 
         def on_ended(ended: "asyncio.Future[StreamEnd]") -> None:
             timer.cancel()
@@ -122,7 +126,7 @@ class BlockServicer:
             if error is not None:
                 self._count_error(error.reason)
                 log.warning("a stream failed", extra={"reason": error.reason})
-            if peer is not None:
+            if peer is not None and peer.lose(stream):
                 self._peers.remove(peer)
                 self._preparations.cancel_of(peer)
                 if peer.client_id:
@@ -156,16 +160,23 @@ class BlockServicer:
         identity = self._identity
         if hello.fingerprint != identity.fingerprint:
             raise FingerprintMismatch("this server holds other weights or speaks another protocol version")
-        if len(hello.client_id) not in (0, ID_BYTES):
-            raise MalformedMessage("client_id", f"must have {ID_BYTES} bytes")
-        peer = Peer(hello.client_id, stream)
+        for name in ("client_id", "stream_id"):
+            if len(getattr(hello, name)) not in (0, ID_BYTES):
+                raise MalformedMessage(name, f"must have {ID_BYTES} bytes")
+        peer = Peer(hello.client_id, stream, hello.stream_id)
         if peer.workload is not None and (peer.workload.role is Role.BLOCK) == bool(peer.client_id):
             raise RoleDenied("whoever is no block server has a client id, and block servers have none")
         known = self._peers.get(hello.client_id)
         if known is not None and known.workload != peer.workload:
             raise RoleDenied("the client id is another's")
-        self._peers.add(peer)
-        peer.send(
+        standing = self._peers.named(hello.stream_id)
+        if standing is None:
+            self._peers.add(peer)
+        elif (standing.client_id, standing.workload) != (peer.client_id, peer.workload):
+            raise RoleDenied("the stream that is to go on here is another's")
+        else:
+            standing.expect(stream)
+        stream.send(
             pb.Welcome(
                 server_id=identity.server_id,
                 span=common_pb2.BlockSpan(start=identity.span.start, end=identity.span.end),
@@ -173,9 +184,10 @@ class BlockServicer:
                 max_tokens_per_frame=identity.max_tokens_per_frame,
                 page_tokens=identity.prefix_page_tokens,
                 has_draft_model=self._has_draft_model,
+                takes_stream_ids=True,
             )
         )
-        return peer
+        return standing or peer
 
     def _handle(self, frame: Frame, peer: Peer) -> None:
         kind = type(frame.control)

@@ -36,8 +36,7 @@ EssentialTask = Literal[
     "http", "placement_watch",  # client service
 ]  # fmt: skip
 RestartableTask = Literal[
-    "issuer_keys", "kubernetes", "neighbours", "pod_tags", "quotas", "renewals", "standing_calls", "turn_lock",
-    "watched_files",
+    "issuer_keys", "kubernetes", "neighbours", "pod_tags", "quotas", "turn_lock", "watched_files",
 ]  # fmt: skip
 Task = Literal[EssentialTask, RestartableTask]
 

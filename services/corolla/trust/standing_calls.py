@@ -10,34 +10,24 @@ from corolla.chassis.handlers import Call
 _LOOK_INTERVAL_S: Final = 2.0
 
 
-class StandingCalls:
-    """Ends calls whose callers' certificates no longer count: gRPC looks at them in the handshake, and at no list."""
+def end_once_unbelieved(call: Call[Any], is_believed: Callable[[], bool]) -> None:
+    """Looks after a call, in the task that handles it: gRPC looks at certificates in the handshake, and at no list.
 
-    def __init__(self) -> None:
-        self._calls: dict[asyncio.Task[Any], tuple[Call[Any], Callable[[], bool]]] = {}
+    Raises:
+        Unauthenticated: its caller is not believed.
+    """
+    error = Unauthenticated("the certificate was revoked, has ended, or is of no authority that is believed")
+    if not is_believed():
+        raise error
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
-    def add(self, call: Call[Any], is_believed: Callable[[], bool]) -> None:
-        """The present task handles this call.
+    def look() -> None:
+        if task is None or task.done() or call.failure is not None:
+            return
+        if is_believed():
+            loop.call_later(_LOOK_INTERVAL_S, look)
+            return
+        call.failure = error
+        task.cancel()
 
-        Raises:
-            Unauthenticated: its caller is not believed.
-        """
-        if not is_believed():
-            raise _not_believed()
-        task = asyncio.current_task()
-        if task is not None:
-            self._calls[task] = call, is_believed
-            task.add_done_callback(self._calls.pop)
-
-    async def run(self) -> None:
-        """Looks after them, for ever."""
-        while True:
-            await asyncio.sleep(_LOOK_INTERVAL_S)
-            for task, (call, is_believed) in list(self._calls.items()):
-                if call.failure is None and not is_believed():
-                    call.failure = _not_believed()
-                    task.cancel()
-
-
-def _not_believed() -> Unauthenticated:
-    return Unauthenticated("the certificate was revoked, has ended, or is of no authority that is believed")
+    loop.call_later(_LOOK_INTERVAL_S, look)

@@ -92,12 +92,8 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """
     FRAME_KIND_CREDIT: _FrameKind.ValueType  # 20
     """Credit, caller to last hop, not answered"""
-    FRAME_KIND_RENEW: _FrameKind.ValueType  # 21
-    """Of a connection in whose place another one comes:
-    Renew
-    """
-    FRAME_KIND_CONTINUE: _FrameKind.ValueType  # 22
-    """Continue"""
+    FRAME_KIND_GO_AWAY: _FrameKind.ValueType  # 21
+    """GoAway, of a connection in whose place another one comes, either way"""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper): ...
 
@@ -148,12 +144,8 @@ Next, last hop to first hop
 """
 FRAME_KIND_CREDIT: FrameKind.ValueType  # 20
 """Credit, caller to last hop, not answered"""
-FRAME_KIND_RENEW: FrameKind.ValueType  # 21
-"""Of a connection in whose place another one comes:
-Renew
-"""
-FRAME_KIND_CONTINUE: FrameKind.ValueType  # 22
-"""Continue"""
+FRAME_KIND_GO_AWAY: FrameKind.ValueType  # 21
+"""GoAway, of a connection in whose place another one comes, either way"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 class _TensorType:
@@ -257,50 +249,28 @@ class End(_message.Message):
 Global___End: _TypeAlias = End  # noqa: Y015
 
 @_typing.final
-class Renew(_message.Message):
-    """Certificates have changed: the stream is to go on over another connection, which the caller opens. The server says how
-    that will be known: 16 random bytes. Without them, the caller asks for this. Only where both ends show certificates.
+class GoAway(_message.Message):
+    """The server's certificate has changed: the stream is to go on over another connection, which the caller opens with the
+    same Hello. Once that is welcome, both ends say it as their last frame on the old connection, the caller first.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TICKET_FIELD_NUMBER: _builtins.int
-    ticket: _builtins.bytes
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    is_last: _builtins.bool
+    """Nothing but pings follows on this connection from who says so: what follows is on the new one."""
     def __init__(
         self,
         *,
-        ticket: _builtins.bytes = ...,
+        is_last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_last", b"is_last"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Renew: _TypeAlias = Renew  # noqa: Y015
-
-@_typing.final
-class Continue(_message.Message):
-    """The first frame of a connection that continues a stream of the same caller, with what the server gave for that. And,
-    without it, the last one of either end on the old connection, the server's first: what follows is on the new one.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TICKET_FIELD_NUMBER: _builtins.int
-    ticket: _builtins.bytes
-    def __init__(
-        self,
-        *,
-        ticket: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Continue: _TypeAlias = Continue  # noqa: Y015
+Global___GoAway: _TypeAlias = GoAway  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
@@ -308,19 +278,23 @@ class Hello(_message.Message):
 
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    STREAM_ID_FIELD_NUMBER: _builtins.int
     client_id: _builtins.bytes
     """Who gets the results: 16 random bytes drawn at each start of a client service. Empty on streams between servers."""
     fingerprint: _builtins.str
     """The weights and protocol that the caller expects; a server with others refuses the stream."""
+    stream_id: _builtins.bytes
+    """16 random bytes that name the stream, where it may go on over another connection: see GoAway."""
     def __init__(
         self,
         *,
         client_id: _builtins.bytes = ...,
         fingerprint: _builtins.str = ...,
+        stream_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "fingerprint", b"fingerprint", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,6 +310,7 @@ class Welcome(_message.Message):
     MAX_TOKENS_PER_FRAME_FIELD_NUMBER: _builtins.int
     PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     HAS_DRAFT_MODEL_FIELD_NUMBER: _builtins.int
+    TAKES_STREAM_IDS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     dtype: Global___TensorType.ValueType
     max_tokens_per_frame: _builtins.int
@@ -343,6 +318,8 @@ class Welcome(_message.Message):
     """Tokens of one KV page; 0 where pages of other sessions are not reused."""
     has_draft_model: _builtins.bool
     """Whether it drafts tokens by a small model, for sessions whose last hop it is."""
+    takes_stream_ids: _builtins.bool
+    """Whether it knows what Hello.stream_id is for."""
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
     def __init__(
@@ -354,10 +331,11 @@ class Welcome(_message.Message):
         max_tokens_per_frame: _builtins.int = ...,
         page_tokens: _builtins.int = ...,
         has_draft_model: _builtins.bool = ...,
+        takes_stream_ids: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "has_draft_model", b"has_draft_model", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "has_draft_model", b"has_draft_model", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span", "takes_stream_ids", b"takes_stream_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

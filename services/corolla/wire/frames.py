@@ -43,8 +43,7 @@ CONTROL_CLASSES: Final[dict[int, type[Message]]] = {
     pb.FRAME_KIND_END: pb.End,
     pb.FRAME_KIND_NEXT: pb.Next,
     pb.FRAME_KIND_CREDIT: pb.Credit,
-    pb.FRAME_KIND_RENEW: pb.Renew,
-    pb.FRAME_KIND_CONTINUE: pb.Continue,
+    pb.FRAME_KIND_GO_AWAY: pb.GoAway,
 }
 _KINDS: Final = {cls.DESCRIPTOR.full_name: kind for kind, cls in CONTROL_CLASSES.items()}
 

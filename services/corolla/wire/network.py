@@ -2,7 +2,7 @@
 
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -18,12 +18,11 @@ from corolla.trust.authorisation import AUDITED, FRAMES, check_method
 from corolla.trust.capabilities import Capabilities
 from corolla.trust.channels import renewed_channels
 from corolla.trust.credentials import Credentials, workload_of_call
-from corolla.trust.renewals import Renewals
-from corolla.trust.standing_calls import StandingCalls
+from corolla.trust.standing_calls import end_once_unbelieved
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.renewal import RenewedStreams
-from corolla.wire.stream import Accept, Connect, StreamListener, StreamTrust, connect
+from corolla.wire.renewal import RenewedStream
+from corolla.wire.stream import Connect, StreamListener, StreamTrust, connect
 
 
 @dataclass(frozen=True)
@@ -35,32 +34,21 @@ class Network:
         connect: begins streams to block servers.
         listen: takes a port for streams.
         credentials: of this process; None: everything goes in the clear, and nobody is asked who they are.
-        accepting: gives what a listener calls with connections, from what takes streams.
     """
 
     channels: Channels = open_channel
     connect: Connect = connect
     listen: Callable[[str, int], StreamListener] = StreamListener
     credentials: Credentials | None = None
-    accepting: Callable[[Accept], Accept] = lambda accept: accept
-    _standing: StandingCalls = field(default_factory=StandingCalls)
-    _renewals: Renewals = field(default_factory=Renewals)
 
     @classmethod
     def of(cls, tls_dir: Path | None) -> Self:
         """Raises SettingsError when the folder does not hold what it should."""
         if tls_dir is None:
             return cls()
-        credentials, renewals = Credentials(tls_dir), Renewals()
-        connect_once = partial(connect, trust=_servers(credentials))
-        streams = RenewedStreams(connect_once, lambda: credentials.certificate, renewals)
-        return cls(
-            renewed_channels(credentials, renewals),
-            streams.connect,
-            credentials=credentials,
-            accepting=streams.accepting,
-            _renewals=renewals,
-        )
+        credentials = Credentials(tls_dir)
+        streams = partial(RenewedStream, trust=_servers(credentials))
+        return cls(renewed_channels(credentials), streams, credentials=credentials)
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
         """A gRPC channel with the certificates of now."""
@@ -97,8 +85,6 @@ class Network:
         """From now on, changed certificates are taken, and what stands goes on with them."""
         if self.credentials is not None:
             tasks.start_restartable(self.credentials.files.run, "watched_files")
-            tasks.start_restartable(self._renewals.run, "renewals")
-            tasks.start_restartable(self._standing.run, "standing_calls")
 
     @property
     def servers(self) -> StreamTrust | None:
@@ -115,7 +101,7 @@ class Network:
     async def _check_role(self, call: Call[Any]) -> None:
         """Finds out who calls. Raises RoleDenied: they may not."""
         if self.credentials is not None:
-            self._standing.add(call, self.credentials.witness_call(call.context.auth_context()))
+            end_once_unbelieved(call, self.credentials.witness_call(call.context.auth_context()))
             caller = workload_of_call(call.context.auth_context())
             if caller is not None:
                 call.caller = caller

@@ -3,7 +3,7 @@
 Each end first sends a greeting of eight bytes: `CRLL`, the version of this layout, and zero, as little-endian numbers
 of 16 bits. Frames follow back to back (`wire/frames`). Three kinds belong to the connection itself: Ping and Pong show
 that an end lives that has nothing to send, and End says why an end stops. `ended` says how the stream ended, whichever
-end stopped it.
+end stopped it. An end that was called sends GoAway while it has another certificate than the one that it showed.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 import termios
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Protocol, cast
@@ -200,17 +200,27 @@ class Connect(Protocol):
 class FrameStream(asyncio.Protocol):
     """A `Stream` over TCP or TLS. Made by `connect` and `StreamListener`.
 
+    Args:
+        on_outdated: is called now and then while this end has another certificate than it showed; None: GoAway is sent.
+
     Attributes:
         peer_address: `host:port` of the other end, for logs.
-        certificate: that this end shows, or one before, where it changes just then; empty: none.
     """
 
-    def __init__(self, accept: Accept, limits: StreamLimits, trust: StreamTrust | None = None) -> None:
+    def __init__(
+        self,
+        accept: Accept,
+        limits: StreamLimits,
+        trust: StreamTrust | None = None,
+        on_outdated: Callable[[], None] | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[StreamEnd] = self._loop.create_future()
         self.peer: Workload | None = None
         self.peer_address = ""
-        self.certificate = trust.certificate() if trust is not None else b""
+        # What this end shows, or one before, where it changes just then.
+        self._certificate = trust.certificate() if trust is not None else b""
+        self._on_outdated = on_outdated or (lambda: self.send(pb.GoAway()))
         self._trust = trust
         self._accept = accept
         self._limits = limits
@@ -224,14 +234,12 @@ class FrameStream(asyncio.Protocol):
         self._unsent: list[Buffer] = []
         self._num_unsent_bytes = 0
         self._end: StreamEnd | None = None
-        self._num_read_bytes = 0
-        # Of those written ever, how many had left this process when the stream last looked, and how many waited then.
+        # Of bytes written ever, how many had left this process when the stream last looked, and how many waited then.
         self._num_written_bytes = 0
         self._num_drained_bytes = 0
         self._num_backlog_bytes = 0
         self._heard_s = 0.0
         self._has_pinged = False
-        self._is_paused = False
         self._next_look_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_believed: Callable[[], bool] = lambda: True
@@ -276,36 +284,6 @@ class FrameStream(asyncio.Protocol):
             self._move(StreamState.CLOSING)
         self._transport.abort()
 
-    def take(self, frames: Iterable[Frame]) -> None:
-        """Takes frames of this connection that its receiver has put off, also where it has ended since."""
-        state = self._state
-        try:
-            for frame in frames:
-                if self._receive is None or self._state is not state:
-                    break
-                self._receive(frame)
-        except Exception as failure:
-            self._on_refused(failure)
-
-    def pause_reading(self) -> None:
-        """What is not taken yet waits outside this process. Whether the other end lives is not asked meanwhile."""
-        if self._transport is not None and not self._is_paused and not self._transport.is_closing():
-            self._transport.pause_reading()
-            self._is_paused = True
-
-    def resume_reading(self) -> None:
-        if not self._is_paused:
-            return
-        self._is_paused = False
-        self._heard_s = self._loop.time()
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def num_moved_bytes(self) -> int:
-        """Ever, both ways; what waits here to be written does not count, but pings do."""
-        num_waiting_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
-        return self._num_read_bytes + self._num_written_bytes - num_waiting_bytes
-
     def begin(self, address: str) -> None:
         """Connects, as the end that calls."""
         self._connecting = self._loop.create_task(self._connect(address))
@@ -330,7 +308,6 @@ class FrameStream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._heard_s = self._loop.time()
         self._has_pinged = False
-        self._num_read_bytes += len(data)
         try:
             if self._state is StreamState.GREETING:
                 data = self._greet(data)
@@ -476,11 +453,6 @@ class FrameStream(asyncio.Protocol):
         if now_s - self._next_look_s > self._limits.silence_s / 4:
             self._heard_s = now_s - self._limits.ping_after_s
             self._has_pinged = False
-        if self._is_paused:
-            self._heard_s = now_s
-            # The other end may ask whether this one lives, and its question is not read.
-            with contextlib.suppress(QueueFull):
-                self.send(pb.Pong())
         silence_s = now_s - self._heard_s
         if silence_s >= self._limits.silence_s:
             self.abort(StreamCause.SILENT)
@@ -489,6 +461,9 @@ class FrameStream(asyncio.Protocol):
             self._has_pinged = True
             with contextlib.suppress(QueueFull):  # an end that reads nothing does not answer either
                 self.send(pb.Ping())
+        if self._trust is not None and self._certificate != self._trust.certificate():
+            with contextlib.suppress(QueueFull):  # it is tried again at the next look
+                self._on_outdated()
         self._look_again()
 
     def _disbelieve(self) -> None:
@@ -549,9 +524,10 @@ def connect(
     limits: StreamLimits | None = None,
     *,
     trust: StreamTrust | None = None,
+    on_outdated: Callable[[], None] | None = None,
 ) -> FrameStream:
     """A stream to `host:port`. What is sent before it is open waits for that."""
-    stream = FrameStream(accept, limits or between_servers(), trust)
+    stream = FrameStream(accept, limits or between_servers(), trust, on_outdated)
     stream.begin(address)
     return stream
 

@@ -1,12 +1,14 @@
 """Who is at the other end of a stream, and does not read what it is sent."""
 
+import pytest
 from google.protobuf.message import Message
 
 from corolla.block_server.peers import Peer, PeerTable
-from corolla.chassis.errors import CorollaError, QueueFull
+from corolla.chassis.errors import CorollaError, MalformedMessage, QueueFull
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer
+from corolla.wire.stream import StreamCause
 from tests.unread_stream import UnreadStream
 
 
@@ -43,3 +45,45 @@ def test_only_client_services_count_as_such() -> None:
     assert not are_client_services(b"c", b"gone")
     assert not are_client_services()
     assert peers.are_client_services(pb.Step(client_id=b"c", rows=[pb.StepRow()]))
+
+
+class SentStream(UnreadStream):
+    """Remembers what it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.is_aborted = False
+
+    def send(self, control: Message, payload: Buffer = b"") -> None:
+        self.sent.append(control)
+
+    def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
+        self.is_aborted = True
+
+
+def test_a_peer_goes_over_to_another_connection_and_stays_who_it_is() -> None:
+    old, new, peers = SentStream(), SentStream(), PeerTable()
+    peer = Peer(b"c", old, b"s")
+    peers.add(peer)
+    assert peers.named(b"s") is peer
+    peer.expect(new)
+    peer.send(pb.Opened())
+    peer.go_over()
+    peer.send(pb.Moved())
+    assert (old.sent, new.sent) == ([pb.Opened(), pb.GoAway(is_last=True)], [pb.Moved()])
+    assert not peer.lose(old)
+    assert peer.lose(new)
+    peers.remove(peer)
+    assert peers.named(b"s") is None
+
+
+def test_a_peer_is_gone_with_its_connection_whatever_was_to_follow() -> None:
+    old, failed, following = SentStream(), SentStream(), SentStream()
+    peer = Peer(b"c", old, b"s")
+    peer.expect(failed)
+    assert not peer.lose(failed)
+    with pytest.raises(MalformedMessage):
+        peer.go_over()
+    peer.expect(following)
+    assert peer.lose(old)
+    assert following.is_aborted

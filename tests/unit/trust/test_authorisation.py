@@ -9,7 +9,7 @@ from corolla.v1 import admin_pb2, blocks_pb2, router_pb2
 from corolla.wire.frames import CONTROL_CLASSES
 
 # Of a connection itself, and what block servers say to those who called them.
-OF_STREAMS = {blocks_pb2.Ping, blocks_pb2.Pong, blocks_pb2.End, blocks_pb2.Renew, blocks_pb2.Continue}
+OF_STREAMS = {blocks_pb2.Ping, blocks_pb2.Pong, blocks_pb2.End, blocks_pb2.GoAway}
 ANSWERS = {
     blocks_pb2.Welcome, blocks_pb2.Opened, blocks_pb2.Result, blocks_pb2.Fault, blocks_pb2.Moved,
     blocks_pb2.HandoverAnswer,

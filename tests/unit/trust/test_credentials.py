@@ -26,7 +26,6 @@ from corolla.trust.credentials import (
     PublicCertificate,
     workload_of_call,
 )
-from corolla.trust.renewals import Renewals
 from corolla.trust.workload import Role, Workload
 from tests.identities import Identities
 
@@ -97,7 +96,7 @@ async def test_calls_say_who_makes_them(tmp_path: Path) -> None:
     identities = Identities(tmp_path)
     router, client = credentials_of(identities, ROUTER), credentials_of(identities, CLIENT)
     async with serving(router) as port:
-        channel = renewed_channels(client, Renewals())(f"127.0.0.1:{port}")
+        channel = renewed_channels(client)(f"127.0.0.1:{port}")
         assert await who(channel) == str(CLIENT)
         await channel.close(None)
 
@@ -121,7 +120,7 @@ async def test_channels_and_servers_go_on_with_new_certificates(tmp_path: Path) 
     identities = Identities(tmp_path, old)
     router, client = credentials_of(identities, ROUTER), credentials_of(identities, CLIENT)
     async with serving(router) as port:
-        channel = renewed_channels(client, Renewals())(f"127.0.0.1:{port}")
+        channel = renewed_channels(client)(f"127.0.0.1:{port}")
         assert await who(channel) == str(CLIENT)
         for believed, signer in ((old.certificate_pem + new.certificate_pem, new), (new.certificate_pem, new)):
             for workload, credentials in ((ROUTER, router), (CLIENT, client)):
@@ -132,7 +131,7 @@ async def test_channels_and_servers_go_on_with_new_certificates(tmp_path: Path) 
             assert await who(channel) == str(CLIENT)
         await channel.close(None)
         outdated = credentials_of(Identities(tmp_path / "other", old), CLIENT)
-        channel = renewed_channels(outdated, Renewals())(f"127.0.0.1:{port}")
+        channel = renewed_channels(outdated)(f"127.0.0.1:{port}")
         with pytest.raises(grpc.aio.AioRpcError):
             await who(channel)
         await channel.close(None)
@@ -148,39 +147,41 @@ def renewed_certificate(identities: Identities, credentials: Credentials, *, sig
     return (folder / CERTIFICATE_FILE).read_bytes().strip()
 
 
-async def test_a_watch_goes_over_to_new_certificates_and_never_ends(tmp_path: Path) -> None:
-    identities, renewals = Identities(tmp_path), Renewals()
+async def test_a_watch_ends_when_certificates_change_and_the_next_one_shows_them(tmp_path: Path) -> None:
+    identities = Identities(tmp_path)
     router, client = credentials_of(identities, ROUTER), credentials_of(identities, CLIENT)
-    renewing = asyncio.create_task(renewals.run())
-    async with serving(router) as port, asyncio.timeout(20):
-        channel = renewed_channels(client, renewals)(f"127.0.0.1:{port}")
+    async with serving(router) as port, asyncio.timeout(60):
+        channel = renewed_channels(client)(f"127.0.0.1:{port}")
         shown = (identities.folder_of(CLIENT.role, CLIENT.name) / CERTIFICATE_FILE).read_bytes().strip()
-        num_renewed = 0
         watch: Any = channel.unary_stream("/test.Service/Watch")
-        async for seen in watch(b""):
-            if seen.strip() != shown:
-                continue
-            if num_renewed == 2:
-                break
-            num_renewed += 1
-            shown = renewed_certificate(identities, client)
+        for _ in range(3):
+            before, num_seen = shown, 0
+            async for seen in watch(b""):
+                assert seen.strip() == before
+                num_seen += 1
+                if num_seen == 2:
+                    shown = renewed_certificate(identities, client)
+            assert num_seen >= 2
         await channel.close(None)
-    renewing.cancel()
 
 
 async def test_a_channel_keeps_its_certificate_while_the_other_end_does_not_take_the_new_one(tmp_path: Path) -> None:
-    identities, renewals = Identities(tmp_path), Renewals()
+    identities = Identities(tmp_path)
     router, client = credentials_of(identities, ROUTER), credentials_of(identities, CLIENT)
-    renewing = asyncio.create_task(renewals.run())
-    async with serving(router) as port:
-        channel = renewed_channels(client, renewals)(f"127.0.0.1:{port}")
+    async with serving(router) as port, asyncio.timeout(60):
+        channel = renewed_channels(client)(f"127.0.0.1:{port}")
+        watch: Any = channel.unary_stream("/test.Service/Watch")
+        num_seen = 0
+        async for _ in watch(b""):
+            num_seen += 1
+            if num_seen == 1:
+                renewed_certificate(identities, client, signer=Authority())
+            elif num_seen == 20:
+                assert await who(channel) == str(CLIENT)
+                renewed_certificate(identities, client)
+        assert num_seen >= 20
         assert await who(channel) == str(CLIENT)
-        renewed_certificate(identities, client, signer=Authority())
-        for _ in range(4):
-            await asyncio.sleep(0.5)
-            assert await who(channel) == str(CLIENT)
         await channel.close(None)
-    renewing.cancel()
 
 
 def test_files_that_make_no_sense_leave_what_there_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -203,7 +204,7 @@ async def test_a_certificate_that_has_ended_is_worth_nothing(tmp_path: Path) -> 
     folder = identities.folder_of(Role.CLIENT, "2")
     identities.authority.issue(folder, CLIENT, [], until=datetime.datetime.now(datetime.UTC))
     async with serving(router) as port:
-        channel = renewed_channels(Credentials(folder), Renewals())(f"127.0.0.1:{port}")
+        channel = renewed_channels(Credentials(folder))(f"127.0.0.1:{port}")
         with pytest.raises(grpc.aio.AioRpcError):
             await who(channel)
         await channel.close(None)
