@@ -18,7 +18,7 @@ LONGEST_S: Final = 10.0
 """A process that gives no answer for so long is ended: it was stopped, or has no processor."""
 
 _INHERITED: Final = ("PATH", "PYTHON", "LANG", "LC_", "LD_", "VIRTUAL_ENV")
-"""Beginnings of what it is told of this process's environment, which holds secrets besides."""
+"""Beginnings of the names of variables that it inherits; others may hold secrets."""
 
 _RAN_AWAY: Final = {
     -signal.SIGPROF: "too long",

@@ -132,7 +132,7 @@ def test_a_process_that_is_ended_from_outside_is_begun_again() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_process_is_told_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COROLLA_CACHE_SECRET", "0123456789abcdef")
     process = TemplateProcess(ON_DEMAND, {})
     assert ask(process, "hello") is not None
