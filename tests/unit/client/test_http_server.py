@@ -3,11 +3,15 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+import ssl
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,9 +24,13 @@ from corolla.client.http.door import Door
 from corolla.client.http.exchange import Exchange, HeldBytes, Limits
 from corolla.client.http.metrics import HttpMetrics
 from corolla.client.http.server import HttpServer
+from corolla.trust.workload import Role
+from tests.identities import Identities
 from tests.integration.waiting import until
 
 SECRET = "the prompt of somebody"
+MOST_SENT_BYTES = 32 << 20
+"""More than buffers of the system hold."""
 
 
 class Running:
@@ -60,10 +68,12 @@ class Running:
 
 
 @asynccontextmanager
-async def running(app: ASGIApp | None = None) -> AsyncIterator[Running]:
+async def running(
+    app: ASGIApp | None = None, *, head_timeout_s: float = 5.0, context: ssl.SSLContext | None = None
+) -> AsyncIterator[Running]:
     registry = CollectorRegistry()
     metrics = HttpMetrics(registry, RpcMetrics(registry))
-    server = HttpServer("127.0.0.1", 0, None, metrics, max_connections=8, head_timeout_s=5.0)
+    server = HttpServer("127.0.0.1", 0, context, metrics, max_connections=8, head_timeout_s=head_timeout_s)
     service = Running(registry, server)
 
     async def let_in(call: Call[Any]) -> None:
@@ -126,7 +136,19 @@ async def test_what_fails_in_a_stream_is_its_last_event_and_says_nothing_of_its_
         assert service.count("corolla_http_requests_total", route="GET /broken", status="500", fault="service") == 1
 
 
-async def test_a_body_of_tiny_chunks_leaves_turns_to_others() -> None:
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
+    """On Python's event loop, and on the one that services run on."""
+    with asyncio.Runner(loop_factory=request.param) as runner:
+        yield runner
+
+
+@pytest.mark.parametrize("is_secret", [False, True], ids=["clear", "tls"])
+def test_a_body_of_tiny_chunks_leaves_turns_to_others(runner: asyncio.Runner, tmp_path: Path, is_secret: bool) -> None:
+    runner.run(send_tiny_chunks(Identities(tmp_path).folder_of(Role.CLIENT, "public") if is_secret else None))
+
+
+async def send_tiny_chunks(certificate: Path | None) -> None:
     found: list[bytes] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,8 +160,13 @@ async def test_a_body_of_tiny_chunks_leaves_turns_to_others() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
-    async with running(app) as service:
-        reader, writer = await asyncio.open_connection("127.0.0.1", service.server.port)
+    async with running(app, context=server_side(certificate)) as service:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1",
+            service.server.port,
+            ssl=caller_side(certificate),
+            server_hostname="localhost" if certificate else None,
+        )
         head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
         for _ in range(2):  # the connection goes on
             writer.write(head + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n")
@@ -149,6 +176,91 @@ async def test_a_body_of_tiny_chunks_leaves_turns_to_others() -> None:
             assert max(map(len, found)) <= 256
             found.clear()
         writer.close()
+
+
+def test_a_caller_that_sends_more_than_it_asks_for_is_not_read_on(runner: asyncio.Runner) -> None:
+    runner.run(send_more_than_is_asked_for())
+
+
+async def send_more_than_is_asked_for() -> None:
+    may_answer = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/second":
+            await may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async with running(app) as service:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.server.port)
+        writer.write(b"".join(b"GET %b HTTP/1.1\r\nhost: a\r\n\r\n" % path for path in (b"/first", b"/second")))
+        num_sent = 0
+        with suppress(TimeoutError):
+            while num_sent < MOST_SENT_BYTES:
+                writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 1000)
+                async with asyncio.timeout(1):
+                    await writer.drain()
+                num_sent += 29_000
+        assert num_sent < MOST_SENT_BYTES
+        may_answer.set()
+        async with asyncio.timeout(10):
+            for _ in range(3):
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        writer.transport.abort()
+
+
+def server_side(certificate: Path | None) -> ssl.SSLContext | None:
+    if certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate / "tls.crt", certificate / "tls.key")
+    return context
+
+
+def caller_side(certificate: Path | None) -> ssl.SSLContext | None:
+    return None if certificate is None else ssl.create_default_context(cafile=str(certificate / "ca.crt"))
+
+
+def test_a_handshake_that_has_begun_before_it_is_taken_succeeds(runner: asyncio.Runner, tmp_path: Path) -> None:
+    certificate = Identities(tmp_path).folder_of(Role.CLIENT, "public")
+    context = caller_side(certificate)
+    assert context is not None
+
+    def ask(port: int) -> bytes:
+        plain = socket.create_connection(("127.0.0.1", port), timeout=10)
+        with context.wrap_socket(plain, server_hostname="localhost") as secured:
+            secured.sendall(b"GET /nothing HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            return secured.recv(12)
+
+    async def serve() -> bytes:
+        async with running(context=server_side(certificate)) as service:
+            asking = asyncio.create_task(asyncio.to_thread(ask, service.server.port))
+            await asyncio.sleep(0)
+            time.sleep(0.2)  # noqa: ASYNC251 - the event loop is busy while the first bytes come
+            return await asking
+
+    assert runner.run(serve()) == b"HTTP/1.1 404"
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["first", "second"])
+async def test_a_head_that_does_not_come_ends_the_connection(first: bytes) -> None:
+    async with running(head_timeout_s=0.3) as service:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.server.port)
+        writer.write(first)
+        async with asyncio.timeout(10):
+            if first:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+            writer.write(b"POST /strict HTTP/1.1\r\nhost: a\r\n")
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_head_that_is_too_large_is_refused() -> None:
+    async with running() as service:
+        reply = await asked(service, b"GET / HTTP/1.1\r\nx: ".ljust(33 << 10, b"y"))
+        assert reply.startswith(b"HTTP/1.1 400 ")
 
 
 async def test_a_taken_port_is_said_at_once() -> None:

@@ -22,6 +22,7 @@ from corolla.chassis.errors import (
     MessageTooLarge,
     QueueFull,
 )
+from corolla.client.http.connections import connection_of
 from corolla.client.http.errors import body_of, headers_of, row_of
 from corolla.client.http.metrics import HttpMetrics
 
@@ -219,9 +220,8 @@ class Exchange:
 
     def abort(self) -> None:
         """Ends the connection, with all that its buffers hold."""
-        abort = self.scope.get("state", {}).get("abort")
-        if abort is not None:
-            abort()
+        if (connection := connection_of(self.scope)) is not None:
+            connection.abort()
 
     def _start(self, status: int, headers: Mapping[str, str]) -> Message:
         lines = {**headers, "x-request-id": self.request_id}

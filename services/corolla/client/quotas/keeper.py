@@ -244,7 +244,7 @@ class QuotaKeeper:
     # --- one take -------------------------------------------------------------------------------------------------
 
     async def take_more(self, tenant: str, request_id: str, uses: Sequence[Use]) -> None:
-        """Counts what a request that runs is going to use besides. Raises QuotaExceeded."""
+        """Counts what else a running request is going to use. Raises QuotaExceeded."""
         await self.take(tenant, request_id, uses)
         if (running := self._running.get(request_id)) is not None:
             running.held.update(_held(uses))

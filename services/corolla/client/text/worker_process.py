@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,9 @@ log = logging.getLogger(__name__)
 
 LONGEST_S: Final = 10.0
 """A process that gives no answer for so long is ended: it was stopped, or has no processor."""
+
+_INHERITED: Final = ("PATH", "PYTHON", "LANG", "LC_", "LD_", "VIRTUAL_ENV")
+"""Beginnings of the names of variables that it inherits; others may hold secrets."""
 
 _RAN_AWAY: Final = {
     -signal.SIGPROF: "too long",
@@ -83,7 +87,10 @@ class WorkerProcess:
     def _begun(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-m", self._module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={name: value for name, value in os.environ.items() if name.startswith(_INHERITED)},
             )
             with contextlib.suppress(OSError):  # whoever asks it notices that it has ended
                 write(cast(IO[bytes], self._process.stdin), self._beginning)

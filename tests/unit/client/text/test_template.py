@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +129,17 @@ def test_a_process_that_is_ended_from_outside_is_begun_again() -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert ask(process, "hello") == "hello"
     process.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_CACHE_SECRET", "0123456789abcdef")
+    process = TemplateProcess(ON_DEMAND, {})
+    assert ask(process, "hello") is not None
+    environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+    process.close()
+    assert b"PATH=" in environment
+    assert b"0123456789abcdef" not in environment
 
 
 def test_a_process_that_cannot_run_is_an_error_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
