@@ -12,7 +12,7 @@ from redis.asyncio.retry import Retry
 from corolla.router.metrics import RouterMetrics
 from corolla.router.store import Store
 from tests.simulation.loop import VirtualLoop
-from tests.simulation.lua import LuaTable, compile_script
+from tests.simulation.lua import Status, run_script
 
 _EPOCH_S: Final = 1_700_000_000
 _LATENCY_S: Final = 0.0005
@@ -101,15 +101,14 @@ class SimulatedRedis:
 
     def run(self, text: str, keys: list[bytes], arguments: list[bytes]) -> Any:
         """A script, in one go."""
-        return _reply(compile_script(text)(keys, arguments, self.command))
+        return run_script(text, keys, arguments, self.command)
 
     def command(self, name: bytes, *arguments: Any) -> Any:
-        """One command of a script, in the values of Lua."""
-        parts = [each if isinstance(each, bytes) else b"%.17g" % each for each in arguments]
+        """One command; see `run_script`."""
+        parts = [_argument(each) for each in arguments]
         if self.is_full and name in _NEEDS_MEMORY:
             raise exceptions.OutOfMemoryError("OOM command not allowed when used memory > 'maxmemory'.")
-        answer = getattr(self, f"_{name.decode().lower()}")(*parts)
-        return False if answer is None else answer
+        return getattr(self, f"_{name.decode().lower()}")(*parts)
 
     async def _when_thawed(self, work: Callable[[], Any]) -> Any:
         await self._thawed.wait()
@@ -141,16 +140,15 @@ class SimulatedRedis:
 
     # --- commands ---
 
-    def _time(self) -> LuaTable:
+    def _time(self) -> list[bytes]:
         microseconds = round((_EPOCH_S + self._loop.time()) * 1_000_000)
-        return LuaTable.of(b"%d" % (microseconds // 1_000_000), b"%d" % (microseconds % 1_000_000))
+        return [b"%d" % (microseconds // 1_000_000), b"%d" % (microseconds % 1_000_000)]
 
     def _get(self, key: bytes) -> Any:
         return self._find(key)
 
-    def _mget(self, *keys: bytes) -> LuaTable:
-        values = map(self._get, keys)
-        return LuaTable.of(*(False if value is None else value for value in values))
+    def _mget(self, *keys: bytes) -> list[Any]:
+        return [self._get(key) for key in keys]
 
     def _set(self, key: bytes, value: bytes, *options: bytes) -> Any:
         if b"NX" in options and self._find(key) is not None:
@@ -159,7 +157,7 @@ class SimulatedRedis:
         self._values[key] = value
         if b"PX" in options:
             self._ends_ms[key] = self._now_ms() + int(options[options.index(b"PX") + 1])
-        return LuaTable({b"ok": b"OK"})
+        return Status(b"OK")
 
     def _del(self, *keys: bytes) -> int:
         return sum(self._find(key) is not None and self._drop(key) for key in keys)
@@ -171,7 +169,7 @@ class SimulatedRedis:
         self._values[new_key] = value
         if end_ms is not None:
             self._ends_ms[new_key] = end_ms
-        return LuaTable({b"ok": b"OK"})
+        return Status(b"OK")
 
     def _exists(self, key: bytes) -> int:
         return int(self._find(key) is not None)
@@ -179,12 +177,12 @@ class SimulatedRedis:
     def _hget(self, key: bytes, field: bytes) -> Any:
         return (self._find(key) or {}).get(field)
 
-    def _hmget(self, key: bytes, *fields: bytes) -> LuaTable:
+    def _hmget(self, key: bytes, *fields: bytes) -> list[Any]:
         found = self._find(key) or {}
-        return LuaTable.of(*(found.get(field, False) for field in fields))
+        return [found.get(field) for field in fields]
 
-    def _hgetall(self, key: bytes) -> LuaTable:
-        return LuaTable.of(*(part for pair in (self._find(key) or {}).items() for part in pair))
+    def _hgetall(self, key: bytes) -> list[bytes]:
+        return [part for pair in (self._find(key) or {}).items() for part in pair]
 
     def _hset(self, key: bytes, *parts: bytes) -> int:
         values = self._made(key, dict)
@@ -238,11 +236,11 @@ class SimulatedRedis:
     def _zcount(self, key: bytes, least: bytes, most: bytes) -> int:
         return sum(float(least) <= score <= float(most) for score in (self._find(key) or {}).values())
 
-    def _zrangebyscore(self, key: bytes, least: bytes, most: bytes, *limit: bytes) -> LuaTable:
+    def _zrangebyscore(self, key: bytes, least: bytes, most: bytes, *limit: bytes) -> list[bytes]:
         scores = self._find(key) or {}
         found = sorted((score, member) for member, score in scores.items() if float(least) <= score <= float(most))
         first, count = int(limit[1]), int(limit[2])
-        return LuaTable.of(*(member for _, member in found[first:][: count if count >= 0 else None]))
+        return [member for _, member in found[first:][: count if count >= 0 else None]]
 
     def _zscore(self, key: bytes, member: bytes) -> Any:
         score = (self._find(key) or {}).get(member)
@@ -262,10 +260,9 @@ class SimulatedRedis:
         changed.set()
         return b"%d-%d" % entries[-1][0]
 
-    def _xrevrange(self, key: bytes, *_range: bytes) -> LuaTable:
+    def _xrevrange(self, key: bytes, *_range: bytes) -> list[Any]:
         entries = self._find(key) or []
-        newest = [LuaTable.of(b"%d-%d" % name, LuaTable.of(*fields)) for name, fields in entries[-1:]]
-        return LuaTable.of(*newest)
+        return [[b"%d-%d" % name, list(fields)] for name, fields in entries[-1:]]
 
     def _sadd(self, key: bytes, member: bytes) -> int:
         return self._zadd(key, b"0", member)
@@ -273,8 +270,8 @@ class SimulatedRedis:
     def _srem(self, key: bytes, member: bytes) -> int:
         return self._hdel(key, member)
 
-    def _smembers(self, key: bytes) -> LuaTable:
-        return LuaTable.of(*(self._find(key) or {}))
+    def _smembers(self, key: bytes) -> list[bytes]:
+        return list(self._find(key) or {})
 
 
 class SimulatedStore(Store):
@@ -306,7 +303,7 @@ class _Client:
         await self._ask(lambda: self._redis.command(b"SREM", key.encode(), member.encode()))
 
     async def smembers(self, key: str) -> set[bytes]:
-        return set(_reply(await self._ask(lambda: self._redis.command(b"SMEMBERS", key.encode()))))
+        return set(await self._ask(lambda: self._redis.command(b"SMEMBERS", key.encode())))
 
     async def xread(self, streams: dict[str, str], block: int) -> None:
         ((key, last),) = streams.items()
@@ -334,17 +331,9 @@ def _entry_id(text: bytes) -> tuple[int, int]:
     return int(milliseconds), int(number)
 
 
-def _reply(value: Any) -> Any:
-    """A script's value as redis-py gives it."""
-    match value:
-        case LuaTable():
-            if b"ok" in value:
-                return value[b"ok"]
-            if b"err" in value:
-                raise exceptions.ResponseError(value[b"err"].decode())
-            return [_reply(each) for each in value.values_in_order()]
-        case bool():
-            return 1 if value else None
-        case float():
-            return int(value)
-    return value
+def _argument(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise exceptions.ResponseError("Lua redis lib command arguments must be strings or integers")
+    return b"%.17g" % value

@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lupa.lua51 import LuaError
+from redis.exceptions import ResponseError
 
 from corolla.decoding.parameters import SamplingParams
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Process, Stuck, VirtualLoop
-from tests.simulation.lua import compile_script
 from tests.simulation.scenario import draw
 from tests.simulation.store import SimulatedRedis
 from tests.simulation.toy_model import ToyModel
@@ -21,10 +22,6 @@ def in_virtual_time(work: Any) -> Any:
         return loop.run_until_complete(work(loop))
     finally:
         loop.close()
-
-
-def lua(text: str, *arguments: bytes) -> Any:
-    return compile_script(text)([b"key"], list(arguments), lambda *parts: parts)
 
 
 def test_time_jumps_and_a_job_of_a_thread_takes_its_time() -> None:
@@ -81,34 +78,36 @@ def test_a_loop_without_work_raises_and_does_not_hang() -> None:
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("return 1 + 2 * 3 - 4 / 2", 5),
-        ("return 'a' .. 1 .. 'b'", b"a1b"),
-        ("return '10' + 5", 15),
-        ("return 0 and 'zero is true'", b"zero is true"),
-        ("return nil or false", False),
-        ("return not nil == true", True),
-        ("return 1 == '1'", False),
-        ("local t = {'a', 'b'} t[#t + 1] = 'c' return t[3] .. #t", b"c3"),
-        ("local s = '' for i = 1, 5, 2 do s = s .. i end return s", b"135"),
-        ("local s = '' for _, v in ipairs({'x', 'y'}) do s = s .. v end return s", b"xy"),
-        ("local function f(a, b) if b then return a end return 'none' end return f('x') .. f('y', 1)", b"noney"),
-        ("if ARGV[1] == 'a' then return 1 elseif ARGV[1] == 'b' then return 2 else return 3 end", 2),
-        ("return string.sub('hello', 2, -2)", b"ell"),
-        ("return string.find('a.b', '.', 1, true)", 2),
-        ("return string.format('%06d', 42) .. string.format('%.0f', 1.6)", b"0000422"),
-        ("local a, b = 1 return type(b) .. type(a)", b"nilnumber"),
-        ("return string.match('turn.7', '^[^.]*')", b"turn"),
-        ("return tonumber('x') == nil -- a comment", True),
+        ("return ARGV[1] .. 1.5 .. #KEYS", b"b1.51"),
+        ("return {1, 'a', false, 2.9, nil, 3}", [1, b"a", None, 2]),
+        ("return {true, {ok = 'fine'}}", [1, b"fine"]),
+        ("return redis.call('HMGET', KEYS[1], 'here', 'not')", [b"\xff", None]),
+        ("return redis.call('HGET', KEYS[1], 'not') == false", 1),
+        ("return redis.call('SET', KEYS[1], 'other').ok", b"OK"),
+        ("return string.sub(redis.pcall('ZADD', KEYS[1], 1, 'a').err, 1, 3)", b"OOM"),
     ],
 )
-def test_the_lua_interpreter_agrees_with_lua(text: str, expected: Any) -> None:
-    assert lua(text, b"b") == expected
+def test_a_script_sees_values_as_redis_gives_them(text: str, expected: Any) -> None:
+    async def work(loop: VirtualLoop) -> None:
+        redis = SimulatedRedis(loop)
+        redis.command(b"HSET", b"key", b"here", b"\xff")
+        redis.is_full = "pcall" in text
+        assert redis.run(text, [b"key"], [b"b"]) == expected
+
+    in_virtual_time(work)
 
 
-@pytest.mark.parametrize("text", ["return function() end", "while true do end", "return ~1", "return 'a'"[:-1]])
-def test_unsupported_lua_is_refused(text: str) -> None:
-    with pytest.raises(SyntaxError):
-        lua(text)
+@pytest.mark.parametrize(
+    "text",
+    ["x = 1", "return unknown", "return os.time()", "return cjson", "return {err = 'refused'}", "return ~1",
+     "redis.call('SADD', KEYS[1], false)"],
+)  # fmt: skip
+def test_what_redis_refuses_of_a_script_is_refused(text: str) -> None:
+    async def work(loop: VirtualLoop) -> None:
+        with pytest.raises((LuaError, ResponseError)):
+            SimulatedRedis(loop).run(text, [b"key"], [])
+
+    in_virtual_time(work)
 
 
 def test_keys_end_when_their_time_has_come() -> None:
@@ -119,7 +118,7 @@ def test_keys_end_when_their_time_has_come() -> None:
         assert redis.command(b"GET", b"k") == b"v"
         assert redis.command(b"PTTL", b"k") == 100
         await asyncio.sleep(0.2)
-        assert redis.command(b"GET", b"k") is False
+        assert redis.command(b"GET", b"k") is None
 
     in_virtual_time(work)
 

@@ -16,20 +16,22 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import os
-import select
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-END_GRACE_S = 3.0
-_POLL_S = 0.5
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
+END_GRACE_S: Final = 3.0
+_POLL_S: Final = 0.05
+_IS_LINUX: Final = sys.platform == "linux"
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
 
 
 @dataclass(frozen=True)
@@ -51,49 +53,42 @@ class Birth:
 class ForkServerProcess:
     """Reads commands, starts and signals children, and reports their ends."""
 
-    def __init__(self, *, forks: bool) -> None:
-        self._forks = forks
+    def __init__(self) -> None:
+        # Forking after imports is only safe where no framework starts threads by itself.
+        self._context: Any = multiprocessing.get_context("fork" if _IS_LINUX else "spawn")
         self._parent = os.getppid()
-        self._pids: dict[str, int] = {}
+        self._children: dict[str, BaseProcess] = {}
         self._buffer = b""
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_writer, False)
 
-    def run(self) -> Birth | None:
-        """Returns None in the fork server itself when all is over, and in each forked child what that is to run."""
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+    def run(self) -> None:
+        """Returns when all is over."""
         # A terminal's Ctrl-C is for whoever started this, who stops the children in order.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        while True:
-            readable, _, _ = select.select([0, self._wake_reader], [], [], _POLL_S)
-            if self._wake_reader in readable:
-                os.read(self._wake_reader, 4096)
-            self._reap()
-            if os.getppid() != self._parent:
+        # Who started this may ignore the ends of children; this process asks for their status.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        while os.getppid() == self._parent:
+            self._report_ends()
+            # No child's sentinel is waited for: that of Redis, which becomes another program, fires when it does so.
+            if not wait([0], _POLL_S):
+                continue
+            data = os.read(0, 1 << 16)
+            if not data:
                 break
-            if 0 in readable:
-                data = os.read(0, 1 << 16)
-                if not data:
-                    break
-                *lines, self._buffer = (self._buffer + data).split(b"\n")
-                for line in lines:
-                    if (birth := self._obey(json.loads(line))) is not None:
-                        return birth
+            *lines, self._buffer = (self._buffer + data).split(b"\n")
+            for line in lines:
+                self._obey(json.loads(line))
         self._end_children()
-        return None
 
-    def _obey(self, command: dict[str, Any]) -> Birth | None:
+    def _obey(self, command: dict[str, Any]) -> None:
         if command["do"] == "start":
-            return self._start(Birth(**command["birth"]))
-        if command["do"] == "warm":
+            self._start(Birth(**command["birth"]))
+        elif command["do"] == "warm":
             self._warm(command["modules"])
-        elif command["do"] == "signal" and command["name"] in self._pids:
-            os.kill(self._pids[command["name"]], command["number"])
-        return None
+        elif command["do"] == "signal" and (child := self._children.get(command["name"])) is not None:
+            _signal(child, command["number"])
 
     def _warm(self, modules: list[str]) -> None:
-        if not self._forks:
+        if not _IS_LINUX:
             return
         started = time.perf_counter()
         for module in modules:
@@ -104,67 +99,49 @@ class ForkServerProcess:
         gc.freeze()
         _tell("warm", seconds=time.perf_counter() - started)
 
-    def _start(self, birth: Birth) -> Birth | None:
-        if self._forks:
-            fork_server = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                self._become_child(birth, fork_server)
-                return birth
-        else:
-            with open(birth.log, "ab") as log:
-                command = [sys.executable, "-c", _RUN_CHILD, birth.module, *birth.arguments]
-                child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=birth.environment
-                )
-            pid = child.pid
-        self._pids[birth.name] = pid
-        _tell("started", name=birth.name, pid=pid)
-        return None
+    def _start(self, birth: Birth) -> None:
+        child = self._context.Process(target=run_child, args=(birth, os.getpid()))
+        child.start()
+        self._children[birth.name] = child
+        _tell("started", name=birth.name, pid=child.pid)
 
-    def _become_child(self, birth: Birth, fork_server: int) -> None:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
+    def _report_ends(self) -> None:
+        for name, child in list(self._children.items()):
+            if (status := child.exitcode) is not None:
+                del self._children[name]
+                _tell("exited", name=name, pid=child.pid, status=status)
+                child.close()
+
+    def _end_children(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for child in self._children.values():
+                _signal(child, number)
+            give_up = time.monotonic() + END_GRACE_S
+            while self._children and time.monotonic() < give_up:
+                time.sleep(0.02)
+                self._report_ends()
+
+
+def run_child(birth: Birth, fork_server: int) -> None:
+    """Runs in the child: becomes what was asked for, and ends with its status."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if _IS_LINUX:
         kernel = ctypes.CDLL(None)
         kernel.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         kernel.prctl(_PR_SET_NAME, birth.name.encode()[:15])
         show_title(birth.title)
-        if os.getppid() != fork_server:
-            os._exit(1)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        log = os.open(birth.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        for source, target in ((nothing, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        os.close(nothing)
-        os.close(log)
-        os.environ.clear()
-        os.environ.update(birth.environment)
-        sys.argv = ["corolla", *birth.arguments]
-
-    def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            names = [name for name, known in self._pids.items() if known == pid]
-            for name in names:
-                del self._pids[name]
-                _tell("exited", name=name, pid=pid, status=os.waitstatus_to_exitcode(status))
-
-    def _end_children(self) -> None:
-        for number, seconds in ((signal.SIGTERM, END_GRACE_S), (signal.SIGKILL, END_GRACE_S)):
-            for pid in self._pids.values():
-                os.kill(pid, number)
-            give_up = time.monotonic() + seconds
-            while self._pids and time.monotonic() < give_up:
-                time.sleep(0.02)
-                self._reap()
+    if os.getppid() != fork_server:
+        os._exit(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(birth.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(birth.environment)
+    sys.argv = ["corolla", *birth.arguments]
+    sys.exit(importlib.import_module(birth.module).main(birth.arguments))
 
 
 def show_title(title: str) -> None:
@@ -181,12 +158,10 @@ def show_title(title: str) -> None:
             ctypes.memmove(start, title.encode()[: room - 1].ljust(room, b"\0"), room)
 
 
-_RUN_CHILD = """
-import importlib, sys
-module, arguments = sys.argv[1], sys.argv[2:]
-sys.argv = ["corolla", *arguments]
-sys.exit(importlib.import_module(module).main(arguments))
-"""
+def _signal(child: BaseProcess, number: int) -> None:
+    # A child whose end this process has not noticed still owns its number.
+    if child.exitcode is None and child.pid is not None:
+        os.kill(child.pid, number)
 
 
 def _tell(event: str, **facts: Any) -> None:
@@ -196,14 +171,10 @@ def _tell(event: str, **facts: Any) -> None:
 
 
 def main() -> int:
-    if sys.platform == "linux":
+    if _IS_LINUX:
         show_title("corolla fork-server")
-    # Forking after imports is only safe where no framework starts threads by itself.
-    fork_server = ForkServerProcess(forks=sys.platform == "linux")
-    birth = fork_server.run()
-    if birth is None:
-        return 0
-    return int(importlib.import_module(birth.module).main(birth.arguments))
+    ForkServerProcess().run()
+    return 0
 
 
 if __name__ == "__main__":
