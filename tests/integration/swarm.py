@@ -64,6 +64,7 @@ class Swarm:
         spans: one block server for each, `"start:end"` or `"auto"`.
         num_clients: client services.
         server: further settings of the block servers; `client` and `router` likewise.
+        max_tokens_per_frame: of a step on the block servers; None: as their settings say.
         bounds: of the client services.
         pace: of the router.
         api_key: what its own calls are made with, where the client services have keys configured.
@@ -86,6 +87,7 @@ class Swarm:
         server: dict[str, Any] | None = None,
         client: dict[str, Any] | None = None,
         router: dict[str, Any] | None = None,
+        max_tokens_per_frame: int | None = None,
         bounds: ClientBounds = USUAL_BOUNDS,
         pace: RouterPace = USUAL_PACE,
         api_key: str | None = None,
@@ -99,6 +101,7 @@ class Swarm:
         self._server_settings = server or {}
         self._client_settings = client or {}
         self._router_settings = router or {}
+        self._max_tokens_per_frame = max_tokens_per_frame
         self._bounds = bounds
         self._pace = pace
         self._api_key = api_key
@@ -195,7 +198,12 @@ class Swarm:
         given |= settings_of_this
         settings = BlockServerSettings(advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given)
         wires = Wires(Network.of(settings.tls_dir))
-        server = BlockServer(settings, network=wires.network, max_inline_s=_MAX_INLINE_S)
+        server = BlockServer(
+            settings,
+            network=wires.network,
+            max_inline_s=_MAX_INLINE_S,
+            max_tokens_per_frame=self._max_tokens_per_frame,
+        )
         self._wires[server] = wires
         await server.start()
         self.servers.append(server)

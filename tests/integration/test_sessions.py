@@ -96,8 +96,8 @@ async def test_a_hop_whose_cache_is_gone_is_filled_again_from_the_token_log(
 async def test_a_stop_sequence_takes_tokens_back_behind_a_small_window(tmp_path: Path) -> None:
     """Hops are ahead of their reader when it finds the sequence, by more than the window and a frame together."""
     model = make_tiny_checkpoint("gemma3_text", tmp_path / "tiny")
-    server = {"max_batch_tokens": 4, "prefix_cache": False}
-    async with Swarm(tmp_path, model, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
+    small: dict[str, Any] = {"server": {"prefix_cache": False}, "max_tokens_per_frame": 8}
+    async with Swarm(tmp_path, model, ["0:2", "2:5"], **small) as swarm, swarm.connect() as client:
         whole = await client.generate(TURNS[0], max_tokens=160, ignore_eos=True)
         stop = whole.text[len(whole.text) // 3 :][:6]
         async with client.session() as session:

@@ -30,7 +30,7 @@ from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.servicer_admin import AdminEndpoint
 from corolla.block_server.sessions import SessionTable
-from corolla.block_server.settings import BlockServerSettings
+from corolla.block_server.settings import MAX_PART_TOKENS, BlockServerSettings
 from corolla.block_server.step_spans import StepSpans
 from corolla.cache.states import NUM_KEPT_STATES
 from corolla.cache.store import LayerGroups, SessionCache
@@ -82,6 +82,7 @@ class BlockServer:
         span: to hold where the settings leave that to the router; None: the router chooses.
         network: to the router, to next hops and to servers that take sessions over; None: as the settings say.
         max_inline_s: decode steps that take less are computed where the sockets are served; 0: none.
+        max_tokens_per_frame: of one step; None: as the settings say.
 
     Attributes:
         registry: its metrics, which can be read also when it has stopped.
@@ -97,8 +98,10 @@ class BlockServer:
         *,
         network: Network | None = None,
         max_inline_s: float = MAX_INLINE_S,
+        max_tokens_per_frame: int | None = None,
     ) -> None:
         self.settings = settings
+        self._max_tokens_per_frame = max_tokens_per_frame or settings.max_tokens_per_frame
         self._max_inline_s = max_inline_s
         self._wanted = settings.span or span
         network = self._network = network or Network.of(settings.tls_dir)
@@ -237,12 +240,12 @@ class BlockServer:
         identity = Identity(
             server_id=self.server_id, span=span, model=checkpoint.name, fingerprint=fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(dtype), hidden_size=checkpoint.hidden_size,
-            max_tokens_per_frame=settings.max_tokens_per_frame,
+            max_tokens_per_frame=self._max_tokens_per_frame,
             prefix_page_tokens=settings.num_page_tokens if settings.prefix_cache else 0,
             num_model_blocks=checkpoint.num_blocks, vocab_size=checkpoint.vocab_size,
             context_length=checkpoint.context_length,
         )  # fmt: skip
-        most = settings.max_tokens_per_frame
+        most = min(MAX_PART_TOKENS, self._max_tokens_per_frame)
         receiver = HandoverReceiver(span, self._sessions, engine, self._metrics, self._tasks, max_part_tokens=most)
         self._adapters = self._make_adapters(runner, checkpoint, engine, self._sessions, self._registration)
         servicer = BlockServicer(
@@ -409,7 +412,7 @@ class BlockServer:
         runner = self._new_runner(
             model,
             num_pages=num_pages,
-            max_step_tokens=max(settings.max_tokens_per_frame, _MAX_TAKEN_BACK),
+            max_step_tokens=max(self._max_tokens_per_frame, _MAX_TAKEN_BACK),
             has_scratch_page=may_replay,
             max_stack_bytes=settings.adapters_mib << 20,
             num_state_pages=num_state_pages,

@@ -11,6 +11,8 @@ from corolla.chassis.settings import Dtype, ServiceSettings
 from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName
 from corolla.wire.span import Span
 
+MAX_PART_TOKENS: Final = 512
+"""Of a part of a session that is handed over: every server takes so many, whatever its batches are."""
 _PAGE_TOKENS_OF_CPUS: Final = 32
 _PAGE_TOKENS_OF_GPUS: Final = 256
 
@@ -120,8 +122,8 @@ class BlockServerSettings(ServiceSettings):
         256,
         ge=1,
         description="Tokens of one iteration, and of prompts a quarter of them while others decode here: fewer keep "
-        "answers flowing evenly, more process prompts sooner. Steps of more than twice as many are refused. Fast GPUs "
-        "want more.",
+        "answers flowing evenly, more process prompts sooner. Steps of more tokens, and more than 512, are refused. "
+        "Fast GPUs want more.",
     )
     max_microbatches: int = Field(
         0,
@@ -156,8 +158,8 @@ class BlockServerSettings(ServiceSettings):
 
     @property
     def max_tokens_per_frame(self) -> int:
-        """Of one step: chunks of client services that go by the usual settings fit."""
-        return 2 * self.max_batch_tokens
+        """Of one step: chunks of client services that go by the usual settings fit, and parts of sessions."""
+        return max(MAX_PART_TOKENS, self.max_batch_tokens)
 
     @property
     def prefill_tokens_during_decode(self) -> int:
