@@ -1,11 +1,10 @@
-"""A running stack as benchmarks see it: answers with their timings, processor time, memory."""
+"""A running stack as benchmarks see it: answers with their timings, and processor time."""
 
 import asyncio
-import io
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,9 +14,7 @@ import psutil
 
 from benchmarks.timing import Timing
 from corolla.chassis.loop_thread import LoopThread
-from corolla.cli.app import main
 from corolla.local.options import StackOptions
-from corolla.local.processes import ManagedProcess
 from corolla.local.stack import Stack
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc
@@ -31,7 +28,6 @@ class Chain:
         num_servers: hops, with even parts of the model.
         num_threads: torch threads of each process.
         environment: settings of all processes.
-        is_secure: whether they show each other certificates; what they are measured against does not.
     """
 
     def __init__(
@@ -44,13 +40,13 @@ class Chain:
         quantization: str = "none",
         blocks: str = "",
         environment: Mapping[str, str] | None = None,
-        is_secure: bool = False,
     ) -> None:
         self._exits = ExitStack()
         logs = Path(self._exits.enter_context(tempfile.TemporaryDirectory()))
         self._stack = Stack(
             StackOptions(
-                is_secure=is_secure,
+                # What they are measured against shows no certificates.
+                is_secure=False,
                 model=str(model), num_servers=num_servers, blocks=blocks, dtype=dtype, quantization=quantization,
                 num_threads=num_threads, log_folder=logs, environment=environment or {},
             )
@@ -77,16 +73,6 @@ class Chain:
         return self._stack.client_address
 
     @property
-    def http_address(self) -> str:
-        """`host:port` of its HTTP."""
-        return self._stack.http_address
-
-    @property
-    def servers(self) -> list[ManagedProcess]:
-        """The block servers, in the order of their blocks."""
-        return list(self._stack.servers)
-
-    @property
     def client(self) -> AsyncClient:
         if self._client is None:
             raise RuntimeError("the chain has not been started")
@@ -100,43 +86,20 @@ class Chain:
         timing: Timing = self.run(self.timed(prompt_ids, num_tokens))
         return timing
 
-    def add_adapter(self, name: str, folder: Path) -> None:
-        """Registers an adapter."""
-        with redirect_stdout(io.StringIO()):
-            status = main(["adapters", "add", name, str(folder), "--router", self._stack.router_address])
-        if status:
-            raise RuntimeError(f"{name} was not registered")
-
-    def answers(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, adapters: Sequence[str] | None = None
-    ) -> list[Timing]:
-        """All at once.
-
-        Args:
-            adapters: of each; the empty name is none.
-        """
-        names = [""] * len(prompts) if adapters is None else adapters
+    def answers(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Timing]:
+        """All at once."""
 
         async def ask() -> list[Timing]:
-            timings = (
-                self.timed(prompt, num_tokens, adapter=name) for prompt, name in zip(prompts, names, strict=True)
-            )
-            return list(await asyncio.gather(*timings))
+            return list(await asyncio.gather(*(self.timed(prompt, num_tokens) for prompt in prompts)))
 
         timings: list[Timing] = self.run(ask())
         return timings
 
-    async def timed(
-        self, prompt_ids: Sequence[int], num_tokens: int, *, started_s: float | None = None, **options: Any
-    ) -> Timing:
-        """One answer of exactly so many tokens.
-
-        Args:
-            started_s: from when on it counts; None counts from now.
-        """
-        started_s = time.perf_counter() if started_s is None else started_s
+    async def timed(self, prompt_ids: Sequence[int], num_tokens: int) -> Timing:
+        """One answer of exactly so many tokens."""
+        started_s = time.perf_counter()
         stamps: list[float] = []
-        stream = self.client.stream(list(prompt_ids), max_tokens=num_tokens, ignore_eos=True, **options)
+        stream = self.client.stream(list(prompt_ids), max_tokens=num_tokens, ignore_eos=True)
         async for chunk in stream:
             stamps += [time.perf_counter()] * len(chunk.token_ids)
         return Timing(started_s, tuple(stamps))
@@ -149,14 +112,6 @@ class Chain:
         """Seconds of processor time so far, to the microsecond: the usual counters tick in hundredths."""
         # Linux's number for the processor clock of another process, as clock_getcpuclockid(3) makes it.
         return {name: time.clock_gettime((~process.pid << 3) | 2) for name, process in self._processes().items()}
-
-    def resident_bytes(self) -> dict[str, int]:
-        """By process: memory of its own; what the stack's processes share was there before any work."""
-        return {name: process.memory_full_info().uss for name, process in self._processes().items()}
-
-    def spans(self) -> dict[str, str]:
-        """The blocks of each block server, by its process."""
-        return {process.name: process.blocks for process in self._stack.servers}
 
     def server_statuses(self) -> list[blocks_pb2.BlockServerStatus]:
         statuses = []

@@ -36,7 +36,6 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         "COROLLA_MAX_RUNNING_REQUESTS": str(most),
         "COROLLA_MAX_WAITING_REQUESTS": str(most),
         "COROLLA_MAX_BATCH_TOKENS": "1024",
-        "COROLLA_MAX_TOKENS_PER_FRAME": "1024",
     }
     errors: dict[int, list[float]] = {count: [] for count in options.streams}
     with tempfile.TemporaryDirectory() as folder:

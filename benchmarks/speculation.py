@@ -3,28 +3,28 @@
     python -m benchmarks.speculation --delays 0 2 10 --rounds 2
 
 Plain and drafted answers to one prompt are made one after the other, in changing order, and their ratio is formed
-within the pair, so that a noisy machine is equally unkind to both. Printed are medians, with the smallest and largest.
-Every drafted answer must be the plain one, token for token.
+within the pair, so that a noisy machine is equally unkind to both. Every drafted answer must be the plain one, token
+for token.
 """
 
 import argparse
-import json
+import math
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.command import run
 from benchmarks.distant_chain import DistantChain
-from benchmarks.figures import Spread
+from benchmarks.figures import Figure, figure
 from benchmarks.local_model import unsplit_folder
 from corolla import Client
 from corolla.chassis.errors import HopUnavailable, NoChain
@@ -96,7 +96,7 @@ def compare(client: Client, case: dict[str, Any], seed: int, num_tokens: int, mo
     return Pair(
         ratio=usage.tokens_per_s / plain.usage.tokens_per_s,
         plain_tokens_per_s=plain.usage.tokens_per_s,
-        acceptance=usage.accepted_tokens / usage.drafted_tokens if usage.drafted_tokens else float("nan"),
+        acceptance=usage.accepted_tokens / usage.drafted_tokens if usage.drafted_tokens else math.nan,
         passes_per_token=num_passes / (usage.completion_tokens - 1),
     )
 
@@ -112,17 +112,20 @@ def _generate(client: Client, prompt: str, options: dict[str, Any]) -> Generatio
     return client.generate(prompt, **options)
 
 
-def summary(pairs: list[Pair]) -> dict[str, Any]:
-    acceptances = [pair.acceptance for pair in pairs if pair.acceptance == pair.acceptance]
-    return {
-        "ratio": Spread.of([pair.ratio for pair in pairs]),
-        "plain_tokens_per_s": statistics.median(pair.plain_tokens_per_s for pair in pairs),
-        "acceptance": statistics.mean(acceptances) if acceptances else None,
-        "passes_per_token": statistics.mean(pair.passes_per_token for pair in pairs),
-    }
+def figures_of(pairs: Mapping[str, list[Pair]], what: str) -> Iterator[Figure]:
+    """Of one set of texts, and the ratio of each text."""
+    every = [pair for each in pairs.values() for pair in each]
+    yield figure(f"{what}, drafted / plain", "x", [pair.ratio for pair in every])
+    yield figure(f"{what}, plain", "tokens/s", [pair.plain_tokens_per_s for pair in every])
+    if accepted := [100 * pair.acceptance for pair in every if not math.isnan(pair.acceptance)]:
+        yield figure(f"{what}, accepted", "%", accepted)
+    yield figure(f"{what}, passes for a token", "", [pair.passes_per_token for pair in every])
+    if len(pairs) > 1:
+        for case, own in pairs.items():
+            yield figure(f"{what}, {case}, drafted / plain", "x", [pair.ratio for pair in own])
 
 
-def measure(chains: Mapping[str, DistantChain], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def compare_all(chains: Mapping[str, DistantChain], options: argparse.Namespace) -> Iterator[Figure]:
     sets: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         "repetitive, lookup": ("lookup", "prompt_lookup", REPETITIVE),
         "hostile, lookup": ("lookup", "prompt_lookup", HOSTILE),
@@ -139,15 +142,13 @@ def measure(chains: Mapping[str, DistantChain], options: argparse.Namespace) -> 
         for name, (drafter, mode, cases) in sets.items():
             # Whole drafts and the token after each, so that none is cut short at the end.
             num_tokens = options.tokens if mode == "prompt_lookup" else 1 + 4 * (NUM_DRAFT_TOKENS + 1)
-            pairs = {case: [] for case in cases}  # type: dict[str, list[Pair]]
+            pairs: dict[str, list[Pair]] = {case: [] for case in cases}
             for number in range(options.rounds):
                 for case, given in cases.items():
                     client = chains[drafter].client
                     pair = compare(client, given, number, num_tokens, mode, plain_first=number % 2 == 0)
                     pairs[case].append(pair)
-            every = [pair for each in pairs.values() for pair in each]
-            yield {"delay_ms": delay_ms, "set": name, **summary(every),
-                   "by_text": {case: summary(each) for case, each in pairs.items()}}  # fmt: skip
+            yield from figures_of(pairs, f"links of {delay_ms:g} ms, {name}")
 
 
 @contextmanager
@@ -166,19 +167,7 @@ def perturbed(folder: Path, strength: float) -> Iterator[Path]:
         yield Path(copied)
 
 
-def report(row: dict[str, Any]) -> None:
-    acceptance = "  - " if row["acceptance"] is None else f"{row['acceptance']:4.0%}"
-    print(
-        f"{row['delay_ms']:4g} ms  {row['set']:20} {row['ratio']} x   plain {row['plain_tokens_per_s']:6.2f} tokens/s"
-        f"   accepted {acceptance}   passes per token {row['passes_per_token']:.3f}",
-        flush=True,
-    )
-    for case, each in row["by_text"].items():
-        print(f"           {case:18} {each['ratio']} x", flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="checkpoint folder, GGUF file, hub id or demo")
     parser.add_argument("--blocks", nargs="+", default=["0:15", "15:30"], help="one block server for each span")
     parser.add_argument("--delays", nargs="+", type=float, default=[0.0, 2.0, 10.0], help="milliseconds of each link")
@@ -190,8 +179,9 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="sets whose name has this in it")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the processes' logs; kept")
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each row instead of a table")
-    options = parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> Iterator[Figure]:
     checkpoint = Checkpoint.from_pretrained(options.model)
     checkpoint.fetch()
     fixed = {"COROLLA_ADAPTIVE_DRAFTS": "false", "COROLLA_MAX_DRAFT_TOKENS": str(NUM_DRAFT_TOKENS)}
@@ -207,9 +197,8 @@ def main() -> None:
             (logs / name).mkdir(exist_ok=True)
             chain = DistantChain(logs / name, options.model, options.blocks, own)
             chains[name] = exits.enter_context(chain)
-        for row in measure(chains, options):
-            print(json.dumps(row, default=asdict)) if options.json else report(row)
+        yield from compare_all(chains, options)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, add_options, measure)

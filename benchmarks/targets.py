@@ -10,7 +10,7 @@ Each line comes from one of the other benchmarks, whose own command says more.
 import argparse
 from collections.abc import Iterator
 
-from benchmarks import hops, memory, microbatches, prefill, prefix, single_stream, streams
+from benchmarks import hops, microbatches, prefill, prefix, single_stream, streams
 from benchmarks.command import AddOptions, Measure, run
 from benchmarks.figures import Figure
 
@@ -21,7 +21,6 @@ _PARTS: tuple[tuple[AddOptions, Measure, str, str], ...] = (
     (prefix.add_options, prefix.measure, "", "--rounds 3"),
     (hops.add_options, hops.measure, "", "--rounds 3"),
     (microbatches.add_options, microbatches.measure, "", "--rounds 2"),
-    (memory.add_options, memory.measure, "", "--sessions 200"),
 )
 
 

@@ -9,7 +9,7 @@ class Timing:
     """One answer.
 
     Attributes:
-        started_s: when it was asked for; in open-loop load, when it was meant to be asked for.
+        started_s: when it was asked for.
         stamps_s: when each token came.
     """
 
