@@ -17,6 +17,7 @@ from corolla.chain.control import ControlPlane
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QuotaExceeded, SettingsError
 from corolla.chassis.settings import load
+from corolla.client.bounds import ClientBounds
 from corolla.client.generation.admission import Usage
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import QuotaKeeper
@@ -65,8 +66,11 @@ async def swarm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     keys_file.write_text("".join(f"{each}:{key_of(each)}\n" for each in (*LIMITS, "free")))
     quotas_file.write_text(json.dumps({"tenants": LIMITS}))
     # All run in this process: one that is held up must not take a router that lives for one that does not.
-    client = {"api_keys_file": keys_file, "quotas_file": quotas_file, "quota_timeout_ms": 10_000}
-    async with Swarm(folder, model, ["0:5"], num_clients=2, client=client, api_key=key_of("free")) as swarm:
+    bounds = ClientBounds(quota_timeout_s=10.0)
+    client = {"api_keys_file": keys_file, "quotas_file": quotas_file}
+    async with Swarm(
+        folder, model, ["0:5"], num_clients=2, client=client, bounds=bounds, api_key=key_of("free")
+    ) as swarm:
         yield swarm
 
 

@@ -15,6 +15,7 @@ class ClientBounds:
             one needs that has a long step before it.
         http_read_timeout_s: in which the head of an HTTP request must have come, and then its body.
         reader_timeout_s: that a caller may take nothing of what it is sent, with full buffers; then its answer ends.
+        quota_timeout_s: that a router may take to count quotas, then the client service enforces its share.
         max_watchers: callers that watch the placement at a time, a quarter of them of one tenant where there are
             several. They have one event in common, so that this bounds connections and not work.
         token_skew_s: by which the issuer's clock and this one may differ.
@@ -27,6 +28,7 @@ class ClientBounds:
     open_timeout_s: float = 15.0
     http_read_timeout_s: float = 30.0
     reader_timeout_s: float = 120.0
+    quota_timeout_s: float = 0.5
     max_watchers: int = 64
     token_skew_s: float = 30.0
     issuer_refresh_s: float = 300.0

@@ -106,7 +106,7 @@ class ClientService:
             settings.quotas_file,
             self._metrics,
             max_running=settings.max_running_requests,
-            timeout_s=settings.quota_timeout_ms / 1000,
+            timeout_s=bounds.quota_timeout_s,
         )
         self._rpc = RpcServer(
             settings.host,

@@ -88,12 +88,6 @@ class ClientSettings(ServiceSettings):
         description="File with the quotas of tenants, in JSON: docs/security.md#quotas; changes are taken within five "
         "seconds. Without it there are none.",
     )
-    quota_timeout_ms: int = Field(
-        500,
-        ge=10,
-        le=10_000,
-        description="Milliseconds that a router may take to count quotas before the client service enforces its share.",
-    )
     cache_secret: SecretStr = Field(
         SecretStr(""),
         description="Random text of at least 32 characters, the same for all client services of a model and known to "
