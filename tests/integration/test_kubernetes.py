@@ -26,7 +26,7 @@ async def test_a_server_whose_pod_is_deleted_hands_over_and_the_router_records_a
     with kubernetes_server() as kubernetes:
         for name in "ab":
             kubernetes.put(described_pod(name))
-        inside = {"kubeconfig": kubeconfig(tmp_path, kubernetes), **OWN_POD}
+        inside = {"kubernetes": str(kubeconfig(tmp_path, kubernetes)), **OWN_POD}
         async with Swarm(tmp_path, model, [], num_clients=0, router=inside, server={"grace_s": 20.0}) as swarm:
             await swarm.add_server("0:2")
             going = await swarm.add_server("2:5", pod_uid="a")
