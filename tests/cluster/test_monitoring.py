@@ -61,6 +61,7 @@ def test_nothing_is_wrong_with_a_healthy_release(prometheus: Prometheus) -> None
     assert firing == []
 
 
+@pytest.mark.full
 def test_an_alert_fires_for_an_uncovered_span_and_resolves(prometheus: Prometheus) -> None:
     deployment = f"deployment/{release.RELEASE}-block-server-back"
     release.kubectl("scale", deployment, "--replicas=0")

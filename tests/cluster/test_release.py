@@ -13,6 +13,7 @@ from tests.cluster import release
 from tests.cluster.asking import GREEDY, answer_of, ask_with_openai, load
 from tests.cluster.bystanders import TESTER, standing
 from tests.golden import GoldenAnswer
+from tests.tiers import quick
 
 INSIDE: Final = Path(__file__).with_name("inside.py")
 # The brackets keep it from finding itself; the files are those of both versions of control groups.
@@ -41,12 +42,12 @@ def test_a_container_holds_nothing_to_break_out_with(installed: float, component
     assert said == ["10001", "no compiler", "read-only"]
 
 
-@pytest.mark.parametrize("golden", GREEDY[:3], ids=lambda golden: golden.name)
+@pytest.mark.parametrize("golden", quick(GREEDY[:3], GREEDY[0]), ids=lambda golden: golden.name)
 def test_an_answer_is_that_of_the_unsplit_model(address: str, golden: GoldenAnswer) -> None:
     assert answer_of(address, golden) == (golden.token_ids, 0)
 
 
-@pytest.mark.parametrize("what", ["known answer", "tools"])
+@pytest.mark.parametrize("what", quick(["known answer", "tools"], "known answer"))
 def test_the_openai_package_asks_through_the_service(whole: None, what: str) -> None:
     with release.forwarded(f"service/{release.RELEASE}-client", release.HTTP_PORT) as http:
         ask_with_openai(http, what, GREEDY[0])
@@ -94,8 +95,10 @@ def delete_gracefully(pod: str) -> None:
     release.kubectl("delete", "pod", pod, "--wait=false")
 
 
-@pytest.mark.parametrize("remove", [delete_gracefully, release.kill, release.evict], ids=lambda remove: remove.__name__)
-@pytest.mark.parametrize("pool", ["front", "back"])
+@pytest.mark.parametrize(
+    "remove", quick([delete_gracefully, release.kill, release.evict], release.kill), ids=lambda remove: remove.__name__
+)
+@pytest.mark.parametrize("pool", quick(["front", "back"], "back"))
 def test_a_block_server_goes_in_the_middle_of_an_answer(
     whole: None, address: str, pool: str, remove: Callable[[str], None]
 ) -> None:
@@ -113,7 +116,7 @@ def test_a_span_is_never_evicted_whole(whole: None) -> None:
         release.evict(other)
 
 
-@pytest.mark.parametrize("component", ["router", "redis"])
+@pytest.mark.parametrize("component", quick(["router", "redis"], "redis"))
 def test_the_control_plane_goes_in_the_middle_of_an_answer(whole: None, address: str, component: str) -> None:
     golden = GREEDY[1]
 
@@ -124,19 +127,25 @@ def test_the_control_plane_goes_in_the_middle_of_an_answer(whole: None, address:
     assert answer_of(address, golden, kill_all) == (golden.token_ids, 0)
 
 
-@pytest.mark.parametrize(
-    "component, value",
-    [("router", "router.settings.leaseMs=7000"), ("block-server", "blockServer.defaults.settings.kvCacheMib=160")],
-)
-def test_an_upgrade_and_its_rollback_fail_no_request(whole: None, address: str, component: str, value: str) -> None:
+UPGRADES: Final = {
+    "router": "router.settings.leaseMs=7000",
+    "block-server": "blockServer.defaults.settings.kvCacheMib=160",
+}
+
+
+@pytest.mark.parametrize("component", quick(UPGRADES, "router"))
+def test_an_upgrade_and_its_rollback_fail_no_request(whole: None, address: str, component: str) -> None:
     before = release.names(release.pods(component))
     with load(address) as problems:
-        release.helm("upgrade", release.RELEASE, str(release.CHART), "--reuse-values", "--set", value, *WAITING)
+        release.helm(
+            "upgrade", release.RELEASE, str(release.CHART), "--reuse-values", "--set", UPGRADES[component], *WAITING
+        )
         assert not set(before) & set(release.names(release.pods(component)))
         release.helm("rollback", release.RELEASE, *WAITING)
     assert problems == []
 
 
+@pytest.mark.full
 def test_a_pool_grows_and_shrinks_without_an_error(whole: None, address: str) -> None:
     deployment = f"deployment/{release.RELEASE}-block-server-back"
     with load(address) as problems:
