@@ -74,7 +74,8 @@ class IdentityProvider:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / CERTIFICATE_FILE, folder / KEY_FILE)
-        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        # In the thread of each connection: one that never begins would keep the server from its end.
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self.issuer = f"https://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 

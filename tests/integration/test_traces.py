@@ -173,7 +173,9 @@ async def test_a_handover_is_a_span_of_the_server_that_leaves(
         await leaving.stop()
         assert (await answering).usage.recoveries == 1
         _, request = await ended(collector, 2)
-        (handover,) = under(collector, request, "handover")
+        # A round that finds the other server not ready yet has a span, too; another one follows.
+        handovers = under(collector, request, "handover")
+        (handover,) = [each for each in handovers if each.attributes["corolla.outcome"] == "moved"]
         said = {"outcome": "moved", "taker": taker.address, "server_id": leaving.server_id, "blocks": SPANS[1]}
         assert handover.attributes.items() >= {f"corolla.{key}": value for key, value in said.items()}.items()
         (recovery,) = under(collector, request, "recovery")
