@@ -29,6 +29,7 @@ from tests.integration.gates import held_up
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.reference import Sampling, Unsplit
+from tests.tiers import quick
 
 SPANS = ["0:2", "2:5"]
 NAMES = ("one", "two", "three")
@@ -88,7 +89,7 @@ async def swarm(llama: Stand, tmp_path: Path) -> AsyncIterator[Swarm]:
         yield swarm
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", quick(["llama", "qwen3", "gemma3_text"], "llama"))
 async def test_chains_with_adapters_equal_peft_alone_and_together(family: str, tmp_path: Path) -> None:
     stand = Stand(family, tmp_path)
     names = ("", *NAMES)

@@ -57,6 +57,7 @@ async def test_chains_answer_as_the_expanded_model(tmp_path: Path, name: str) ->
             assert [list(answer.token_ids) for answer in answers] == [each.token_ids for each in references]
 
 
+@pytest.mark.kind
 async def test_the_placement_says_what_was_expanded_and_chains_mix_no_formats(tmp_path: Path) -> None:
     """A server of the expanded weights cannot stand in for one of the packed ones, though their numbers are equal."""
     packed, expanded = make_packed_checkpoint("llama", tmp_path, FORMATS["gptq"]())

@@ -21,6 +21,7 @@ from corolla.models.families import FAMILIES
 from corolla.models.fused import FusedSpan
 from corolla.models.rotary_table import MIN_POSITIONS
 from corolla.wire.span import Span
+from tests.tiers import quick
 from tests.unit.compute.replaying import MAX_STEP_TOKENS, SIZES, SPAN, Pair, Session
 
 FUSED = sorted(name for name, family in FAMILIES.items() if family.is_fused)
@@ -31,7 +32,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair.of("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", quick(FUSED, "llama", "qwen2"))
 def test_every_fused_family_replays_its_own_outputs(tmp_path: Path, family: str) -> None:
     pair = Pair.of(family, tmp_path)
     sessions = [pair.open() for _ in range(8)]
@@ -189,7 +190,7 @@ class Conversations(RuleBasedStateMachine):
                 self.pair.assert_same_memory(session)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", quick(["llama", "qwen2"], "qwen2"))
 def test_conversations(tmp_path: Path, family: str) -> None:
     """qwen2 has layers with a window, and layers without."""
 

@@ -27,6 +27,7 @@ from corolla.models.span_model import load_span, span_tensors, weight_types
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.quantized_checkpoints import FORMATS, compressed_scales, make_packed_checkpoint, mxfp4
+from tests.tiers import quick
 
 TOKEN_IDS = list(range(5, 45))
 CHAINS = ([Span(0, 4)], [Span(0, 1), Span(1, 4)], [Span(0, 1), Span(1, 3), Span(3, 4)])
@@ -61,7 +62,11 @@ def assert_equal(packed: Path, expanded: Path) -> None:
         assert torch.equal(logits(packed, spans), expected)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+# One of each way in which numbers and scales are stored.
+KINDS = ("gptq", "w4a16-asymmetric", "w8a16", "w8a8", "ct-fp8-blocks", "ct-nvfp4", "ct-mxfp4", "ct-mxfp8", "bnb-int8")
+
+
+@pytest.mark.parametrize("name", quick(FORMATS, "awq", "fp8-blocks", "bnb-nf4", kinds=KINDS))
 def test_a_chain_equals_the_expanded_model(tmp_path: Path, name: str) -> None:
     assert_equal(*make_packed_checkpoint("llama", tmp_path, FORMATS[name]()))
 
