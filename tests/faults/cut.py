@@ -19,6 +19,7 @@ from tests.faults.pauses import PAUSES
 from tests.faults.stand import Stand
 from tests.faults.streams import Answer, Question, listen
 from tests.faults.wires import Wires
+from tests.integration.waiting import until
 
 MAX_STALL_S = 4.0
 _CUT_S = 5.0
@@ -64,8 +65,15 @@ async def _run(
     edge = edges[edge_number % len(edges)]
     wire = wires[edge.target]
     recoveries_before = await stand.metric("corolla_session_recoveries_total")
+    source = stand.stack.pid(edge.source) or 0
+
+    async def is_connected() -> bool:
+        return wire.is_connected(source)
+
+    # Tokens come to the client service before the last hop has sent the first one back.
+    await until(is_connected)
     cut_s = time.monotonic()
-    wire.cut(stand.stack.pid(edge.source) or 0, direction)
+    wire.cut(source, direction)
     # Who was paused has not yet waited for signs of life in vain.
     await PAUSES.sleep(_CUT_S)
     if not edge.is_of_chain:

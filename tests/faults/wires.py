@@ -48,6 +48,10 @@ class Wires:
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._connected, self._host, self._port)
 
+    def is_connected(self, pid: int) -> bool:
+        """Whether the process has connected to the server."""
+        return (pid, "in") in self._directions
+
     def cut(self, pid: int, direction: str) -> None:
         """Nothing comes through any more, "in" towards the server, "out" from it, or "both".
 
