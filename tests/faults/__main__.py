@@ -49,7 +49,7 @@ ROWS: dict[str, tuple[Row, int, int, str]] = {
     "cancel": (cancel, 500, 50, "callers that leave"),
     "tasks": (tasks, 8, 5, "an essential task fails"),
     "places": (places, 10, 5, "a server dies at each named place of its work"),
-    "forms": (forms, 12, 5, "kill -9 of each hop while answers have to fit schemas, and calls their tools"),
+    "forms": (forms, 12, 3, "kill -9 of each hop while answers have to fit schemas, and calls their tools"),
     "drain": (drain, 1, 1, "rolling drain of every server under 16 streams"),
     "client": (client_service, 6, 5, "kill -9 of a client service; its callers go on at another one"),
     "herd": (herd, 2, 1, "one of two replicas dies with 64 live sessions"),
