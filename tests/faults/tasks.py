@@ -116,7 +116,9 @@ async def _run(
     if kind == "client":
         await stand.until_serving(victim)
     await asyncio.gather(*(ask_on(random.Random(rng.random())) for _ in range(_NUM_STREAMS)))
-    figures.check(stand.stack.pid(victim.name) is None, f"the process outlived its task {task}")
+    if outlived := stand.stack.pid(victim.name) is not None:
+        stand.kill(victim)
+    figures.check(not outlived, f"the process outlived its task {task}")
     end_s, how = await ending
     figures.check(f"status {EXIT_FAILED}" in how, f"the process {how}")
     statuses = await watching

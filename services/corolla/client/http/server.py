@@ -27,6 +27,7 @@ _BACKLOG: Final = 2048
 _MORE_ACCEPTS_PER_TURN: Final = 64
 _ACCEPT_REST_S: Final = 1.0
 _LAST_WORD_S: Final = 1.0
+_LOOK_INTERVAL_S: Final = 0.1
 _FULL_BODY: Final = body_of(ServiceUnavailable("the service has as many connections as it takes"))
 _FULL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
@@ -80,9 +81,11 @@ class HttpServer:
         self._running = _Running(server, self._accept(server))
 
     async def run(self) -> None:
-        """Looks after what `start` began, for ever. Raises what keeps it from going on."""
-        if self._running is not None:
-            await self._running.failure
+        """Looks after what `start` began, several times a second and for ever. Raises what keeps it from going on."""
+        if (running := self._running) is not None:
+            while not running.failure.done():
+                await asyncio.wait({running.failure}, timeout=_LOOK_INTERVAL_S)
+            await running.failure
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new connection, gives requests that run `grace_s` seconds, and ends them then."""
