@@ -28,4 +28,4 @@ async def test_a_chain_that_is_far_slower_than_its_servers_say_makes_them_doubtf
         async def are_doubted() -> bool:
             return await num_doubted() == 2
 
-        await until(are_doubted, 10)
+        await until(are_doubted, 60)
