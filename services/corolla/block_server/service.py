@@ -68,9 +68,9 @@ _MAX_TAKEN_BACK: Final = 128
 reader, and its last step may have 64 draft tokens."""
 
 MAX_INLINE_S: Final = 0.01
-"""Of a decode step that changes no thread. Control frames wait meanwhile, and may wait so long."""
+"""The longest decode step that runs on the event loop. Control frames wait for it, and may wait so long."""
 _MAX_QUEUED_STEPS: Final = 1024
-"""That may wait; further ones are refused. Many times what sessions with pages can have in line."""
+"""The most steps that wait; the server refuses more. Sessions with pages have far fewer in line."""
 
 _SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 

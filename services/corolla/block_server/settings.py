@@ -158,7 +158,7 @@ class BlockServerSettings(ServiceSettings):
 
     @property
     def max_tokens_per_frame(self) -> int:
-        """Of one step: chunks of client services that go by the usual settings fit, and parts of sessions."""
+        """The most tokens of one step. A chunk by the usual settings fits, and so does a part of a session."""
         return max(MAX_PART_TOKENS, self.max_batch_tokens)
 
     @property
