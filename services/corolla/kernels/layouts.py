@@ -171,7 +171,7 @@ _GROUP_BLOCKS: Final = (256, 128, 64, 32)
 
 
 def group_layout(group_weights: int, scale: Scale, *, has_zeros: bool) -> Layout | None:
-    """That of four bits with a scale for each group of columns; None: there is none for such groups.
+    """The layout of four bits with a scale for each group of columns; None where no layout fits the groups.
 
     Blocks are as long as groups are, or a part of them, so that few kernels serve all lengths.
     """

@@ -70,7 +70,7 @@ def layouts_of(
 def types_of(
     checkpoint: Checkpoint, quantization: str, block_names: Mapping[str, str], block: Callable[[], nn.Module]
 ) -> tuple[list[str], list[str]]:
-    """The formats of packed weights: those that stay so, and those of which some tensor is expanded.
+    """The formats of packed weights: first those that stay packed, then those with a tensor that is expanded.
 
     Args:
         block_names: of the largest block's tensors: name in the model -> name in the files.

@@ -85,7 +85,7 @@ class GroupFormat(Format, Protocol):
         ...
 
     def order(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        """Which input each column of the packed weight is for, int32 `[in]`; None: they are in the same order."""
+        """The input that each column of the packed weight takes, int32 `[in]`; None where the order is the same."""
         ...
 
     def numbers(
