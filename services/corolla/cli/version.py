@@ -1,4 +1,4 @@
-"""Which release this is, and of which commit where that is known."""
+"""The version of this release, and its commit where one is known."""
 
 import subprocess
 from importlib.resources import files

@@ -119,7 +119,7 @@ class HttpServer:
             except BlockingIOError:
                 pass
             except OSError as failure:
-                # As a rule, no descriptors are left.
+                # Most often the process has no descriptor left.
                 log.warning("cannot accept connections", extra={"reason": failure.strerror})
                 await asyncio.sleep(_ACCEPT_REST_S)
             await asyncio.sleep(0)
