@@ -31,7 +31,7 @@ The seconds were taken while the tests of the cluster ran beside; those of a qui
 """
 
 Seconds = dict[str, float]
-"""Of one file, by mark: "quick", "kind" or "full"."""
+"""The seconds of one file by mark: "quick", "kind" or "full"."""
 
 
 def mark_of(report: pytest.TestReport) -> str:
