@@ -7,7 +7,8 @@ until pages run out or an answer is wrong. So the accounts are compared while no
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
+from operator import ne
 from typing import Any, Final, Literal, get_args
 
 from corolla.block_server.boundary_activations import BoundaryActivations
@@ -123,7 +124,7 @@ def _wrong_holders(sessions: SessionTable[Any]) -> Iterator[int]:
             if pool.version != version:
                 return
     for start in range(0, pool.num_pages, PAGES_PER_PART):
-        part = enumerate(pool.holders[start : start + PAGES_PER_PART], start)
-        yield sum(1 for page, num_holders in part if num_holders != holders[page])
+        part = pool.holders[start : start + PAGES_PER_PART]
+        yield sum(map(ne, part, map(holders.get, range(start, start + len(part)), repeat(0))))
         if pool.version != version:
             return
