@@ -7,19 +7,19 @@ the other out. One iteration computes one run of blocks; where steps of several 
 What decodes waits for the prompts of its iteration, and of those that it just missed. So while sessions decode, prefill
 chunks have a smaller budget. Microbatches come in turns; so the last few iterations tell whether sessions decode.
 
-Within decode steps and within prefill chunks, tenants share the server by start-time fair queueing (Goyal, Vin, Cheng:
-"Start-time Fair Queuing", 1996). A step that could run is stamped with the service, in tokens, after which its tenant
-is due: where the tenant's steps before it end, but not before what is served at present. The lowest stamp goes first.
-So over any time in which two tenants both have steps of a kind that could run, the tokens that they get differ by no
-more than the longest step of each together; and a tenant that was away comes back without debts or savings.
+Within decode steps and within prefill chunks, tenants share the server by start-time fair queueing, in tokens. So over
+any time in which two tenants both have steps of a kind that could run, the tokens that they get differ by no more than
+the longest step of each together.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Final, Generic, TypeVar
 
 from corolla.chassis.errors import QueueFull
+from corolla.chassis.fair_queueing import FairQueueing
 from corolla.wire.span import Span
 
 Item = TypeVar("Item")
@@ -49,36 +49,15 @@ class QueuedStep(Generic[Item]):
         return sum(self.tenant_tokens.values())
 
 
-class _Account:
-    """The service that the tenants got of steps of one kind and one run, in tokens."""
-
-    def __init__(self) -> None:
-        self._present = 0
-        self._ends: dict[str, int] = {}
-
-    def stamp(self, tenant_tokens: Mapping[str, int]) -> int:
-        """When a step of these tenants is due; what they ask for later is due after it."""
-        starts = {tenant: max(self._present, self._ends.get(tenant, 0)) for tenant in tenant_tokens}
-        for tenant, num_tokens in tenant_tokens.items():
-            self._ends[tenant] = starts[tenant] + num_tokens
-        return min(starts.values())
-
-    def serve(self, stamp: int) -> None:
-        """A step of this stamp runs now. Tenants with nothing due any more are forgotten."""
-        if stamp > self._present:
-            self._present = stamp
-            self._ends = {tenant: end for tenant, end in self._ends.items() if end > stamp}
-
-
 @dataclass(slots=True)
 class _Entry(Generic[Item]):
     step: QueuedStep[Item]
     _stamp: int | None = None
 
-    def due(self, account: _Account) -> int:
+    def due(self, account: FairQueueing) -> int:
         """Its stamp; given when it is first asked for, which is when no earlier step of its session waits any more."""
         if self._stamp is None:
-            self._stamp = account.stamp(self.step.tenant_tokens)
+            self._stamp = min(starmap(account.stamp, self.step.tenant_tokens.items()))
         return self._stamp
 
 
@@ -104,7 +83,7 @@ class Scheduler(Generic[Item]):
         self._max_queued_steps = max_queued_steps
         # In order of arrival.
         self._queue: list[_Entry[Item]] = []
-        self._accounts: defaultdict[tuple[Span, bool], _Account] = defaultdict(_Account)
+        self._accounts: defaultdict[tuple[Span, bool], FairQueueing] = defaultdict(FairQueueing)
         # Runs of blocks that steps wait for; the next one in turn is first.
         self._turns: deque[Span] = deque()
 
@@ -168,7 +147,7 @@ class Scheduler(Generic[Item]):
         return heads
 
 
-def _first_due(waiting: Sequence[_Entry[Item]], account: _Account, max_tokens: int) -> list[_Entry[Item]]:
+def _first_due(waiting: Sequence[_Entry[Item]], account: FairQueueing, max_tokens: int) -> list[_Entry[Item]]:
     """Those with the lowest stamps, as far as the tokens go; the first one in any case."""
     taken: list[_Entry[Item]] = []
     num_tokens = 0

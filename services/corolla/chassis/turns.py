@@ -1,13 +1,11 @@
 """One thing at a time, for which tenants take turns."""
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from corolla.chassis.errors import QueueFull
-
-_Line = deque["asyncio.Future[None]"]
+from corolla.chassis.fair_queueing import FairQueueing
 
 
 class Turns:
@@ -23,62 +21,51 @@ class Turns:
     def __init__(self, most_waiting: int, refusal: str) -> None:
         self._most_waiting = most_waiting
         self._refusal = refusal
-        self._lines: OrderedDict[str, _Line] = OrderedDict()
-        """Those that have somebody in them; the first one has the next turn."""
-        self._num_waiting = 0
-        self._is_taken = False
+        self._queueing = FairQueueing()
+        # By tenant, none of them empty. Who has had a turn goes behind the others that are due at the same time.
+        self._lines: dict[str, list[asyncio.Future[bool]]] = {}
+        self._current: asyncio.Future[bool] | None = None
 
     @asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
         """The tenant's turn, once it has come. Raises QueueFull."""
-        if self._is_taken:
-            await self._wait(tenant)
-        self._is_taken = True
+        self._make_room(tenant)
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(tenant, []).append(turn)
         try:
+            if self._current is None:
+                self._begin_next()
+            if not await turn:
+                raise QueueFull(self._refusal)
             yield
         finally:
-            self._pass_on()
-
-    async def _wait(self, tenant: str) -> None:
-        if self._num_waiting >= self._most_waiting:
-            self._make_room(tenant)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(tenant, deque()).append(turn)
-        self._num_waiting += 1
-        try:
-            await turn
-        except asyncio.CancelledError:
-            self._leave(tenant, turn)
-            if not turn.cancelled() and turn.exception() is None:
-                self._pass_on()
-            raise
+            if turn is self._current:
+                self._begin_next()
+            elif turn in (line := self._lines.get(tenant, [])):
+                line.remove(turn)
+                if not line:
+                    del self._lines[tenant]
 
     def _make_room(self, tenant: str) -> None:
-        longest = max(self._lines, key=lambda each: len(self._lines[each]))
-        if len(self._lines[longest]) <= len(self._lines.get(tenant, ())) + 1:
+        if sum(map(len, self._lines.values())) < self._most_waiting:
+            return
+        longest = max(self._lines.values(), key=len)
+        if len(longest) <= len(self._lines.get(tenant, ())) + 1:
             raise QueueFull(self._refusal)
-        refused = self._lines[longest][-1]
-        self._leave(longest, refused)
+        refused = longest.pop()
         if not refused.done():
-            refused.set_exception(QueueFull(self._refusal))
+            refused.set_result(False)
 
-    def _leave(self, tenant: str, turn: "asyncio.Future[None]") -> None:
-        line = self._lines.get(tenant)
-        if line is not None and turn in line:
-            line.remove(turn)
-            self._num_waiting -= 1
-            if not line:
-                del self._lines[tenant]
-
-    def _pass_on(self) -> None:
-        """The turn has ended: the next one's begins, so that nobody who comes in between is before it."""
-        while self._lines:
-            tenant = next(iter(self._lines))
-            turn = self._lines[tenant][0]
-            self._leave(tenant, turn)
-            if tenant in self._lines:
-                self._lines.move_to_end(tenant)
-            if not turn.done():  # nor cancelled in this moment
-                turn.set_result(None)
-                return
-        self._is_taken = False
+    def _begin_next(self) -> None:
+        """Where a turn ends, the next one begins, so that nobody who comes in between is before it."""
+        self._current = None
+        if self._lines:
+            tenant = min(self._lines, key=self._queueing.start)
+            self._queueing.serve(self._queueing.stamp(tenant, 1))
+            line = self._lines.pop(tenant)
+            self._current = line.pop(0)
+            if line:
+                self._lines[tenant] = line
+            # One that is cancelled in this moment ends its turn itself.
+            if not self._current.done():
+                self._current.set_result(True)

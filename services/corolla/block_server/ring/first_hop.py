@@ -21,6 +21,7 @@ from corolla.block_server.ring.round_times import RoundTimes
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, HopSessionLost
+from corolla.chassis.fair_queueing import FairQueueing
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.span import Span
@@ -186,9 +187,7 @@ class FirstHop:
 
     def _leaving(self, route: _Route) -> Sequence[bytes]:
         """The sessions whose rows leave now as one microbatch."""
-        names = list(route.waiting)
-        if names and self._has_company(route):
-            names = self._shared(route, names)
+        names = self._shared(route) if route.waiting and self._has_company(route) else list(route.waiting)
         return names[: route.num_leaving(names)]
 
     def _has_company(self, route: _Route) -> bool:
@@ -200,20 +199,18 @@ class FirstHop:
             self._seen_s = {tenant: seen_s for tenant, seen_s in self._seen_s.items() if seen_s >= oldest_s}
         return len(self._seen_s) > 1
 
-    def _shared(self, route: _Route, names: Sequence[bytes]) -> list[bytes]:
-        """First the oldest row of each tenant, then the second one of each, up to as many as each may have."""
-        num_before, ranks = Counter[str](), {}
-        for name in names:
-            tenant = self._tenant(name)
-            ranks[name] = num_before[tenant]
-            num_before[tenant] += 1
-        num_rows = num_before + route.tenants_under_way(self._tenant)
+    def _shared(self, route: _Route) -> list[bytes]:
+        """Those that are due first come first, up to as many of each tenant as it may have."""
+        tenants = {name: self._tenant(name) for name in route.waiting}
+        queueing = FairQueueing()
+        stamps = {name: queueing.stamp(tenant, 1) for name, tenant in tenants.items()}
+        num_rows = Counter(tenants.values()) + route.tenants_under_way(self._tenant)
         # One that has only a prompt here will have a row.
         fewest = min(num_rows.values()) if len(num_rows) > 1 else 1
         num_others = max(len(num_rows), 2) - 1
         num_rows_of_each = (self._round_times.num_rows_within(num_others + 1, fewest) - fewest) / num_others
         most = max(fewest, num_rows_of_each) / route.rules.max_under_way
-        return sorted((name for name in names if ranks[name] < most), key=ranks.__getitem__)
+        return sorted((name for name in stamps if stamps[name] < most), key=stamps.__getitem__)
 
     def _tenant(self, session_id: bytes) -> str:
         session = self._sessions.get(session_id)
