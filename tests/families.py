@@ -10,9 +10,9 @@ from tests.tiers import quick
 # Names of modules; whichever a family has, they are handled alike.
 _PLACES: Final = frozenset({"model_type", "layers", "embedding", "norm"})
 
-SHAPES: Final = ("llama", "gemma2", "gpt2", "bloom", "mixtral", "qwen2", "deepseek_v3", "lfm2", "qwen3_next")
-"""Fused blocks, alternating windows and capped scores, learned positions, rows that are computed one by one, experts,
-biases, latents, the two kinds of recurrent states."""
+SHAPES: Final = ("llama", "gemma2", "bloom", "mixtral", "deepseek_v3", "lfm2", "qwen3_next")
+"""Fused blocks, alternating windows and capped scores, rows that are computed one by one, experts, latents, and the two
+kinds of recurrent states."""
 
 
 def kind_of(family: Family) -> tuple[bool, ...]:

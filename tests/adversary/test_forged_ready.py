@@ -77,7 +77,7 @@ def connections(swarm: Swarm) -> Counter[str]:
     return begun
 
 
-@pytest.mark.parametrize("kind", quick(["absent", "silent", "welcomes"], "welcomes"))
+@pytest.mark.parametrize("kind", quick(["absent", "silent", "welcomes"], "absent"))
 async def test_a_forged_ready_costs_each_client_service_little(tmp_path: Path, kind: str) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
     async with (

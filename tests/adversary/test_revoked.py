@@ -126,6 +126,7 @@ async def test_a_block_server_with_a_revoked_certificate_gets_nothing_more(swarm
     to_spare.close()
 
 
+@pytest.mark.full
 async def test_a_certificate_that_ends_is_out(swarm: Swarm) -> None:
     identities = swarm.identities
     assert identities is not None

@@ -15,6 +15,7 @@ from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.reference import Sampling, Unsplit
+from tests.tiers import quick
 
 PROMPT = "the thin man in the inner tent " * 6
 SPANS = ["0:2", "2:5"]
@@ -51,7 +52,11 @@ async def computed(swarm: Swarm, kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "family, has_prefix_cache", [("llama", False), ("llama", True), ("mistral", False), ("gpt2", False)]
+    "family, has_prefix_cache",
+    [
+        ("llama", True),
+        *(pytest.param(family, False, marks=pytest.mark.full) for family in ("llama", "mistral", "gpt2")),
+    ],
 )
 async def test_the_prompt_is_processed_once(tmp_path: Path, family: str, has_prefix_cache: bool) -> None:
     model = checkpoint(tmp_path, family)
@@ -113,7 +118,7 @@ async def test_a_completion_without_room_on_the_first_chain_goes_to_another(tmp_
     assert [received[index][:NUM_TOKENS] for index in (0, 1)] == await expected(model, 2, ignore_eos=True)
 
 
-@pytest.mark.parametrize("num_iterations", [0, 3, 6, 10])
+@pytest.mark.parametrize("num_iterations", quick([0, 3, 6, 10], 3))
 async def test_a_hop_may_die_at_any_moment(tmp_path: Path, num_iterations: int) -> None:
     """In the prompt, at the fork, and while all completions run."""
     model = checkpoint(tmp_path)

@@ -335,8 +335,11 @@ async def test_a_handover_sends_only_the_tokens_that_a_sliding_window_still_sees
 
 @pytest.mark.parametrize(
     "num_rows, options",
-    [(3, {"do_sample": True}), (2, {"num_beams": 3}), (1, {"prompt_lookup_num_tokens": 4})],
-    ids=["batch", "beams", "draft tokens"],
+    [
+        pytest.param(3, {"do_sample": True}, marks=pytest.mark.full, id="batch"),
+        pytest.param(2, {"num_beams": 3}, id="beams"),
+        pytest.param(1, {"prompt_lookup_num_tokens": 4}, marks=pytest.mark.full, id="draft tokens"),
+    ],
 )
 @pytest.mark.parametrize("waits", quick([True, False], True), ids=["between steps", "under way"])
 async def test_batches_and_beams_of_the_library_move(

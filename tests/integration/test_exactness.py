@@ -249,6 +249,7 @@ async def test_answers_end_with_the_models_own_end(two_hops: AsyncClient, unspli
         assert unsplit.tokenizer.decode(expected[-1:]) not in generation.text
 
 
+@pytest.mark.full
 async def test_a_stop_sequence_cuts_where_the_text_has_it(two_hops: AsyncClient, unsplit: Unsplit) -> None:
     # Places within tokens, over several tokens, and within characters' tokens; the second stop is never met.
     cuts = [

@@ -167,8 +167,8 @@ async def test_after_a_broken_stream_only_the_rest_is_sent(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, num_asks: int
 ) -> None:
     """Parts that were damaged on the way or changed meanwhile are correct in the end."""
-    monkeypatch.setattr(sending, "PART_BYTES", 20_000)
-    options: dict[str, Any] = {"max_tokens": 1600, "ignore_eos": True}
+    monkeypatch.setattr(sending, "PART_BYTES", 10_000)
+    options: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True}
     prompt = "the thin man in the inner tent " * 8
     async with (
         Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 20.0}) as swarm,

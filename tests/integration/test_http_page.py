@@ -97,7 +97,7 @@ async def test_a_tenant_sees_no_address(swarm: Swarm) -> None:
 
 
 async def test_who_watches_learns_of_a_recovery_as_it_happens(swarm: Swarm) -> None:
-    answer: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+    answer: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 700, "temperature": 0, "ignore_eos": True}
     async with caller(swarm.clients[0]) as http:
         expected = (await http.post("/v1/completions", json=answer)).json()["choices"][0]["text"]
         answering = asyncio.create_task(http.post("/v1/completions", json=answer))

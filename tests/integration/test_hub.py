@@ -25,6 +25,7 @@ from tests.hub_server import REPOSITORY, HubServer
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.reference import Unsplit
+from tests.tiers import quick
 
 SERVICES = Path(__file__).parents[2] / "services"
 PROMPT = "the thin man"
@@ -89,7 +90,7 @@ async def test_each_server_of_a_chain_fetches_its_own_files(
         await swarm.until_empty()
 
 
-@pytest.mark.parametrize("is_withdrawn", [False, True], ids=["obeyed", "withdrawn"])
+@pytest.mark.parametrize("is_withdrawn", quick([False, True], False), ids=["obeyed", "withdrawn"])
 async def test_a_server_that_is_to_move_serves_until_it_has_fetched(
     tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, is_withdrawn: bool
 ) -> None:

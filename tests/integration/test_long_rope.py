@@ -128,8 +128,10 @@ async def test_conversations_become_long_between_turns_and_within_them(tmp_path:
         await swarm.until_empty()
 
 
-@pytest.mark.parametrize("num_tokens_at_death", [LONG_ROPE_LENGTH - 4, LONG_ROPE_LENGTH + 4])
-@pytest.mark.parametrize("hop", [0, 1])
+@pytest.mark.parametrize(
+    "num_tokens_at_death", quick([LONG_ROPE_LENGTH - 4, LONG_ROPE_LENGTH + 4], LONG_ROPE_LENGTH - 4)
+)
+@pytest.mark.parametrize("hop", quick([0, 1], 1))
 async def test_a_hop_that_dies_before_or_behind_that_place_is_replaced(
     tmp_path: Path, hop: int, num_tokens_at_death: int
 ) -> None:
@@ -155,6 +157,7 @@ async def test_a_hop_that_dies_before_or_behind_that_place_is_replaced(
         await victim.stop()
 
 
+@pytest.mark.full
 async def test_a_server_that_leaves_hands_long_texts_over_and_nothing_is_computed_twice(tmp_path: Path) -> None:
     model = make_long_rope_checkpoint("phi3", tmp_path / "tiny")
     unsplit = Unsplit(model)

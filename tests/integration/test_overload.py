@@ -27,6 +27,7 @@ from tests.integration.metrics import sample
 from tests.integration.refusals import SERVICE, key_metadata, refusal, refusal_of
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
+from tests.tiers import quick
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -166,7 +167,7 @@ def seconds_of_all_the_work(swarm: Swarm) -> float:
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("name", TOO_MUCH)
+@pytest.mark.parametrize("name", quick(TOO_MUCH, "more pages than there are", "a text far beyond the context"))
 async def test_client_service_refuses_at_once_requests_beyond_model_or_servers(swarm: Swarm, name: str) -> None:
     request, code, reason = TOO_MUCH[name]
     visitors = Visitors(swarm)
@@ -240,7 +241,7 @@ TO_COUNT = {
 }
 
 
-@pytest.mark.parametrize("name", TO_COUNT)
+@pytest.mark.parametrize("name", quick(TO_COUNT, "a text just beyond the context"))
 async def test_a_text_beyond_the_context_is_counted(swarm: Swarm, name: str) -> None:
     given: Any = TO_COUNT[name]
     async with swarm.connect() as client:

@@ -13,6 +13,7 @@ from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 from tests.reference import Unsplit
+from tests.tiers import quick
 
 CHAINS = (["0:4"], ["0:2", "2:4"], ["0:1", "1:3", "3:4"])
 PROMPTS = ([5, 90, 17, 33], list(range(40, 75)), [200, 8])
@@ -43,11 +44,13 @@ def packed_model(folder: Path, kind: str) -> tuple[Path, Unsplit]:
 @pytest.mark.parametrize(
     "kind, named, spans",
     [
-        *(("Q4_1", "Q4_1", chain) for chain in CHAINS),
-        *(("Q8_0", "Q8_0", chain) for chain in CHAINS),
-        ("awq", "awq", CHAINS[2]),
+        *(pytest.param("Q4_1", "Q4_1", chain, marks=pytest.mark.full) for chain in CHAINS[:-1]),
+        *(pytest.param("Q8_0", "Q8_0", chain, marks=pytest.mark.full) for chain in CHAINS[1:]),
+        ("Q4_1", "Q4_1", CHAINS[-1]),
+        pytest.param("Q8_0", "Q8_0", CHAINS[0], marks=pytest.mark.kind),
+        pytest.param("awq", "awq", CHAINS[2], marks=pytest.mark.kind),
         ("gptq-act-order", "gptq", CHAINS[1]),
-        ("w4a16-asymmetric", "compressed-tensors", CHAINS[0]),
+        pytest.param("w4a16-asymmetric", "compressed-tensors", CHAINS[0], marks=pytest.mark.kind),
     ],
 )
 async def test_a_packed_chain_answers_as_the_expanded_model(
@@ -70,7 +73,8 @@ async def test_a_packed_chain_answers_as_the_expanded_model(
         assert list(sampled.token_ids) == reference.token_ids
 
 
-@pytest.mark.parametrize("kind, hop", [("Q4_1", 0), ("Q4_1", 1), ("gptq-act-order", 1)])
+@pytest.mark.parametrize("kind", quick(["Q4_1", "gptq-act-order"], "gptq-act-order"))
+@pytest.mark.parametrize("hop", quick([0, 1], 1))
 async def test_a_packed_hop_that_dies_is_replaced_and_no_token_changes(tmp_path: Path, kind: str, hop: int) -> None:
     path, unsplit = packed_model(tmp_path, kind)
     prompt, spans = PROMPTS[0], CHAINS[1]

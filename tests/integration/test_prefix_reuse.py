@@ -18,6 +18,7 @@ from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.reference import Unsplit
+from tests.tiers import quick
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,7 +42,7 @@ class Stack:
         return [await sample(server.metrics_port, "corolla_hop_tokens_total") for server in self.swarm.servers]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["llama", "gemma3_text"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=quick(["llama", "gemma3_text"], "llama"))
 async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """All layers see everything in one family; in the other most see the last 12 tokens only."""
     folder: Path = tmp_path_factory.mktemp("prefixes")

@@ -15,6 +15,7 @@ from corolla.client.settings import ClientSettings
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
 from tests.reference import Unsplit
+from tests.tiers import quick
 
 PROMPTS = ([5, 90, 17, 33], list(range(40, 75)), [200, 8])
 NUM_NEW_TOKENS = 24
@@ -32,7 +33,7 @@ def quantized_reference(folder: Path, quantization: str) -> Unsplit:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", quick(["llama", "gemma2"], "llama"))
 async def test_a_quantised_chain_answers_as_the_quantised_model(tmp_path: Path, family: str, quantization: str) -> None:
     folder = make_tiny_checkpoint(family, tmp_path / family)
     plain = Unsplit(folder).generate(PROMPTS[0], NUM_NEW_TOKENS, ignore_eos=True)

@@ -362,6 +362,7 @@ async def keeper(address: str, tmp_path: Path, lease_s: float = 60.0, **limits: 
         await control.close()
 
 
+@pytest.mark.full
 async def test_what_a_long_answer_holds_does_not_lapse(swarm: Swarm, tmp_path: Path) -> None:
     async with (
         keeper(swarm.router_address, tmp_path, 5.0, running_requests=1) as one,

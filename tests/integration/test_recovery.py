@@ -36,6 +36,7 @@ from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.integration.wires import Cut
+from tests.tiers import quick
 
 PROMPT = "the thin man in the inner tent " * 12
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
@@ -74,9 +75,9 @@ async def end(swarm: Swarm, dead: list[BlockServer]) -> None:
 @pytest.mark.parametrize(
     "share, options",
     [
-        (0.0, {}),
+        pytest.param(0.0, {}, marks=pytest.mark.full),
         (0.6, {}),
-        (1.0, {"speculation": "prompt_lookup"}),
+        pytest.param(1.0, {"speculation": "prompt_lookup"}, marks=pytest.mark.full),
         (1.1, {"temperature": 1.0, "seed": 3, "speculation": "prompt_lookup"}),
     ],
     ids=["first chunk", "mid prompt", "draft tokens", "sampled draft tokens"],
@@ -368,7 +369,7 @@ SICKNESSES: dict[type[NotComputed], Callable[[BatchOutput], BatchOutput]] = {
 }
 
 
-@pytest.mark.parametrize("sickness", SICKNESSES)
+@pytest.mark.parametrize("sickness", quick(SICKNESSES, NonFiniteOutput))
 @pytest.mark.parametrize("num_sick", [1, 2])
 async def test_a_step_that_a_server_cannot_compute_is_tried_on_one_other_server(
     tmp_path: Path, model: Path, num_sick: int, sickness: type[NotComputed]

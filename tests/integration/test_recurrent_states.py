@@ -39,8 +39,8 @@ def swarm_of(folder: Path, model: Path, **settings: Any) -> Swarm:
 
 
 @every_kind
-@pytest.mark.parametrize("hop", [0, 1])
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("hop", quick([0, 1], 1))
+@pytest.mark.parametrize("sampling", quick([{}, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
 async def test_a_hop_that_dies_in_mid_answer_is_replaced(
     tmp_path: Path, family: str, hop: int, sampling: Sampling
 ) -> None:

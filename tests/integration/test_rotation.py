@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from corolla.sdk.results import Usage
 from corolla.trust.authority import Authority
 from tests.checkpoints import make_tiny_checkpoint
@@ -37,6 +39,7 @@ class Callers:
             assert len(token_ids) == NUM_TOKENS
 
 
+@pytest.mark.full
 async def test_answers_go_on_while_all_certificates_are_replaced(tmp_path: Path) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
     async with Swarm(tmp_path, model, ["0:2", "2:5"], num_clients=2, is_encrypted=True) as swarm:

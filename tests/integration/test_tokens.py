@@ -169,6 +169,7 @@ async def test_no_token_is_of_a_tenant_that_has_keys(swarm: Swarm, provider: Ide
     assert await is_taken(address, provider.token())
 
 
+@pytest.mark.full
 async def test_an_answer_ends_with_its_token(swarm: Swarm, provider: IdentityProvider) -> None:
     async with (
         AsyncClient(swarm.address, api_key=provider.token(exp=time.time() + 13)) as one,

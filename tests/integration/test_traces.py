@@ -159,6 +159,7 @@ async def test_a_lost_hop_is_a_recovery_that_names_it(tmp_path: Path, model: Pat
         await victim.stop()
 
 
+@pytest.mark.full
 async def test_a_handover_is_a_span_of_the_server_that_leaves(
     tmp_path: Path, model: Path, collector: TraceCollector
 ) -> None:

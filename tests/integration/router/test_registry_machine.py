@@ -25,6 +25,7 @@ from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 from tests.integration.router.conftest import CLOCK
+from tests.tiers import quick
 
 LEASE_MS = 1000
 NUM_BLOCKS = 12
@@ -265,8 +266,11 @@ def world(scripts_on_a_set_clock: None, monkeypatch: pytest.MonkeyPatch, redis_u
     return World
 
 
-def test_the_registry_agrees_with_the_world(world: type[World]) -> None:
-    examples = settings(max_examples=50, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("num_examples", quick([15, 100], 15))
+def test_the_registry_agrees_with_the_world(world: type[World], num_examples: int) -> None:
+    examples = settings(
+        max_examples=num_examples, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    )
     run_state_machine_as_test(world, settings=examples)
 
 

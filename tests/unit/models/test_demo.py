@@ -42,6 +42,7 @@ def metadata() -> dict[str, Any]:
 
 
 @pytest.mark.model
+@pytest.mark.full
 def test_a_span_of_the_file_has_the_weights_that_transformers_reads(demo: Checkpoint) -> None:
     read: dict[str, torch.Tensor] = Unsplit.demo().model.state_dict()
     with demo.open_tensors({name: name for name in demo.weight_index}) as tensors:
@@ -69,6 +70,7 @@ def logits_of(checkpoint: Checkpoint, token_ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.model
+@pytest.mark.full
 def test_the_demo_model_knows_the_capital_of_france() -> None:
     unsplit = Unsplit.demo()
     prompt_ids = unsplit.chat_ids([("user", "What is the capital of France?")])

@@ -106,6 +106,7 @@ def test_a_span_is_made_up_without_reading_weights(tmp_path: Path, family: str) 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.full
 def test_a_block_is_made_up_in_little_more_than_its_own_memory(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "model", num_blocks=2)
     settings = json.loads((folder / "config.json").read_text())

@@ -62,10 +62,10 @@ def test_other_ways_are_refused_in_a_sentence(more: Mapping[str, str]) -> None:
 @pytest.mark.parametrize(
     "service, absent",
     [
-        ("block_server", ("opentelemetry.sdk", "opentelemetry.exporter")),
+        pytest.param("block_server", ("opentelemetry.sdk", "opentelemetry.exporter"), marks=pytest.mark.full),
         ("client", ("opentelemetry.sdk", "opentelemetry.exporter")),
         # The Redis client imports the SDK's metrics by itself, where it is installed.
-        ("router", ("opentelemetry.sdk.trace", "opentelemetry.exporter")),
+        pytest.param("router", ("opentelemetry.sdk.trace", "opentelemetry.exporter"), marks=pytest.mark.full),
     ],
 )
 def test_without_a_collector_no_service_imports_the_sdk(service: str, absent: tuple[str, ...]) -> None:

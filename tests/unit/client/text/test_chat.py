@@ -16,6 +16,7 @@ from corolla.client.text.detokenizer import Detokenizer
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.stopping import StopMatcher
 from corolla.models.checkpoint import Checkpoint
+from tests.tiers import quick
 
 CHAT_TEMPLATES = {
     "plain": (
@@ -39,6 +40,7 @@ CHAT_TEMPLATES = {
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     ),
 }
+FEW_TEMPLATES = quick(CHAT_TEMPLATES.values(), CHAT_TEMPLATES["trimming"], CHAT_TEMPLATES["counting"])
 STOP = "st"
 CONTENTS = st.text(st.sampled_from("ab e Tth.,st\n  é你好😀กั\ufffd"), min_size=1, max_size=25)
 FINISHES = st.sampled_from(["eos", "length", "stop_sequence"])
@@ -85,7 +87,7 @@ def answers(draw: st.DrawFn) -> tuple[list[int] | str, str]:
     return draw(st.one_of(ids, CONTENTS)), draw(FINISHES)
 
 
-@pytest.mark.parametrize("template", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES.keys())
+@pytest.mark.parametrize("template", FEW_TEMPLATES, ids=CHAT_TEMPLATES.keys())
 @given(turns=st.lists(st.tuples(CONTENTS, answers()), min_size=3, max_size=3), has_system=st.booleans())
 def test_three_turns_spell_the_whole_conversation(
     any_tokenizer: TextTokenizer,
@@ -241,7 +243,7 @@ PIECES = (
 SPELLED = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join)
 
 
-@pytest.mark.parametrize("template", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES.keys())
+@pytest.mark.parametrize("template", FEW_TEMPLATES, ids=CHAT_TEMPLATES.keys())
 @given(contents=st.lists(SPELLED, min_size=3, max_size=3), has_system=st.booleans())
 def test_only_the_template_writes_special_tokens(
     any_tokenizer: TextTokenizer, template: str, contents: list[str], has_system: bool

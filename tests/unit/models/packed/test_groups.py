@@ -27,6 +27,7 @@ from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from corolla.models.span_model import load_span, make_span, weight_types
 from corolla.wire.span import Span
 from tests.quantized_checkpoints import FORMATS, Made, Packed, awq, compressed_tensors, gptq, make_packed_checkpoint
+from tests.tiers import quick
 
 NUM_COLUMNS = 512
 SCALES = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
@@ -181,7 +182,7 @@ def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: 
     return edges.head(hidden)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16))
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "w4a16-asymmetric"])
 def test_a_packed_chain_equals_itself_unsplit_and_the_expanded_one_up_to_rounding(
     tmp_path: Path, name: str, dtype: torch.dtype
