@@ -3,22 +3,20 @@
 import asyncio
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import Self, Unpack
 
 from corolla.chassis.errors import CorollaError, SessionBusy
+from corolla.sdk.async_calls import AsyncCalls
 from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation, Turn
 from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt
 from corolla.sdk.results import Generation, Reply, SessionInfo, Usage
 from corolla.sdk.streams import AsyncStream
 
-if TYPE_CHECKING:
-    from corolla.sdk.async_client import AsyncClient
-
 
 class AsyncSession:
     """A sequence that the service keeps: each prompt is appended to what it holds. Made at the first use."""
 
-    def __init__(self, client: "AsyncClient", *, session_id: str | None, model: str, adapter: str = "") -> None:
+    def __init__(self, client: AsyncCalls, *, session_id: str | None, model: str, adapter: str = "") -> None:
         self._client = client
         self._model = model
         self._adapter = adapter
@@ -79,9 +77,7 @@ class AsyncChat:
         print(chat.usage.cached_tokens)
     """
 
-    def __init__(
-        self, client: "AsyncClient", *, system: str | None, session_id: str | None, options: ChatOptions
-    ) -> None:
+    def __init__(self, client: AsyncCalls, *, system: str | None, session_id: str | None, options: ChatOptions) -> None:
         self._client = client
         self._options = options
         self._session = AsyncSession(
