@@ -23,10 +23,7 @@ Answered = TypeVar("Answered", bound=ProtoMessage)
 
 
 class AsyncCalls:
-    """Makes the calls of a client service. `AsyncClient` adds the sessions and chats, which make them, too.
-
-    The arguments are those of `AsyncClient`.
-    """
+    """Makes the calls of a client service. The arguments are those of `AsyncClient`."""
 
     def __init__(
         self,
@@ -56,13 +53,19 @@ class AsyncCalls:
         request = requests.generate_request(prompt, options)
         return self._stream(self._stub.GenerateStream, request, timeout_s=options.get("timeout"))
 
-    async def complete_chat(self, messages: Sequence[AnyMessage], **options: Unpack[ChatOptions]) -> Reply:
-        """Answers a whole conversation without a session. It may call tools; see `ChatOptions`."""
-        return await self._chat_turn(messages, options)
+    async def complete_chat(
+        self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
+    ) -> Reply:
+        """Answers a whole conversation, or what is new of a session's. It may call tools; see `ChatOptions`."""
+        request = requests.chat_request(messages, options, session)
+        return responses.reply(await self._call(self._stub.Chat, request, timeout_s=options.get("timeout")))
 
-    def stream_chat(self, messages: Sequence[AnyMessage], **options: Unpack[ChatOptions]) -> AsyncStream:
+    def stream_chat(
+        self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
+    ) -> AsyncStream:
         """`complete_chat`, chunk by chunk."""
-        return self._stream_chat_turn(messages, options)
+        request = requests.chat_request(messages, options, session)
+        return self._stream(self._stub.ChatStream, request, timeout_s=options.get("timeout"))
 
     async def create_session(self, model: str = "", adapter: str = "") -> SessionInfo:
         request = pb.CreateSessionRequest(model=model, adapter=adapter)
@@ -115,16 +118,6 @@ class AsyncCalls:
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    async def _chat_turn(self, messages: Sequence[AnyMessage], options: ChatOptions, session_id: str = "") -> Reply:
-        request = requests.chat_request(messages, options, session_id)
-        return responses.reply(await self._call(self._stub.Chat, request, timeout_s=options.get("timeout")))
-
-    def _stream_chat_turn(
-        self, messages: Sequence[AnyMessage], options: ChatOptions, session_id: str = ""
-    ) -> AsyncStream:
-        request = requests.chat_request(messages, options, session_id)
-        return self._stream(self._stub.ChatStream, request, timeout_s=options.get("timeout"))
 
     async def _call(
         self,

@@ -103,7 +103,7 @@ class AsyncChat:
         session_id = await self._session.open()
         # If no answer comes, the service may have kept the turn all the same.
         self._conversation.begin()
-        reply = await self._client._chat_turn(messages, merged, session_id)
+        reply = await self._client.complete_chat(messages, session=session_id, **merged)
         self._conversation.end(reply.usage)
         return reply
 
@@ -112,7 +112,7 @@ class AsyncChat:
         await self._settle()
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
-        self._running = self._client._stream_chat_turn(messages, merged, await self._session.open())
+        self._running = self._client.stream_chat(messages, session=await self._session.open(), **merged)
         self._conversation.begin(self._running)
         return self._running
 

@@ -24,10 +24,7 @@ Answered = TypeVar("Answered", bound=ProtoMessage)
 
 
 class Calls:
-    """Makes the calls of a client service. `Client` adds the sessions and chats, which make them, too.
-
-    The arguments are those of `Client`.
-    """
+    """Makes the calls of a client service. The arguments are those of `Client`."""
 
     def __init__(
         self,
@@ -57,13 +54,19 @@ class Calls:
         request = requests.generate_request(prompt, options)
         return self._stream(self._stub.GenerateStream, request, timeout_s=options.get("timeout"))
 
-    def complete_chat(self, messages: Sequence[AnyMessage], **options: Unpack[ChatOptions]) -> Reply:
-        """Answers a whole conversation without a session. It may call tools; see `ChatOptions`."""
-        return self._chat_turn(messages, options)
+    def complete_chat(
+        self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
+    ) -> Reply:
+        """Answers a whole conversation, or what is new of a session's. It may call tools; see `ChatOptions`."""
+        request = requests.chat_request(messages, options, session)
+        return responses.reply(self._call(self._stub.Chat, request, timeout_s=options.get("timeout")))
 
-    def stream_chat(self, messages: Sequence[AnyMessage], **options: Unpack[ChatOptions]) -> Stream:
+    def stream_chat(
+        self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
+    ) -> Stream:
         """`complete_chat`, chunk by chunk."""
-        return self._stream_chat_turn(messages, options)
+        request = requests.chat_request(messages, options, session)
+        return self._stream(self._stub.ChatStream, request, timeout_s=options.get("timeout"))
 
     def create_session(self, model: str = "", adapter: str = "") -> SessionInfo:
         request = pb.CreateSessionRequest(model=model, adapter=adapter)
@@ -116,14 +119,6 @@ class Calls:
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _chat_turn(self, messages: Sequence[AnyMessage], options: ChatOptions, session_id: str = "") -> Reply:
-        request = requests.chat_request(messages, options, session_id)
-        return responses.reply(self._call(self._stub.Chat, request, timeout_s=options.get("timeout")))
-
-    def _stream_chat_turn(self, messages: Sequence[AnyMessage], options: ChatOptions, session_id: str = "") -> Stream:
-        request = requests.chat_request(messages, options, session_id)
-        return self._stream(self._stub.ChatStream, request, timeout_s=options.get("timeout"))
 
     def _call(
         self,

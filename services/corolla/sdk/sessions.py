@@ -107,7 +107,7 @@ class Chat:
         session_id = self._session.session_id
         # If no answer comes, the service may have kept the turn all the same.
         self._conversation.begin()
-        reply = self._client._chat_turn(messages, merged, session_id)
+        reply = self._client.complete_chat(messages, session=session_id, **merged)
         self._conversation.end(reply.usage)
         return reply
 
@@ -116,7 +116,7 @@ class Chat:
         self._settle()
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
-        self._running = self._client._stream_chat_turn(messages, merged, self._session.session_id)
+        self._running = self._client.stream_chat(messages, session=self._session.session_id, **merged)
         self._conversation.begin(self._running)
         return self._running
 
