@@ -78,9 +78,9 @@ _INDEX: ContextVar[int] = ContextVar("index", default=0)
 class WatchedAnswering(Answering):
     """The real one, which lets us see which session is whose."""
 
-    async def _stream_completion(self, job: Any, shared: Any, index: int) -> AsyncGenerator[Sequence[Delta], None]:
+    async def _stream_completion(self, job: Any, index: int) -> AsyncGenerator[Sequence[Delta], None]:
         _INDEX.set(index)
-        async with aclosing(super()._stream_completion(job, shared, index)) as all_deltas:
+        async with aclosing(super()._stream_completion(job, index)) as all_deltas:
             async for deltas in all_deltas:
                 yield deltas
 
@@ -239,7 +239,7 @@ class Caller:
         )  # fmt: skip
         try:
             if is_chat:
-                deltas = answering.continue_session(
+                deltas = answering.answer(
                     request, lambda record: self._next_prompt(answer, record), lambda record, text: None
                 )
                 async with aclosing(deltas):
@@ -247,7 +247,7 @@ class Caller:
                         self._take(answer, 0, delta)
             else:
                 self._expect(answer, turn.new_ids)
-                deltas = answering.complete(request, lambda: turn.new_ids)
+                deltas = answering.answer(request, lambda record: (0, turn.new_ids), lambda record, text: None)
                 async with aclosing(deltas):
                     async for index, delta in deltas:
                         self._take(answer, index, delta)

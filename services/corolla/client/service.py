@@ -193,10 +193,7 @@ class ClientService:
         )
         clock = asyncio.get_running_loop().time
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
-        sessions = ChainSessions(
-            routes, plane, replace(_limits(settings), short_factor_length=checkpoint.short_factor_length),
-            self._on_recovery,
-        )  # fmt: skip
+        sessions = ChainSessions(routes, plane, _limits(settings, checkpoint), self._on_recovery)
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
@@ -216,7 +213,6 @@ class ClientService:
                 checkpoint.context_length,
                 settings.default_max_tokens,
                 end_token_ids,
-                checkpoint.vocab_size,
                 may_speculate=not recurrent_layers(checkpoint.config),
             ),
             self._quotas,
@@ -349,7 +345,7 @@ def _tokens(settings: ClientSettings, bounds: ClientBounds) -> Tokens | None:
     return Tokens(rules, keys)
 
 
-def _limits(settings: ClientSettings) -> ChainLimits:
+def _limits(settings: ClientSettings, checkpoint: Checkpoint) -> ChainLimits:
     return ChainLimits(
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         prefill_chunk_tokens_during_decode=max(1, settings.prefill_chunk_tokens // _FEWER_DURING_DECODE),
@@ -358,4 +354,5 @@ def _limits(settings: ClientSettings) -> ChainLimits:
         recovery_patience_s=settings.recovery_patience_s,
         merges_replayed_steps=settings.merge_replayed_steps,
         max_microbatches=settings.max_microbatches,
+        short_factor_length=checkpoint.short_factor_length,
     )

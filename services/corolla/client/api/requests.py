@@ -36,10 +36,7 @@ _SPECULATION_MODES: Final[dict[pb.SpeculationMode.ValueType, SpeculationMode | N
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation to answer; in a session, what is new of it.
-
-    `expected_turns`: the turn is made only if the session has had so many; None: in any case.
-    """
+    """A conversation to answer; in a session, what is new of it. `expected_turns`: that the session has had."""
 
     messages: tuple[Message, ...]
     setting: ChatSetting
@@ -81,29 +78,23 @@ class RequestParser:
         setting = conversations.setting(message, self.reserved_names)
         rules = conversations.call_rules(message, setting.tools)
         begun = "".join(messages[-1].content if messages else ()) if setting.continues_last else None
-        prompt = ChatPrompt(messages, setting, _given(message, "expected_turns"))
-        speech = Speech(self.speech_format, rules, begun)
-        request = self._request(message, caller, adapter, prompt, speech)
+        prompt = ChatPrompt(messages, setting, _given(message, "expected_turns") if message.session_id else None)
+        request = self._request(message, caller, adapter, prompt, Speech(self.speech_format, rules, begun))
         if not request.session_id:
             check_conversation(messages, setting)
         return request
 
     def _text_prompt(self, message: pb.GenerateRequest) -> str | Sequence[int]:
-        match message.WhichOneof("prompt"):
-            case "text":
-                if not message.text:
-                    raise InvalidRequest("text", "must not be empty")
-                return message.text
-            case "tokens":
-                if len(message.tokens.ids) > self.context_length:
-                    raise ContextLengthExceeded(
-                        "prompt", f"exceeds the model's context of {self.context_length} tokens"
-                    )
-                if not message.tokens.ids:
-                    raise InvalidRequest("tokens.ids", "must not be empty")
-                return token_ids("tokens.ids", message.tokens.ids, self.vocab_size)
-            case _:
-                raise InvalidRequest("prompt", "one of text and tokens must be set")
+        kind = message.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidRequest("prompt", "one of text and tokens must be set")
+        if not (message.text or message.tokens.ids):
+            raise InvalidRequest("text" if kind == "text" else "tokens.ids", "must not be empty")
+        if kind == "text":
+            return message.text
+        if len(message.tokens.ids) > self.context_length:
+            raise ContextLengthExceeded("prompt", f"exceeds the model's context of {self.context_length} tokens")
+        return token_ids("tokens.ids", message.tokens.ids, self.vocab_size)
 
     def _request(
         self, message: AnyMessage, caller: Caller, adapter: str, prompt: _Prompt, speech: Speech | None
@@ -224,12 +215,12 @@ def _response_format(given: pb.ResponseFormat) -> AnswerFormat | None:
             return None
 
 
-def _resumption(message: AnyMessage, vocab_size: int) -> Resumption | None:
+def _resumption(message: AnyMessage, vocab_size: int) -> Resumption:
     received_ids = token_ids("received.ids", message.received.ids, vocab_size)
     if not message.request_id:
         if message.resume_from_index or received_ids:
             raise InvalidRequest("request_id", "must be the one with which the answer began")
-        return None
+        return Resumption()
     if not REQUEST_ID.fullmatch(message.request_id):
         raise InvalidRequest("request_id", "must be 1 to 64 letters, digits, dots, dashes or underscores")
     if received_ids and len(received_ids) != message.resume_from_index:

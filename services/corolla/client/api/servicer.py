@@ -80,10 +80,7 @@ class GenerationServicer:
 
     async def Generate(self, message: pb.GenerateRequest, call: Call[KeyHolder]) -> pb.GenerateResponse:
         request = self._requests.text(message, *self._caller(Scope.GENERATE, message, call))
-        completions: dict[int, replies.Collected] = {}
-        async with aclosing(self._text_answers(request, call)) as deltas:
-            async for index, delta in deltas:
-                completions.setdefault(index, replies.Collected()).add(delta)
+        answers = await _collected(self._text_answers(request, call))
         return pb.GenerateResponse(
             model=self._names.with_adapter(request.adapter),
             completions=[
@@ -94,7 +91,7 @@ class GenerationServicer:
                     finish_reason=collected.finish_reason,
                     logprobs=replies.logprobs(self._tokenizer, collected.tokens),
                 )
-                for index, collected in sorted(completions.items())
+                for index, collected in answers
             ],
             usage=replies.usage(request.caller.usage),
         )
@@ -120,38 +117,23 @@ class GenerationServicer:
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.transcript:
                 raise InvalidRequest("session_id", "this session holds a conversation; continue it with Chat")
-            is_first = not record.token_log
-            return len(record.token_log), [
-                *record.token_log,
-                *self._prompt_ids(request.prompt, add_special_tokens=is_first),
-            ]
+            new_ids = request.prompt
+            if isinstance(new_ids, str):
+                new_ids = self._tokenizer.encode(
+                    new_ids, add_special_tokens=not record.token_log, max_tokens=self._model.context_length
+                )
+                if not new_ids:
+                    raise InvalidRequest("text", "must give at least one token")
+            return len(record.token_log), [*record.token_log, *new_ids]
 
-        if request.session_id:
-            deltas = self._answering.continue_session(request, next_prompt, lambda record, answer: None)
-        else:
-            encode = partial(self._prompt_ids, request.prompt, add_special_tokens=True)
-            deltas = self._answering.complete(request, encode)
-        return _with_good_key(call, deltas)
-
-    def _prompt_ids(self, prompt: str | Sequence[int], *, add_special_tokens: bool) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        token_ids = self._tokenizer.encode(
-            prompt, add_special_tokens=add_special_tokens, max_tokens=self._model.context_length
-        )
-        if not token_ids:
-            raise InvalidRequest("text", "must give at least one token")
-        return token_ids
+        return _with_good_key(call, self._answering.answer(request, next_prompt, lambda record, answer: None))
 
     # --- conversations --------------------------------------------------------------------------------------------
 
     async def Chat(self, message: pb.ChatRequest, call: Call[KeyHolder]) -> pb.ChatResponse:
         request = self._requests.chat(message, *self._caller(Scope.CHAT, message, call))
-        answers: dict[int, replies.Collected] = {}
-        async with aclosing(self._chat_answers(request, call)) as deltas:
-            async for index, delta in deltas:
-                answers.setdefault(index, replies.Collected()).add(delta)
-        first, *others = [replies.chat_completion(self._tokenizer, *each) for each in sorted(answers.items())]
+        answers = await _collected(self._chat_answers(request, call))
+        first, *others = [replies.chat_completion(self._tokenizer, *each) for each in answers]
         return pb.ChatResponse(
             model=self._names.with_adapter(request.adapter),
             message=first.message,
@@ -168,14 +150,10 @@ class GenerationServicer:
         async with aclosing(self._chat_answers(request, call)) as deltas:
             async for index, delta in deltas:
                 num_open -= delta.finish_reason is not None
-                chunk = replies.chat_chunk(self._tokenizer, index, delta)
-                if not num_open:
-                    chunk.usage.CopyFrom(replies.usage(request.caller.usage))
-                yield chunk
+                yield replies.chat_chunk(self._tokenizer, index, delta, None if num_open else request.caller.usage)
 
     def _chat_answers(self, request: ChatRequest, call: Call[KeyHolder]) -> Answers:
         messages, setting = request.prompt.messages, request.prompt.setting
-        max_tokens = self._model.context_length
 
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.token_log and not record.transcript:
@@ -183,17 +161,14 @@ class GenerationServicer:
             request.prompt.check_turns(record.num_turns)
             earlier = conversations.recorded(record)
             check_conversation([*earlier, *messages] if setting.continues_last else messages, setting)
-            return self._chat.next_turn_ids(record.token_log, earlier, messages, setting, max_tokens=max_tokens)
+            return self._chat.next_turn_ids(
+                record.token_log, earlier, messages, setting, max_tokens=self._model.context_length
+            )
 
         def record_turn(record: router_pb2.SessionRecord, answer: Message) -> None:
             conversations.record_messages(record, messages, answer, setting, self._speech_format.reasoning)
 
-        if request.session_id:
-            deltas = self._answering.continue_session(request, next_prompt, record_turn)
-        else:
-            encode = partial(self._chat.prompt_ids, messages, setting, max_tokens=max_tokens)
-            deltas = self._answering.complete(request, encode)
-        return _with_good_key(call, deltas)
+        return _with_good_key(call, self._answering.answer(request, next_prompt, record_turn))
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
@@ -305,11 +280,9 @@ class GenerationServicer:
     def _caller(
         self, scope: Scope, message: AnyMessage, call: Call[KeyHolder], *, is_streamed: bool = False
     ) -> tuple[Caller, str]:
-        """Who asks, and with which adapter. Only names are read of the message of somebody who may not ask.
+        """Who asks, and with which adapter. Of a message whose sender may not ask, only names are read.
 
-        Raises:
-            ModelNotFound, InvalidRequest: see `ModelNames.adapter_of`.
-            ScopeDenied: the caller's key is for other calls, or other models.
+        Raises ModelNotFound, InvalidRequest, ScopeDenied.
         """
         limits = self._quotas.limits(call.caller.tenant)
         usage = Usage(withholds_cached_tokens=limits.withhold_cached_tokens)
@@ -331,6 +304,15 @@ class GenerationServicer:
             until_s = asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
         trace = trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None
         return Caller(tenant, usage, until_s, trace, is_streamed, limits.answer_seconds), adapter
+
+
+async def _collected(deltas: Answers) -> list[tuple[int, replies.Collected]]:
+    """Whole answers, by their index."""
+    answers: dict[int, replies.Collected] = {}
+    async with aclosing(deltas):
+        async for index, delta in deltas:
+            answers.setdefault(index, replies.Collected()).add(delta)
+    return sorted(answers.items())
 
 
 async def _with_good_key(call: Call[KeyHolder], deltas: Answers) -> Answers:

@@ -43,7 +43,8 @@ from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 from corolla.wire.adapter_version import AdapterVersion
 
 NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
-"""A session's record to its new token log, and how many of its first tokens are those of the old one."""
+"""A session's record to its new token log, and how many of its first tokens are those of the old one. The record of a
+request without a session is empty."""
 
 RecordTurn = Callable[[router_pb2.SessionRecord, Message], None]
 """Writes a finished turn's answer into the record."""
@@ -75,7 +76,6 @@ class ModelLimits:
     context_length: int
     default_max_tokens: int
     eos_token_ids: frozenset[int]
-    vocab_size: int
     may_speculate: bool = True
 
 
@@ -101,6 +101,7 @@ class _Completion:
     meter: RequestMeter
     until_s: float
     adapter: AdapterVersion | None
+    shared: SharedPrompt
 
 
 class Answering:
@@ -134,24 +135,32 @@ class Answering:
         self._metrics = metrics
         self._traces = traces or RequestTraces()
 
-    async def complete(
-        self, request: AnyRequest, encode: Callable[[], Sequence[int]]
+    def answer(
+        self, request: AnyRequest, next_prompt: NextPrompt, record_turn: RecordTurn
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Answers a prompt once or several times, in sessions that end with the answer. The prompt is processed once.
+        """Answers a prompt: as the next turn of the request's session, or without one, once or several times.
 
         Args:
-            encode: gives the prompt's ids, before the request is admitted: a wrong prompt is refused at once.
+            next_prompt: is called before the request is admitted: a wrong prompt is refused at once.
 
         Yields:
             `(index, delta)` as they come; of each index the last has a finish reason.
         """
+        if request.session_id:
+            return self._continue_session(request, next_prompt, record_turn)
+        return self._complete(request, next_prompt)
+
+    async def _complete(self, request: AnyRequest, next_prompt: NextPrompt) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Answers in sessions that end with the answer. The prompt is processed once."""
         until_s = request.caller.waits_until_s(request.time_limit_s)
         num_completions = request.num_completions
         async with AsyncExitStack() as stack:
             allowance, ticket, meter = await stack.enter_async_context(self._entered(request))
             adapter = await self._adapters.resolve(request.adapter, request.caller.tenant)
-            prompt_ids = await self._in_thread(encode)
-            job = _Completion(request, prompt_ids, self._max_tokens(len(prompt_ids), request), meter, until_s, adapter)
+            _, prompt_ids = await self._in_thread(next_prompt, router_pb2.SessionRecord())
+            max_tokens = self._max_tokens(len(prompt_ids), request)
+            shared = SharedPrompt(num_completions - 1)
+            job = _Completion(request, prompt_ids, max_tokens, meter, until_s, adapter, shared)
             if (end := (await self._begun_answer(prompt_ids, job.max_tokens, request)).finish_reason) is not None:
                 # All tokens had come but the word that they are all.
                 meter.count_prompt(len(prompt_ids), len(prompt_ids), 0)
@@ -160,24 +169,23 @@ class Answering:
                 return
             await allowance.take_prompt(len(prompt_ids), len(prompt_ids) + num_completions * job.max_tokens)
             await ticket.admitted()
-            unsent = UnsentDeltas(request.resumption)
-            shared = SharedPrompt(num_completions - 1)
             if num_completions == 1:
-                only = self._stream_completion(job, shared, 0)
+                unsent = UnsentDeltas(request.resumption)
+                only = self._stream_completion(job, 0)
                 async for deltas in await stack.enter_async_context(aclosing(only)):
                     meter.count_tokens(0, len(deltas))
                     if (left := unsent.select(deltas)) is not None:
                         meter.count_finish(left.finish_reason)
                         yield 0, left
                 return
-            streams = [self._stream_completion(job, shared, index) for index in range(num_completions)]
+            streams = [self._stream_completion(job, index) for index in range(num_completions)]
             async for index, deltas in await stack.enter_async_context(aclosing(merge(streams))):
                 meter.count_tokens(index, len(deltas))
                 delta = joined(deltas)
                 meter.count_finish(delta.finish_reason)
                 yield index, delta
 
-    async def continue_session(
+    async def _continue_session(
         self, request: AnyRequest, next_prompt: NextPrompt, record_turn: RecordTurn
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Runs one turn of the request's session. If it does not finish, the session stays as it was before.
@@ -196,7 +204,7 @@ class Answering:
                     self._transcripts.turn(session_id, tenant, turn_name, allowance.limits.stored_session_bytes)
                 )
             record = turn.record
-            if request.resumption is not None and record.last_turn == turn_name:
+            if turn_name and record.last_turn == turn_name:
                 for delta in request.resumption.unsent_of(await self._last_answer(record, request)):
                     yield 0, delta
                 return
@@ -266,9 +274,10 @@ class Answering:
     async def _check_form(self, request: AnyRequest) -> None:
         """Refuses a form that no answer could have, before the request is admitted."""
         if request.form is not None:
-            if len(request.received_ids) > self._limits.context_length:
+            received_ids = request.resumption.received_ids
+            if len(received_ids) > self._limits.context_length:
                 raise ContextLengthExceeded("received.ids", "are more than the model's context")
-            await self._grammars.admit(request.caller.tenant, request.form, request.received_ids)
+            await self._grammars.admit(request.caller.tenant, request.form, received_ids)
 
     async def _check_turn(self, request: AnyRequest, next_prompt: NextPrompt) -> None:
         """Refuses a turn before it waits for what it would be refused for at its turn: sessions only grow."""
@@ -287,9 +296,7 @@ class Answering:
         num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
         return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), request)
 
-    async def _stream_completion(
-        self, job: _Completion, shared: SharedPrompt, index: int
-    ) -> AsyncGenerator[Sequence[Delta], None]:
+    async def _stream_completion(self, job: _Completion, index: int) -> AsyncGenerator[Sequence[Delta], None]:
         """One of the answers to a prompt, in a session that ends with it."""
         answer = await self._begun_answer(job.prompt_ids, job.max_tokens, job.request)
         sampler = self._sampler(job.request, job.prompt_ids, job.max_tokens, router_pb2.SessionRecord(), index)
@@ -301,16 +308,16 @@ class Answering:
                 _check_drafts(session, job.request)
                 await session.restore(text_ids)
                 job.meter.count_prompt(len(job.prompt_ids), min(session.position, len(job.prompt_ids)), 0)
-                shared.source.set_result(session)
-                prefill = partial(shared.prefill, session, text_ids[session.position :])
+                job.shared.source.set_result(session)
+                prefill = partial(job.shared.prefill, session, text_ids[session.position :])
             else:
-                source = await shared.source
+                source = await job.shared.source
                 try:
                     session = await stack.enter_async_context(self._open(job, text_ids, sampler, source.chain))
-                    prefill = partial(shared.fork, session, text_ids)
+                    prefill = partial(job.shared.fork, session, text_ids)
                 except CorollaError:
                     # There is no room left on that chain, perhaps on another one.
-                    shared.release()
+                    job.shared.release()
                     session = await stack.enter_async_context(self._open(job, text_ids, sampler, None))
                     await session.restore(text_ids)
                     prefill = partial(session.prefill, text_ids[session.position :])
@@ -370,13 +377,12 @@ class Answering:
 
         What comes of the answer already was drawn from it, too. Of several answers each has a seed of its own.
         """
-        params, received_ids = request.sampling, request.received_ids
+        params, received_ids = request.sampling, request.resumption.received_ids
         state, num_draws = record.sampler_state, record.num_draws_since_state
         if params.seed is not None:
             state, num_draws = b"", 0
             params = replace(params, seed=params.seed + index)
-        if request.resumption is not None:
-            params = request.resumption.seeded(params, request.caller.tenant)
+        params = request.resumption.seeded(params, request.caller.tenant)
         return SamplerRecord(
             params,
             secrets.randbits(64) if params.seed is None else params.seed,
@@ -408,12 +414,7 @@ class Answering:
         )
 
     async def _begun_answer(self, prompt_ids: Sequence[int], max_tokens: int, request: AnyRequest) -> Answer:
-        """As `_answer`. The text of tokens that have come is made in a thread: all answers share the event loop."""
-        if request.resumption is None:
-            return self._answer(prompt_ids, max_tokens, request)
-        return await self._in_thread(self._answer, prompt_ids, max_tokens, request)
-
-    def _answer(self, prompt_ids: Sequence[int], max_tokens: int, request: AnyRequest) -> Answer:
+        """An answer with the tokens that have come of it."""
         decider = StopDecider(
             max_new_tokens=max_tokens,
             eos_token_ids=self._limits.eos_token_ids,
@@ -421,8 +422,9 @@ class Answering:
             time_limit_s=request.time_limit_s,
         )
         answer = self._new_answer(prompt_ids, decider, request)
-        if request.resumption is not None:
-            request.resumption.replay_into(answer)
+        if request.resumption.received_ids:
+            # Text is made of them in a thread: all answers share the event loop.
+            await self._in_thread(request.resumption.replay_into, answer)
         return answer
 
     def _new_answer(self, prompt_ids: Sequence[int], decider: StopDecider, request: AnyRequest) -> Answer:
@@ -438,7 +440,7 @@ class Answering:
     ) -> tuple[Answer, AnyRequest]:
         """An answer that continues, so that the session reaches its end though its caller may have all tokens."""
         answer = await self._begun_answer(prompt_ids, max_tokens, request)
-        if request.resumption is None or answer.finish_reason is None:
+        if answer.finish_reason is None:
             return answer, request
         request = replace(request, resumption=request.resumption.without_last())
         return await self._begun_answer(prompt_ids, max_tokens, request), request
@@ -455,8 +457,8 @@ class Answering:
 
 def _check_drafts(session: ChainSession, request: AnyRequest) -> None:
     """Raises InvalidRequest where a draft model is asked for and there is none. What has begun goes on without one."""
-    has_begun = request.resumption is not None and request.resumption.num_received > 0
-    if request.speculation.mode is SpeculationMode.DRAFT_MODEL and not (has_begun or session.has_draft_model):
+    may_lack_one = session.has_draft_model or request.resumption.num_received > 0
+    if request.speculation.mode is SpeculationMode.DRAFT_MODEL and not may_lack_one:
         raise InvalidRequest("speculation.mode", "this model has no draft model; prompt lookup needs none")
 
 

@@ -1,6 +1,5 @@
 """A caller's request for answers to one prompt, as every step from its message to its tokens shares it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -23,7 +22,6 @@ class AnswerRequest(Generic[Prompt]):
         session_id: of the session that the answer continues; empty: of none.
         adapter: its name; empty: the session's, or none.
         max_tokens: None leaves it to the service.
-        resumption: None for a request without a name.
         cache_salt: what is computed is shared only where it is the same.
         speech: None where an answer is text and nothing else.
         form: None where any text will do.
@@ -42,20 +40,15 @@ class AnswerRequest(Generic[Prompt]):
     ignore_eos: bool
     time_limit_s: float | None = None
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
-    resumption: Resumption | None = None
+    resumption: Resumption = field(default_factory=Resumption)
     cache_salt: bytes = b""
     speech: Speech | None = None
     form: AnswerFormat | None = None
 
     @property
     def turn_name(self) -> str:
-        """See `Resumption.turn_name`; empty for a request without a name."""
-        return "" if self.resumption is None else self.resumption.turn_name(self.caller.tenant)
-
-    @property
-    def received_ids(self) -> Sequence[int]:
-        """The tokens of the answer that its caller still has."""
-        return () if self.resumption is None else self.resumption.received_ids
+        """See `Resumption.turn_name`."""
+        return self.resumption.turn_name(self.caller.tenant)
 
 
 AnyRequest = AnswerRequest[Any]

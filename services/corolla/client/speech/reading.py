@@ -96,11 +96,7 @@ class Speech:
         return frozenset(special_ids[mark] for mark in marks if mark in special_ids)
 
     def parser(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], turn_name: str = "") -> AnswerParser | None:
-        """A new parser for an answer to this prompt; None where all of it is text.
-
-        Args:
-            turn_name: of a request that may be made again; its calls have the same ids then.
-        """
+        """A new parser for an answer to this prompt; None where all of it is text. A named turn has its ids again."""
         names = frozenset(tool.name for tool in self.rules.tools)
         most_calls = self.rules.most_calls
         calls, reasoning = self.format.calls, self.format.reasoning

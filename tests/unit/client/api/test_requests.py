@@ -49,17 +49,13 @@ class ClosingAnswering:
         self._message = message
         self.requests: list[AnyRequest] = []
 
-    async def complete(self, request: AnyRequest, encode: Any) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def answer(
+        self, request: AnyRequest, next_prompt: Any, record_turn: Any
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
         self._message.is_closed = True
         self.requests.append(request)
         for index in range(request.num_completions):
             yield index, Delta((), "Hi", FinishReason.EOS)
-
-    async def continue_session(
-        self, request: AnyRequest, next_prompt: Any, record_turn: Any
-    ) -> AsyncGenerator[tuple[int, Delta], None]:
-        async for each in self.complete(request, None):
-            yield each
 
 
 async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list[tuple[AnyRequest, Any]]:
@@ -69,7 +65,7 @@ async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list
     parts: dict[str, Any] = {
         "quotas": SimpleNamespace(limits=lambda tenant: TenantLimits(answer_seconds=5)),
         "answering": answering,
-        "chat": SimpleNamespace(reserved_names=frozenset(), prompt_ids=list),
+        "chat": SimpleNamespace(reserved_names=frozenset()),
     }
     servicer = GenerationServicer(
         pb.Model(name="m", vocab_size=10, context_length=100),
@@ -147,7 +143,7 @@ def test_a_request_has_what_its_message_says(make: Callable[..., Any], operation
     assert request.operation == operation
     assert request.resumption == Resumption("a", 1, (7,))
     assert request.turn_name == Resumption("a").turn_name("acme")
-    assert request.received_ids == (7,)
+    assert parsed(make()).turn_name == ""
     assert request.cache_salt == SALTS.of("acme", "s")
 
 
