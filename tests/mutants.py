@@ -105,7 +105,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "token_beyond_vocabulary",
-        "services/corolla/client/api/validation.py",
+        "services/corolla/client/api/requests.py",
         "(largest := max(checked)) >= vocab_size",
         "(largest := max(checked)) > vocab_size",
         ("tests/unit/client", "tests/integration/test_bad_input.py"),

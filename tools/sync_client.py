@@ -1,7 +1,8 @@
 """Writes the blocking Python client from the one for asyncio: `python tools/sync_client.py services/corolla/sdk`.
 
-The sources are `async_client.py` and `async_sessions.py`. Words are replaced and `async` and `await` left out, as
-httpcore's `unasync.py` does; what differs for other reasons stands in `streams.py` and `transport.py`, by hand.
+The sources are `async_calls.py`, `async_client.py` and `async_sessions.py`. Words are replaced and `async` and `await`
+left out, as httpcore's `unasync.py` does; what differs for other reasons stands in `streams.py` and `transport.py`, by
+hand.
 """
 
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 
 SDK = Path(__file__).resolve().parent.parent / "services" / "corolla" / "sdk"
 
-WRITTEN = {"client.py": "async_client.py", "sessions.py": "async_sessions.py"}
+WRITTEN = {f"{name}.py": f"async_{name}.py" for name in ("calls", "client", "sessions")}
 
 # In this order.
 REPLACED = (
@@ -22,7 +23,7 @@ REPLACED = (
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\bawait ", ""),
     (r"__a(enter|exit)__", r"__\1__"),
-    (r"\bAsync(Client|Session|Chat|Stream|ApiKey)\b", r"\1"),
+    (r"\bAsync(Calls|Client|Session|Chat|Stream|ApiKey)\b", r"\1"),
     (r"\basync_(begun|call_metadata)\b", r"\1"),
     (r"corolla\.sdk\.async_", "corolla.sdk."),
     (r"from grpc import aio\n", ""),

@@ -16,7 +16,8 @@ from corolla.chassis.errors import CorollaError, SessionBusy
 from corolla.client.generation.admission import Caller as RequestCaller
 from corolla.client.generation.admission import Usage
 from corolla.client.generation.answer import Delta
-from corolla.client.generation.answering import Answering, AnswerOptions
+from corolla.client.generation.answering import Answering
+from corolla.client.generation.request import AnswerRequest
 from corolla.decoding.parameters import SpeculationMode, SpeculationOptions
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import router_pb2
@@ -77,11 +78,9 @@ _INDEX: ContextVar[int] = ContextVar("index", default=0)
 class WatchedAnswering(Answering):
     """The real one, which lets us see which session is whose."""
 
-    async def _stream_completion(
-        self, job: Any, options: AnswerOptions, shared: Any, index: int
-    ) -> AsyncGenerator[Sequence[Delta], None]:
+    async def _stream_completion(self, job: Any, index: int) -> AsyncGenerator[Sequence[Delta], None]:
         _INDEX.set(index)
-        async with aclosing(super()._stream_completion(job, options, shared, index)) as all_deltas:
+        async with aclosing(super()._stream_completion(job, index)) as all_deltas:
             async for deltas in all_deltas:
                 yield deltas
 
@@ -229,26 +228,26 @@ class Caller:
     async def _answer(self, answer: Answer, answering: Any, session_id: str) -> None:
         ASKING.set(answer)
         turn = answer.turn
-        caller = RequestCaller(self._conversation.tenant, 100, answer.usage)
-        options = AnswerOptions(
-            sampling=turn.params, max_tokens=turn.max_tokens, stop_sequences=(), ignore_eos=turn.ignores_eos,
-            time_limit_s=None,
+        is_chat = self._conversation.is_chat
+        request = AnswerRequest(
+            caller=RequestCaller(self._conversation.tenant, answer.usage), prompt=turn.new_ids, num_bytes=100,
+            session_id=session_id if is_chat else "", num_completions=1 if is_chat else turn.num_completions,
+            sampling=turn.params, max_tokens=turn.max_tokens, ignore_eos=turn.ignores_eos,
             speculation=SpeculationOptions(
                 SpeculationMode.PROMPT_LOOKUP if turn.draft_tokens else SpeculationMode.OFF, turn.draft_tokens or None
             ),
         )  # fmt: skip
         try:
-            if self._conversation.is_chat:
-                deltas = answering.continue_session(
-                    caller, session_id, lambda record: self._next_prompt(answer, record), lambda record, text: None,
-                    options,
-                )  # fmt: skip
+            if is_chat:
+                deltas = answering.answer(
+                    request, lambda record: self._next_prompt(answer, record), lambda record, text: None
+                )
                 async with aclosing(deltas):
                     async for _, delta in deltas:
                         self._take(answer, 0, delta)
             else:
                 self._expect(answer, turn.new_ids)
-                deltas = answering.complete(caller, lambda: turn.new_ids, options, turn.num_completions)
+                deltas = answering.answer(request, lambda record: (0, turn.new_ids), lambda record, text: None)
                 async with aclosing(deltas):
                     async for index, delta in deltas:
                         self._take(answer, index, delta)

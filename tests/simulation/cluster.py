@@ -224,7 +224,7 @@ class Client:
             self.sessions,
             self.transcripts,
             ToyTokenizer(),
-            ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id]), scenario.model.vocab_size),
+            ModelLimits(4096, 16, frozenset([scenario.model.eos_token_id])),
             QuotaKeeper(None, metrics),
             Admission(64, 64, 1 << 20),
             SpeculationDefaults(max_draft_tokens=3, is_adaptive=False),

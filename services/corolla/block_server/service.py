@@ -108,7 +108,9 @@ class BlockServer:
         self.server_id = secrets.token_hex(16)
         self.registry = new_registry()
         self._metrics = BlockServerMetrics(self.registry)
-        self._metrics_endpoint = MetricsEndpoint(self.registry, settings.metrics_host, settings.metrics_port)
+        self._metrics_endpoint = MetricsEndpoint(
+            self.registry, settings.metrics_host, settings.metrics_port, lambda: self._rpc.is_serving
+        )
         with ExitStack() as taken:
             taken.callback(self._metrics_endpoint.close)
             self._listener = network.listen(settings.host, settings.port)
@@ -121,7 +123,6 @@ class BlockServer:
                 credentials=network.rpc_credentials(),
             )
             taken.pop_all()
-        self._metrics_endpoint.is_serving = lambda: self._rpc.is_serving
         self._tasks = TaskGroup(self._fail, TaskMetrics(self.registry))
         network.start_renewal(self._tasks)
         self._peers = PeerTable()
@@ -196,6 +197,7 @@ class BlockServer:
     async def start(self) -> None:
         """Takes a span, loads it and serves it."""
         settings, network = self.settings, self._network
+        self._metrics_endpoint.start()
         await self._admin.start()
         checkpoint = await asyncio.to_thread(
             Checkpoint.from_pretrained, settings.model, revision=settings.revision, hub=self._hub

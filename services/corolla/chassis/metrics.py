@@ -155,22 +155,25 @@ class _MetricsServer(ThreadingWSGIServer):
 
 
 class MetricsEndpoint:
-    """Serves `/metrics` of one registry, and `/health`, from a thread of its own. Port 0 takes a free one.
+    """Takes a port at once, 0 a free one; from its start on it serves `/metrics` of one registry, and `/health`.
 
-    Attributes:
-        is_serving: what `/health` answers, with status 200 or 503: for kubelets, which show no certificate.
+    Args:
+        is_serving: what `/health` answers, with status 200 or 503: for kubelets, which show no certificate. A thread of
+            the endpoint's own calls it.
+
+    Raises:
+        StartupError: the port is taken.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        self.is_serving: Callable[[], bool] = lambda: False
+    def __init__(self, registry: CollectorRegistry, host: str, port: int, is_serving: Callable[[], bool]) -> None:
         metrics = make_wsgi_app(registry)
 
         def answer(environ: Any, start_response: Any) -> Any:
             if environ.get("PATH_INFO") != "/health":
                 return metrics(environ, start_response)
-            is_serving = self.is_serving()
-            start_response("200 OK" if is_serving else "503 Service Unavailable", [("Content-Type", "text/plain")])
-            return [b"SERVING\n" if is_serving else b"NOT_SERVING\n"]
+            status, said = ("200 OK", b"SERVING\n") if is_serving() else ("503 Service Unavailable", b"NOT_SERVING\n")
+            start_response(status, [("Content-Type", "text/plain")])
+            return [said]
 
         try:
             self._server = make_server(host, port, answer, _MetricsServer, _Handler)
@@ -180,14 +183,18 @@ class MetricsEndpoint:
             ) from None
         # A stopping event loop waits in `close` for as long as the server looks at its socket only.
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": _POLL_S}, daemon=True)
-        self._thread.start()
         self.port: int = self._server.server_port
 
+    def start(self) -> None:
+        """Serves. Whoever has called before gets an answer now."""
+        self._thread.start()
+
     def close(self) -> None:
-        """Ends the thread and frees the port."""
-        self._server.shutdown()
+        """Ends the thread, if it was started, and frees the port."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
         self._server.server_close()
-        self._thread.join()
 
 
 def _reasons_of_calls(root: type[CorollaError]) -> Iterator[str]:

@@ -115,8 +115,9 @@ class ClientService:
             callers=CallerBounds(settings.max_request_bytes, settings.max_connections, _MAX_CONNECTION_AGE_S),
             credentials=self._certificate.for_rpc_servers() if self._certificate is not None else None,
         )
-        self._metrics_endpoint = MetricsEndpoint(self._registry, settings.metrics_host, settings.metrics_port)
-        self._metrics_endpoint.is_serving = lambda: self._rpc.is_serving
+        self._metrics_endpoint = MetricsEndpoint(
+            self._registry, settings.metrics_host, settings.metrics_port, lambda: self._rpc.is_serving
+        )
         self._rpc_metrics = RpcMetrics(self._registry)
         self._http_metrics = HttpMetrics(self._registry, self._rpc_metrics)
         self._http = self._http_server()
@@ -151,6 +152,7 @@ class ClientService:
     async def start(self) -> None:
         """Loads the tokenizer, and serves."""
         settings, bounds = self.settings, self._bounds
+        self._metrics_endpoint.start()
         self._network.start_renewal(self._tasks)
         for part in (self._certificate, self._tenants, self._quotas):
             if part is not None and part.files is not None:
@@ -191,8 +193,7 @@ class ClientService:
         )
         clock = asyncio.get_running_loop().time
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
-        limits = replace(_limits(settings), short_factor_length=checkpoint.short_factor_length)
-        sessions = ChainSessions(routes, plane, limits, self._on_recovery)
+        sessions = ChainSessions(routes, plane, _limits(settings, checkpoint), self._on_recovery)
         transcripts = self._transcripts = Transcripts(control, settings.session_ttl_s, self._tasks.subgroup())
         chat = self._chat = ChatTemplate(tokenizer, TemplateProcess)
         # A tenant that is alone at the moment has no right to the whole, where others may come.
@@ -212,7 +213,6 @@ class ClientService:
                 checkpoint.context_length,
                 settings.default_max_tokens,
                 end_token_ids,
-                checkpoint.vocab_size,
                 may_speculate=not recurrent_layers(checkpoint.config),
             ),
             self._quotas,
@@ -345,7 +345,7 @@ def _tokens(settings: ClientSettings, bounds: ClientBounds) -> Tokens | None:
     return Tokens(rules, keys)
 
 
-def _limits(settings: ClientSettings) -> ChainLimits:
+def _limits(settings: ClientSettings, checkpoint: Checkpoint) -> ChainLimits:
     return ChainLimits(
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         prefill_chunk_tokens_during_decode=max(1, settings.prefill_chunk_tokens // _FEWER_DURING_DECODE),
@@ -354,4 +354,5 @@ def _limits(settings: ClientSettings) -> ChainLimits:
         recovery_patience_s=settings.recovery_patience_s,
         merges_replayed_steps=settings.merge_replayed_steps,
         max_microbatches=settings.max_microbatches,
+        short_factor_length=checkpoint.short_factor_length,
     )

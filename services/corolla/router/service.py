@@ -90,8 +90,9 @@ class RouterProcess:
                 _SERVICE, servicer, RpcMetrics(metrics_registry), max_request_bytes=settings.max_request_bytes
             ),
         )
-        self._metrics_endpoint = MetricsEndpoint(metrics_registry, settings.metrics_host, settings.metrics_port)
-        self._metrics_endpoint.is_serving = lambda: self._rpc.is_serving
+        self._metrics_endpoint = MetricsEndpoint(
+            metrics_registry, settings.metrics_host, settings.metrics_port, lambda: self._rpc.is_serving
+        )
 
     @property
     def port(self) -> int:
@@ -106,6 +107,7 @@ class RouterProcess:
 
         Later, the router stays SERVING while Redis is away: to restart it would heal nothing.
         """
+        self._metrics_endpoint.start()
         self._network.start_renewal(self._tasks)
         await self._rpc.start()
         await self._wait_for_redis()

@@ -3,22 +3,20 @@
 import asyncio
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import Self, Unpack
 
 from corolla.chassis.errors import CorollaError, SessionBusy
+from corolla.sdk.async_calls import AsyncCalls
 from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation, Turn
 from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt
 from corolla.sdk.results import Generation, Reply, SessionInfo, Usage
 from corolla.sdk.streams import AsyncStream
 
-if TYPE_CHECKING:
-    from corolla.sdk.async_client import AsyncClient
-
 
 class AsyncSession:
     """A sequence that the service keeps: each prompt is appended to what it holds. Made at the first use."""
 
-    def __init__(self, client: "AsyncClient", *, session_id: str | None, model: str, adapter: str = "") -> None:
+    def __init__(self, client: AsyncCalls, *, session_id: str | None, model: str, adapter: str = "") -> None:
         self._client = client
         self._model = model
         self._adapter = adapter
@@ -79,9 +77,7 @@ class AsyncChat:
         print(chat.usage.cached_tokens)
     """
 
-    def __init__(
-        self, client: "AsyncClient", *, system: str | None, session_id: str | None, options: ChatOptions
-    ) -> None:
+    def __init__(self, client: AsyncCalls, *, system: str | None, session_id: str | None, options: ChatOptions) -> None:
         self._client = client
         self._options = options
         self._session = AsyncSession(
@@ -107,7 +103,7 @@ class AsyncChat:
         session_id = await self._session.open()
         # If no answer comes, the service may have kept the turn all the same.
         self._conversation.begin()
-        reply = await self._client._chat_turn(messages, merged, session_id)
+        reply = await self._client.complete_chat(messages, session=session_id, **merged)
         self._conversation.end(reply.usage)
         return reply
 
@@ -116,7 +112,7 @@ class AsyncChat:
         await self._settle()
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
-        self._running = self._client._stream_chat_turn(messages, merged, await self._session.open())
+        self._running = self._client.stream_chat(messages, session=await self._session.open(), **merged)
         self._conversation.begin(self._running)
         return self._running
 

@@ -5,22 +5,20 @@
 import threading
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import Self, Unpack
 
 from corolla.chassis.errors import CorollaError, SessionBusy
+from corolla.sdk.calls import Calls
 from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation, Turn
 from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt
 from corolla.sdk.results import Generation, Reply, SessionInfo, Usage
 from corolla.sdk.streams import Stream
 
-if TYPE_CHECKING:
-    from corolla.sdk.client import Client
-
 
 class Session:
     """A sequence that the service keeps: each prompt is appended to what it holds. Made at the first use."""
 
-    def __init__(self, client: "Client", *, session_id: str | None, model: str, adapter: str = "") -> None:
+    def __init__(self, client: Calls, *, session_id: str | None, model: str, adapter: str = "") -> None:
         self._client = client
         self._model = model
         self._adapter = adapter
@@ -82,7 +80,7 @@ class Chat:
         print(chat.usage.cached_tokens)
     """
 
-    def __init__(self, client: "Client", *, system: str | None, session_id: str | None, options: ChatOptions) -> None:
+    def __init__(self, client: Calls, *, system: str | None, session_id: str | None, options: ChatOptions) -> None:
         self._client = client
         self._options = options
         self._session = Session(
@@ -109,7 +107,7 @@ class Chat:
         session_id = self._session.session_id
         # If no answer comes, the service may have kept the turn all the same.
         self._conversation.begin()
-        reply = self._client._chat_turn(messages, merged, session_id)
+        reply = self._client.complete_chat(messages, session=session_id, **merged)
         self._conversation.end(reply.usage)
         return reply
 
@@ -118,7 +116,7 @@ class Chat:
         self._settle()
         messages = self._conversation.messages(turn)
         merged: ChatOptions = {**self._options, **options}
-        self._running = self._client._stream_chat_turn(messages, merged, self._session.session_id)
+        self._running = self._client.stream_chat(messages, session=self._session.session_id, **merged)
         self._conversation.begin(self._running)
         return self._running
 

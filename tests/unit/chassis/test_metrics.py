@@ -32,10 +32,17 @@ def test_no_two_services_mean_different_things_by_one_name() -> None:
 
 
 @pytest.fixture
-def endpoint() -> Iterator[MetricsEndpoint]:
+def serving() -> set[str]:
+    """Holds something while the service of `endpoint` serves."""
+    return set()
+
+
+@pytest.fixture
+def endpoint(serving: set[str]) -> Iterator[MetricsEndpoint]:
     registry = CollectorRegistry()
     RpcMetrics(registry)
-    endpoint = MetricsEndpoint(registry, "127.0.0.1", 0)
+    endpoint = MetricsEndpoint(registry, "127.0.0.1", 0, lambda: bool(serving))
+    endpoint.start()
     yield endpoint
     endpoint.close()
 
@@ -64,17 +71,18 @@ def test_half_sent_requests_hold_few_threads_and_keep_nobody_from_reading(endpoi
 
 def test_a_port_that_is_taken_is_named(endpoint: MetricsEndpoint) -> None:
     with pytest.raises(StartupError, match=rf"127\.0\.0\.1:{endpoint.port} .*COROLLA_METRICS_PORT"):
-        MetricsEndpoint(CollectorRegistry(), "127.0.0.1", endpoint.port)
+        MetricsEndpoint(CollectorRegistry(), "127.0.0.1", endpoint.port, bool)
 
 
 def test_a_closed_port_is_free_again_though_a_request_was_half_sent() -> None:
-    endpoint = MetricsEndpoint(CollectorRegistry(), "127.0.0.1", 0)
+    endpoint = MetricsEndpoint(CollectorRegistry(), "127.0.0.1", 0, bool)
+    endpoint.start()
     with half_a_request(endpoint):
         endpoint.close()
-        MetricsEndpoint(CollectorRegistry(), "127.0.0.1", endpoint.port).close()
+        MetricsEndpoint(CollectorRegistry(), "127.0.0.1", endpoint.port, bool).close()
 
 
-def test_health_needs_no_certificate(endpoint: MetricsEndpoint) -> None:
+def test_health_needs_no_certificate(endpoint: MetricsEndpoint, serving: set[str]) -> None:
     def asked() -> tuple[int, bytes]:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/health", timeout=30) as response:
@@ -83,5 +91,5 @@ def test_health_needs_no_certificate(endpoint: MetricsEndpoint) -> None:
             return refused.code, refused.read()
 
     assert asked() == (503, b"NOT_SERVING\n")
-    endpoint.is_serving = lambda: True
+    serving.add("corolla")
     assert asked() == (200, b"SERVING\n")

@@ -57,23 +57,17 @@ def _message(given: pb.ChatMessage, field: str) -> Message:
             raise InvalidRequest(f"{field}.{name}", f"must have at most {MAX_ID_CHARS} characters")
     if len(given.tool_calls) > MAX_CALLS:
         raise InvalidRequest(f"{field}.tool_calls", f"must be at most {MAX_CALLS}")
-    return Message(
-        role=given.role,
-        content=tuple(given.content_parts) or given.content,
-        reasoning=given.reasoning,
-        tool_calls=tuple(_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(given.tool_calls)),
-        tool_call_id=given.tool_call_id,
-        name=given.name,
-    )
+    for index, call in enumerate(given.tool_calls):
+        _check_call(call, f"{field}.tool_calls[{index}]")
+    return _as_value(given)
 
 
-def _call(given: pb.ToolCall, field: str) -> ToolCall:
+def _check_call(given: pb.ToolCall, field: str) -> None:
     if not TOOL_NAME.fullmatch(given.name):
         raise InvalidRequest(f"{field}.name", "must be 1 to 64 letters, digits, dashes or underscores")
     if len(given.id) > MAX_ID_CHARS:
         raise InvalidRequest(f"{field}.id", f"must have at most {MAX_ID_CHARS} characters")
     _json_object(given.arguments, f"{field}.arguments")
-    return ToolCall(given.id, given.name, given.arguments)
 
 
 def setting(given: pb.ChatRequest | pb.Conversation, reserved_names: frozenset[str]) -> ChatSetting:
@@ -192,17 +186,17 @@ def _number(number: float, field: str) -> int | float:
 
 def recorded(record: router_pb2.SessionRecord) -> list[Message]:
     """The messages of a session so far."""
-    return [_recorded_message(each) for each in record.transcript]
+    return [_as_value(each) for each in record.transcript]
 
 
-def _recorded_message(written: router_pb2.TranscriptMessage) -> Message:
+def _as_value(given: pb.ChatMessage | router_pb2.TranscriptMessage) -> Message:
     return Message(
-        role=written.role,
-        content=tuple(written.content_parts) or written.content,
-        reasoning=written.reasoning,
-        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in written.tool_calls),
-        tool_call_id=written.tool_call_id,
-        name=written.name,
+        role=given.role,
+        content=tuple(given.content_parts) or given.content,
+        reasoning=given.reasoning,
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in given.tool_calls),
+        tool_call_id=given.tool_call_id,
+        name=given.name,
     )
 
 
@@ -216,7 +210,7 @@ def record_messages(
     """Writes a finished turn's messages into the session's record."""
     written = [*new]
     if chat.continues_last:
-        begun = written.pop() if written else _recorded_message(record.transcript.pop())
+        begun = written.pop() if written else _as_value(record.transcript.pop())
         answer = _continued(begun, answer, reasoning)
     for message in (*written, answer):
         is_text = isinstance(message.content, str)

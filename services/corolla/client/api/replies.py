@@ -75,8 +75,8 @@ def chat_completion(tokenizer: TextTokenizer, index: int, answer: "Collected") -
     )
 
 
-def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta) -> pb.ChatChunk:
-    """What came of one of a chat's answers."""
+def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, counted: Usage | None) -> pb.ChatChunk:
+    """What came of one of a chat's answers; the last chunk of all has what they used."""
     return pb.ChatChunk(
         index=index,
         token_ids=[token.token_id for token in delta.tokens],
@@ -88,6 +88,7 @@ def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta) -> pb.ChatChu
         ],
         logprobs=logprobs(tokenizer, delta.tokens),
         finish_reason=finish_reason(delta.finish_reason),
+        usage=None if counted is None else usage(counted),
     )
 
 

@@ -1,10 +1,9 @@
-"""GenerationService: authenticate, validate, answer."""
+"""GenerationService: whoever may ask is answered."""
 
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -16,24 +15,25 @@ from corolla.chassis.errors import InvalidRequest, ModelNotFound, ScopeDenied, S
 from corolla.chassis.handlers import Call
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import trace_parent
-from corolla.client.api import conversations, replies, validation
+from corolla.client.api import conversations, replies, requests
 from corolla.client.api.adapters import ModelNames
 from corolla.client.api.keys import Scope
+from corolla.client.api.requests import REQUEST_ID, AnyMessage, ChatRequest, RequestParser, TextRequest
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Admission, Caller, Usage
 from corolla.client.generation.answer import Delta
-from corolla.client.generation.answering import Answering, AnswerOptions
+from corolla.client.generation.answering import Answering
 from corolla.client.quotas.keeper import QuotaKeeper
-from corolla.client.speech.reading import Speech, SpeechFormat
-from corolla.client.text import formats
+from corolla.client.speech.reading import SpeechFormat
 from corolla.client.text.chat import ChatTemplate
-from corolla.client.text.conversation import ChatSetting, Message, check_conversation
+from corolla.client.text.conversation import Message, check_conversation
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 
 FAREWELL_S: Final = 0.2
+Answers = AsyncGenerator[tuple[int, Delta], None]
 
 
 class GenerationServicer:
@@ -69,21 +69,20 @@ class GenerationServicer:
         self._placement = placement
         self._tokenizer = tokenizer
         self._chat = chat
-        self._cache_salts = cache_salts
         self._names = ModelNames(model.name, placement)
         self._speech_format = SpeechFormat.of(tokenizer)
+        self._requests = RequestParser(
+            model.vocab_size, model.context_length, chat.reserved_names, self._speech_format, cache_salts
+        )
         self._farewell_s = farewell_s
 
     # --- text ---------------------------------------------------------------------------------------------------
 
-    async def Generate(self, request: pb.GenerateRequest, call: Call[KeyHolder]) -> pb.GenerateResponse:
-        usage = self._usage(request, call)
-        completions: dict[int, replies.Collected] = {}
-        async with aclosing(_with_good_key(call, self._generate(request, call, usage))) as deltas:
-            async for index, delta in deltas:
-                completions.setdefault(index, replies.Collected()).add(delta)
+    async def Generate(self, message: pb.GenerateRequest, call: Call[KeyHolder]) -> pb.GenerateResponse:
+        request = self._requests.text(message, *self._caller(Scope.GENERATE, message, call))
+        answers = await _collected(self._text_answers(request, call))
         return pb.GenerateResponse(
-            model=self._names.with_adapter(self._names.adapter_of(request.model, request.adapter)),
+            model=self._names.with_adapter(request.adapter),
             completions=[
                 pb.Completion(
                     index=index,
@@ -92,17 +91,17 @@ class GenerationServicer:
                     finish_reason=collected.finish_reason,
                     logprobs=replies.logprobs(self._tokenizer, collected.tokens),
                 )
-                for index, collected in sorted(completions.items())
+                for index, collected in answers
             ],
-            usage=replies.usage(usage),
+            usage=replies.usage(request.caller.usage),
         )
 
     async def GenerateStream(
-        self, request: pb.GenerateRequest, call: Call[KeyHolder]
+        self, message: pb.GenerateRequest, call: Call[KeyHolder]
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
-        usage = self._usage(request, call)
-        num_open = max(1, request.num_completions)
-        async with aclosing(_with_good_key(call, self._generate(request, call, usage, is_streamed=True))) as deltas:
+        request = self._requests.text(message, *self._caller(Scope.GENERATE, message, call, is_streamed=True))
+        num_open = request.num_completions
+        async with aclosing(self._text_answers(request, call)) as deltas:
             async for index, delta in deltas:
                 num_open -= delta.finish_reason is not None
                 yield pb.GenerateChunk(
@@ -111,119 +110,65 @@ class GenerationServicer:
                     text_delta=delta.text,
                     logprobs=replies.logprobs(self._tokenizer, delta.tokens),
                     finish_reason=replies.finish_reason(delta.finish_reason),
-                    usage=None if num_open else replies.usage(usage),
+                    usage=None if num_open else replies.usage(request.caller.usage),
                 )
 
-    def _generate(
-        self, request: pb.GenerateRequest, call: Call[KeyHolder], usage: Usage, *, is_streamed: bool = False
-    ) -> AsyncGenerator[tuple[int, Delta], None]:
-        tenant = self._tenant(call, Scope.GENERATE, self._names.adapter_of(request.model, request.adapter))
-        num_completions = validation.num_completions(request)
-        prompt = validation.prompt(request, self._model.vocab_size, self._model.context_length)
-        options = self._options(request, tenant)
-        caller = self._caller(tenant, request, usage, call, is_streamed)
-        if not request.session_id:
-            encode = partial(self._prompt_ids, prompt, add_special_tokens=True)
-            return self._answering.complete(caller, encode, options, num_completions)
-
+    def _text_answers(self, request: TextRequest, call: Call[KeyHolder]) -> Answers:
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.transcript:
                 raise InvalidRequest("session_id", "this session holds a conversation; continue it with Chat")
-            is_first = not record.token_log
-            return len(record.token_log), [
-                *record.token_log,
-                *self._prompt_ids(prompt, add_special_tokens=is_first),
-            ]
+            new_ids = request.prompt
+            if isinstance(new_ids, str):
+                new_ids = self._tokenizer.encode(
+                    new_ids, add_special_tokens=not record.token_log, max_tokens=self._model.context_length
+                )
+                if not new_ids:
+                    raise InvalidRequest("text", "must give at least one token")
+            return len(record.token_log), [*record.token_log, *new_ids]
 
-        return self._answering.continue_session(
-            caller, request.session_id, next_prompt, lambda record, answer: None, options
-        )
-
-    def _prompt_ids(self, prompt: str | Sequence[int], *, add_special_tokens: bool) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        token_ids = self._tokenizer.encode(
-            prompt, add_special_tokens=add_special_tokens, max_tokens=self._model.context_length
-        )
-        if not token_ids:
-            raise InvalidRequest("text", "must give at least one token")
-        return token_ids
+        return _with_good_key(call, self._answering.answer(request, next_prompt, lambda record, answer: None))
 
     # --- conversations --------------------------------------------------------------------------------------------
 
-    async def Chat(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> pb.ChatResponse:
-        usage = self._usage(request, call)
-        answers: dict[int, replies.Collected] = {}
-        async with aclosing(_with_good_key(call, self._chat_answers(request, call, usage))) as deltas:
-            async for index, delta in deltas:
-                answers.setdefault(index, replies.Collected()).add(delta)
-        first, *others = [replies.chat_completion(self._tokenizer, *each) for each in sorted(answers.items())]
+    async def Chat(self, message: pb.ChatRequest, call: Call[KeyHolder]) -> pb.ChatResponse:
+        request = self._requests.chat(message, *self._caller(Scope.CHAT, message, call))
+        answers = await _collected(self._chat_answers(request, call))
+        first, *others = [replies.chat_completion(self._tokenizer, *each) for each in answers]
         return pb.ChatResponse(
-            model=self._names.with_adapter(self._names.adapter_of(request.model, request.adapter)),
+            model=self._names.with_adapter(request.adapter),
             message=first.message,
             token_ids=first.token_ids,
             finish_reason=first.finish_reason,
             logprobs=first.logprobs,
-            usage=replies.usage(usage),
+            usage=replies.usage(request.caller.usage),
             others=others,
         )
 
-    async def ChatStream(self, request: pb.ChatRequest, call: Call[KeyHolder]) -> AsyncGenerator[pb.ChatChunk, None]:
-        usage = self._usage(request, call)
-        num_open = max(1, request.num_completions)
-        async with aclosing(_with_good_key(call, self._chat_answers(request, call, usage, is_streamed=True))) as deltas:
+    async def ChatStream(self, message: pb.ChatRequest, call: Call[KeyHolder]) -> AsyncGenerator[pb.ChatChunk, None]:
+        request = self._requests.chat(message, *self._caller(Scope.CHAT, message, call, is_streamed=True))
+        num_open = request.num_completions
+        async with aclosing(self._chat_answers(request, call)) as deltas:
             async for index, delta in deltas:
                 num_open -= delta.finish_reason is not None
-                chunk = replies.chat_chunk(self._tokenizer, index, delta)
-                if not num_open:
-                    chunk.usage.CopyFrom(replies.usage(usage))
-                yield chunk
+                yield replies.chat_chunk(self._tokenizer, index, delta, None if num_open else request.caller.usage)
 
-    def _chat_answers(
-        self, request: pb.ChatRequest, call: Call[KeyHolder], usage: Usage, *, is_streamed: bool = False
-    ) -> AsyncGenerator[tuple[int, Delta], None]:
-        tenant = self._tenant(call, Scope.CHAT, self._names.adapter_of(request.model, request.adapter))
-        num_completions = validation.num_completions(request)
-        messages = conversations.messages(request.messages)
-        setting = conversations.setting(request, self._chat.reserved_names)
-        caller = self._caller(tenant, request, usage, call, is_streamed)
-        options = self._chat_options(request, messages, setting, tenant)
-        max_tokens = self._model.context_length
-        if not request.session_id:
-            check_conversation(messages, setting)
-            encode = partial(self._chat.prompt_ids, messages, setting, max_tokens=max_tokens)
-            return self._answering.complete(caller, encode, options, num_completions)
+    def _chat_answers(self, request: ChatRequest, call: Call[KeyHolder]) -> Answers:
+        messages, setting = request.prompt.messages, request.prompt.setting
 
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.token_log and not record.transcript:
                 raise InvalidRequest("session_id", "this session holds plain text; continue it with Generate")
-            validation.check_turns(request, record.num_turns)
+            request.prompt.check_turns(record.num_turns)
             earlier = conversations.recorded(record)
             check_conversation([*earlier, *messages] if setting.continues_last else messages, setting)
-            return self._chat.next_turn_ids(record.token_log, earlier, messages, setting, max_tokens=max_tokens)
+            return self._chat.next_turn_ids(
+                record.token_log, earlier, messages, setting, max_tokens=self._model.context_length
+            )
 
         def record_turn(record: router_pb2.SessionRecord, answer: Message) -> None:
             conversations.record_messages(record, messages, answer, setting, self._speech_format.reasoning)
 
-        return self._answering.continue_session(caller, request.session_id, next_prompt, record_turn, options)
-
-    def _chat_options(
-        self, request: pb.ChatRequest, messages: Sequence[Message], setting: ChatSetting, tenant: str
-    ) -> AnswerOptions:
-        rules = conversations.call_rules(request, setting.tools)
-        grammar = self._speech_format.grammar(rules)
-        options = self._options(request, tenant)
-        if grammar is not None and options.form is None:
-            # From here on, calls that have to fit their schemas are as any other form that a caller asks for.
-            validation.check_form_ends(request)
-            options = replace(options, form=formats.lark(grammar, "tools"))
-        speech = Speech(
-            self._speech_format,
-            rules,
-            begun="".join(messages[-1].content if messages else ()) if setting.continues_last else None,
-            name="" if options.resumption is None else options.resumption.turn_name(tenant),
-        )
-        return replace(options, speech=speech)
+        return _with_good_key(call, self._answering.answer(request, next_prompt, record_turn))
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
@@ -291,7 +236,7 @@ class GenerationServicer:
 
     async def Detokenize(self, request: pb.DetokenizeRequest, call: Call[KeyHolder]) -> pb.DetokenizeResponse:
         tenant = self._tenant(call, Scope.TOKENIZE, self._names.adapter_of(request.model))
-        token_ids = validation.token_ids("token_ids", request.token_ids, self._model.vocab_size)
+        token_ids = requests.token_ids("token_ids", request.token_ids, self._model.vocab_size)
         await self._quotas.check_request(tenant)
         async with self._tokenizations.enter(tenant, request.ByteSize()) as ticket:
             await ticket.admitted()
@@ -332,8 +277,13 @@ class GenerationServicer:
                 raise denied from None
             return self._tenant(call, Scope.SESSIONS, record.adapter.name)
 
-    def _usage(self, request: pb.GenerateRequest | pb.ChatRequest, call: Call[KeyHolder]) -> Usage:
-        """A new one, which the audit log will show, with the name of the request."""
+    def _caller(
+        self, scope: Scope, message: AnyMessage, call: Call[KeyHolder], *, is_streamed: bool = False
+    ) -> tuple[Caller, str]:
+        """Who asks, and with which adapter. Of a message whose sender may not ask, only names are read.
+
+        Raises ModelNotFound, InvalidRequest, ScopeDenied.
+        """
         limits = self._quotas.limits(call.caller.tenant)
         usage = Usage(withholds_cached_tokens=limits.withhold_cached_tokens)
         call.describe(
@@ -343,51 +293,29 @@ class GenerationServicer:
                 "recoveries": usage.recoveries,
             }
         )
-        if validation.REQUEST_ID.fullmatch(request.request_id):
-            name = request.request_id
+        if REQUEST_ID.fullmatch(message.request_id):
+            name = message.request_id
             call.describe(lambda: {"request_id": name})
-        return usage
-
-    def _options(self, request: pb.GenerateRequest | pb.ChatRequest, tenant: str) -> AnswerOptions:
-        options = replace(
-            validation.answer_options(request, self._model.vocab_size),
-            adapter=self._names.adapter_of(request.model, request.adapter),
-            cache_salt=self._cache_salts.of(tenant, request.cache_salt),
-        )
-        most_s = self._quotas.limits(tenant).answer_seconds
-        if most_s is None or (options.time_limit_s is not None and options.time_limit_s <= most_s):
-            return options
-        return replace(options, time_limit_s=most_s)
-
-    def _caller(
-        self,
-        tenant: str,
-        request: pb.GenerateRequest | pb.ChatRequest,
-        usage: Usage,
-        call: Call[KeyHolder],
-        is_streamed: bool,
-    ) -> Caller:
-        return Caller(
-            tenant,
-            request.ByteSize(),
-            usage,
-            self._until_s(call),
-            "chat" if isinstance(request, pb.ChatRequest) else "text_completion",
-            trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None,
-            is_streamed,
-        )
-
-    def _until_s(self, call: Call[KeyHolder]) -> float:
-        """When a caller no longer waits, less the moment in which it can still learn why."""
-        seconds_left = call.context.time_remaining()
-        if seconds_left is None:
-            return math.inf
-        return asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
+        adapter = self._names.adapter_of(message.model, message.adapter)
+        tenant = self._tenant(call, scope, adapter)
+        seconds_left, until_s = call.context.time_remaining(), math.inf
+        if seconds_left is not None:
+            # When the caller no longer waits, less the moment in which it can still learn why.
+            until_s = asyncio.get_running_loop().time() + max(0.0, seconds_left - self._farewell_s)
+        trace = trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None
+        return Caller(tenant, usage, until_s, trace, is_streamed, limits.answer_seconds), adapter
 
 
-async def _with_good_key(
-    call: Call[KeyHolder], deltas: AsyncGenerator[tuple[int, Delta], None]
-) -> AsyncGenerator[tuple[int, Delta], None]:
+async def _collected(deltas: Answers) -> list[tuple[int, replies.Collected]]:
+    """Whole answers, by their index."""
+    answers: dict[int, replies.Collected] = {}
+    async with aclosing(deltas):
+        async for index, delta in deltas:
+            answers.setdefault(index, replies.Collected()).add(delta)
+    return sorted(answers.items())
+
+
+async def _with_good_key(call: Call[KeyHolder], deltas: Answers) -> Answers:
     """Passes an answer on as long as its caller's key is good."""
     async with aclosing(deltas):
         async for each in deltas:

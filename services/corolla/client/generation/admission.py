@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Self
 
 from corolla.chain.recovery_budget import RecoveryReport
 from corolla.chassis.tracing import spans
@@ -47,22 +47,21 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, with `num_bytes` of message.
+    """Who asks.
 
     Attributes:
         until_s: when it no longer waits, by the event loop's clock.
-        operation: what it asks for, as OpenTelemetry's conventions call it.
         trace: the span of its own that it named, if it traces.
         is_streamed: whether it takes its answer bit by bit.
+        answer_seconds: the longest that its tenant's answers may take; None: any time.
     """
 
     tenant: str
-    num_bytes: int
     usage: Usage
     until_s: float = math.inf
-    operation: Literal["chat", "text_completion"] = "text_completion"
     trace: TraceParent | None = None
     is_streamed: bool = False
+    answer_seconds: float | None = None
 
     def waits_until_s(self, time_limit_s: float | None) -> float:
         """When nobody waits any more for an answer that begins now."""

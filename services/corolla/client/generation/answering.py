@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -23,28 +23,28 @@ from corolla.chassis.errors import (
     StoreUnavailable,
 )
 from corolla.chassis.merge import merge
-from corolla.client.generation.admission import Admission, AdmissionTicket, Caller, RequestMeter, Usage
+from corolla.client.generation.admission import Admission, AdmissionTicket, RequestMeter
 from corolla.client.generation.answer import Answer, Delta, joined
 from corolla.client.generation.last_answer import read_last_answer, write_last_answer
 from corolla.client.generation.loop import AnswerReader, Prefill, SharedPrompt, generate
+from corolla.client.generation.request import AnyRequest
 from corolla.client.generation.request_trace import RequestTraces
-from corolla.client.generation.resumption import Resumption, UnsentDeltas, replay_answer
+from corolla.client.generation.resumption import UnsentDeltas, replay_answer
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.keeper import Allowance, QuotaKeeper
-from corolla.client.speech.reading import Speech
 from corolla.client.text.conversation import Message
-from corolla.client.text.formats import AnswerFormat
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
-from corolla.decoding.parameters import SamplingParams, SpeculationMode, SpeculationOptions
+from corolla.decoding.parameters import SpeculationMode, SpeculationOptions
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.decoding.stopping import FinishReason, StopDecider
 from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 from corolla.wire.adapter_version import AdapterVersion
 
 NextPrompt = Callable[[router_pb2.SessionRecord], tuple[int, Sequence[int]]]
-"""A session's record to its new token log, and how many of its first tokens are those of the old one."""
+"""A session's record to its new token log, and how many of its first tokens are those of the old one. The record of a
+request without a session is empty."""
 
 RecordTurn = Callable[[router_pb2.SessionRecord, Message], None]
 """Writes a finished turn's answer into the record."""
@@ -56,28 +56,6 @@ _DRAFT_SOURCES: Final = {
     SpeculationMode.PROMPT_LOOKUP: blocks_pb2.Drafts.SOURCE_PROMPT_LOOKUP,
     SpeculationMode.DRAFT_MODEL: blocks_pb2.Drafts.SOURCE_DRAFT_MODEL,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """How an answer is to be made and when it ends.
-
-    `max_tokens` None leaves it to the service; `resumption` is None for a request without a name, `form` where any text
-    will do, `speech` where an answer is text and nothing else. What is computed is shared only where `cache_salt` is
-    the same. `adapter` is a name; empty: the session's, or none.
-    """
-
-    sampling: SamplingParams
-    max_tokens: int | None
-    stop_sequences: tuple[str, ...]
-    ignore_eos: bool
-    time_limit_s: float | None
-    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
-    resumption: Resumption | None = None
-    cache_salt: bytes = b""
-    speech: Speech | None = None
-    form: AnswerFormat | None = None
-    adapter: str = ""
 
 
 class SessionAdapters(Protocol):
@@ -98,7 +76,6 @@ class ModelLimits:
     context_length: int
     default_max_tokens: int
     eos_token_ids: frozenset[int]
-    vocab_size: int
     may_speculate: bool = True
 
 
@@ -118,13 +95,13 @@ class SpeculationDefaults:
 class _Completion:
     """What the answers to one prompt share: `max_tokens` new ones each, until `until_s` of the event loop's clock."""
 
-    tenant: str
+    request: AnyRequest
     prompt_ids: Sequence[int]
     max_tokens: int
     meter: RequestMeter
     until_s: float
-    cache_salt: bytes
     adapter: AdapterVersion | None
+    shared: SharedPrompt
 
 
 class Answering:
@@ -158,25 +135,33 @@ class Answering:
         self._metrics = metrics
         self._traces = traces or RequestTraces()
 
-    async def complete(
-        self, caller: Caller, encode: Callable[[], Sequence[int]], options: AnswerOptions, num_completions: int
+    def answer(
+        self, request: AnyRequest, next_prompt: NextPrompt, record_turn: RecordTurn
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Answers a prompt once or several times, in sessions that end with the answer. The prompt is processed once.
+        """Answers a prompt: as the next turn of the request's session, or without one, once or several times.
 
         Args:
-            encode: gives the prompt's ids, before the request is admitted: a wrong prompt is refused at once.
+            next_prompt: is called before the request is admitted: a wrong prompt is refused at once.
 
         Yields:
             `(index, delta)` as they come; of each index the last has a finish reason.
         """
-        until_s = caller.waits_until_s(options.time_limit_s)
+        if request.session_id:
+            return self._continue_session(request, next_prompt, record_turn)
+        return self._complete(request, next_prompt)
+
+    async def _complete(self, request: AnyRequest, next_prompt: NextPrompt) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Answers in sessions that end with the answer. The prompt is processed once."""
+        until_s = request.caller.waits_until_s(request.time_limit_s)
+        num_completions = request.num_completions
         async with AsyncExitStack() as stack:
-            allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, options, num_completions))
-            adapter = await self._adapters.resolve(options.adapter, caller.tenant)
-            prompt_ids = await self._in_thread(encode)
-            max_tokens = self._max_tokens(len(prompt_ids), options)
-            job = _Completion(caller.tenant, prompt_ids, max_tokens, meter, until_s, options.cache_salt, adapter)
-            if (end := (await self._begun_answer(prompt_ids, job.max_tokens, options)).finish_reason) is not None:
+            allowance, ticket, meter = await stack.enter_async_context(self._entered(request))
+            adapter = await self._adapters.resolve(request.adapter, request.caller.tenant)
+            _, prompt_ids = await self._in_thread(next_prompt, router_pb2.SessionRecord())
+            max_tokens = self._max_tokens(len(prompt_ids), request)
+            shared = SharedPrompt(num_completions - 1)
+            job = _Completion(request, prompt_ids, max_tokens, meter, until_s, adapter, shared)
+            if (end := (await self._begun_answer(prompt_ids, job.max_tokens, request)).finish_reason) is not None:
                 # All tokens had come but the word that they are all.
                 meter.count_prompt(len(prompt_ids), len(prompt_ids), 0)
                 meter.count_finish(end)
@@ -184,54 +169,50 @@ class Answering:
                 return
             await allowance.take_prompt(len(prompt_ids), len(prompt_ids) + num_completions * job.max_tokens)
             await ticket.admitted()
-            unsent = UnsentDeltas(options.resumption)
-            shared = SharedPrompt(num_completions - 1)
             if num_completions == 1:
-                only = self._stream_completion(job, options, shared, 0)
+                unsent = UnsentDeltas(request.resumption)
+                only = self._stream_completion(job, 0)
                 async for deltas in await stack.enter_async_context(aclosing(only)):
                     meter.count_tokens(0, len(deltas))
                     if (left := unsent.select(deltas)) is not None:
                         meter.count_finish(left.finish_reason)
                         yield 0, left
                 return
-            streams = [
-                self._stream_completion(job, _seeded(options, index), shared, index) for index in range(num_completions)
-            ]
+            streams = [self._stream_completion(job, index) for index in range(num_completions)]
             async for index, deltas in await stack.enter_async_context(aclosing(merge(streams))):
                 meter.count_tokens(index, len(deltas))
                 delta = joined(deltas)
                 meter.count_finish(delta.finish_reason)
                 yield index, delta
 
-    async def continue_session(
-        self, caller: Caller, session_id: str, next_prompt: NextPrompt, record_turn: RecordTurn, options: AnswerOptions
+    async def _continue_session(
+        self, request: AnyRequest, next_prompt: NextPrompt, record_turn: RecordTurn
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Runs one turn of a session. If it does not finish, the session stays as it was before.
+        """Runs one turn of the request's session. If it does not finish, the session stays as it was before.
 
         A turn that its caller named is run once: asked for again, its answer is repeated.
         """
-        tenant, until_s = caller.tenant, caller.waits_until_s(options.time_limit_s)
-        resumption = options.resumption
-        turn_name = "" if resumption is None else resumption.turn_name(tenant)
+        session_id, tenant, turn_name = request.session_id, request.caller.tenant, request.turn_name
+        until_s = request.caller.waits_until_s(request.time_limit_s)
         async with AsyncExitStack() as stack:
-            allowance, ticket, meter = await stack.enter_async_context(self._entered(caller, options, 1))
+            allowance, ticket, meter = await stack.enter_async_context(self._entered(request))
             if ticket.is_waiting:
-                await self._check_turn(session_id, tenant, turn_name, next_prompt, options)
+                await self._check_turn(request, next_prompt)
             await ticket.admitted()
             with self._quotas.counted_refusals():
                 turn = await stack.enter_async_context(
                     self._transcripts.turn(session_id, tenant, turn_name, allowance.limits.stored_session_bytes)
                 )
             record = turn.record
-            if resumption is not None and record.last_turn == turn_name:
-                for delta in resumption.unsent_of(await self._last_answer(record, options, caller.usage)):
+            if turn_name and record.last_turn == turn_name:
+                for delta in request.resumption.unsent_of(await self._last_answer(record, request)):
                     yield 0, delta
                 return
             earlier = common_pb2.Chain.FromString(record.chain.SerializeToString())
-            num_kept_tokens, prompt_ids, max_tokens = await self._prompt_of_turn(record, next_prompt, options)
+            num_kept_tokens, prompt_ids, max_tokens = await self._prompt_of_turn(record, next_prompt, request)
             await allowance.take_prompt(len(prompt_ids), len(prompt_ids) + max_tokens)
-            answer, options = await self._answer_of_turn(prompt_ids, max_tokens, options)
-            sampler = self._sampler(options, tenant, prompt_ids, max_tokens, record)
+            answer, request = await self._answer_of_turn(prompt_ids, max_tokens, request)
+            sampler = self._sampler(request, prompt_ids, max_tokens, record)
             text_ids = [*prompt_ids, *answer.token_ids]
             identity = SessionIdentity.of_turn(session_id, record.epoch, tenant)
             position = num_past_tokens = min(num_kept_tokens, record.position)
@@ -242,20 +223,20 @@ class Answering:
                 recorded_chain=earlier,
                 record_id=session_id,
                 texts=[text_ids],
-                cache_salt=options.cache_salt,
-                adapter=await self._adapters.of_session(record, options.adapter, tenant),
+                cache_salt=request.cache_salt,
+                adapter=await self._adapters.of_session(record, request.adapter, tenant),
                 max_position=num_past_tokens if earlier.hops else None,
             )
             async with self._sessions.open(identity, open_options, sampler, meter.count_recovery, until_s) as session:
                 try:
-                    _check_drafts(session, options)
+                    _check_drafts(session, request)
                     await session.restore(text_ids, num_past_tokens if earlier.hops else 0)
                     num_lost_tokens = max(0, num_past_tokens - session.position)
                     meter.count_prompt(
                         len(prompt_ids), min(session.num_cached_tokens, len(prompt_ids)), num_lost_tokens
                     )
                     prefill = partial(session.prefill, text_ids[session.position :])
-                    unsent = UnsentDeltas(options.resumption)
+                    unsent = UnsentDeltas(request.resumption)
                     async with aclosing(self._deltas(session, answer, prefill, meter)) as all_deltas:
                         async for deltas in all_deltas:
                             meter.count_tokens(0, len(deltas))
@@ -273,75 +254,70 @@ class Answering:
                     session.park(position, earlier=earlier, recorded=recorded)
 
     @asynccontextmanager
-    async def _entered(
-        self, caller: Caller, options: AnswerOptions, num_sequences: int
-    ) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter]]:
+    async def _entered(self, request: AnyRequest) -> AsyncIterator[tuple[Allowance, AdmissionTicket, RequestMeter]]:
         """A request from its coming in to its end. Raises QuotaExceeded, QueueFull, and InvalidRequest of its form."""
-        with self._traces.request(caller, options.sampling, options.max_tokens, num_sequences):
+        caller, num_sequences = request.caller, request.num_completions
+        with self._traces.request(request):
             async with (
                 self._quotas.running(
                     caller.tenant, num_sequences, caller.usage, is_streamed=caller.is_streamed
                 ) as allowance,
-                self._admission.enter(caller.tenant, caller.num_bytes, num_sequences) as ticket,
+                self._admission.enter(caller.tenant, request.num_bytes, num_sequences) as ticket,
             ):
-                await self._check_form(caller.tenant, options)
+                await self._check_form(request)
                 with RequestMeter(self._metrics, caller.usage) as meter:
                     yield allowance, ticket, meter
 
     async def _in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
-    async def _check_form(self, tenant: str, options: AnswerOptions) -> None:
+    async def _check_form(self, request: AnyRequest) -> None:
         """Refuses a form that no answer could have, before the request is admitted."""
-        if options.form is not None:
-            received_ids = () if options.resumption is None else options.resumption.received_ids
+        if request.form is not None:
+            received_ids = request.resumption.received_ids
             if len(received_ids) > self._limits.context_length:
                 raise ContextLengthExceeded("received.ids", "are more than the model's context")
-            await self._grammars.admit(tenant, options.form, received_ids)
+            await self._grammars.admit(request.caller.tenant, request.form, received_ids)
 
-    async def _check_turn(
-        self, session_id: str, tenant: str, turn_name: str, next_prompt: NextPrompt, options: AnswerOptions
-    ) -> None:
+    async def _check_turn(self, request: AnyRequest, next_prompt: NextPrompt) -> None:
         """Refuses a turn before it waits for what it would be refused for at its turn: sessions only grow."""
         try:
-            record = await self._transcripts.get(session_id, tenant)
+            record = await self._transcripts.get(request.session_id, request.caller.tenant)
         except (RouterUnavailable, StoreUnavailable):
             return  # they may be back by then
-        if not turn_name or record.last_turn != turn_name:
-            await self._prompt_of_turn(record, next_prompt, options)
+        if not request.turn_name or record.last_turn != request.turn_name:
+            await self._prompt_of_turn(record, next_prompt, request)
 
     async def _prompt_of_turn(
-        self, record: router_pb2.SessionRecord, next_prompt: NextPrompt, options: AnswerOptions
+        self, record: router_pb2.SessionRecord, next_prompt: NextPrompt, request: AnyRequest
     ) -> tuple[int, Sequence[int], int]:
         """The next token log, how many of its first tokens are those of the old one, and how many may follow."""
-        await self._adapters.of_session(record, options.adapter, record.tenant)
+        await self._adapters.of_session(record, request.adapter, record.tenant)
         num_kept_tokens, prompt_ids = await self._in_thread(next_prompt, record)
-        return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), options)
+        return num_kept_tokens, prompt_ids, self._max_tokens(len(prompt_ids), request)
 
-    async def _stream_completion(
-        self, job: _Completion, options: AnswerOptions, shared: SharedPrompt, index: int
-    ) -> AsyncGenerator[Sequence[Delta], None]:
+    async def _stream_completion(self, job: _Completion, index: int) -> AsyncGenerator[Sequence[Delta], None]:
         """One of the answers to a prompt, in a session that ends with it."""
-        answer = await self._begun_answer(job.prompt_ids, job.max_tokens, options)
-        sampler = self._sampler(options, job.tenant, job.prompt_ids, job.max_tokens, router_pb2.SessionRecord())
+        answer = await self._begun_answer(job.prompt_ids, job.max_tokens, job.request)
+        sampler = self._sampler(job.request, job.prompt_ids, job.max_tokens, router_pb2.SessionRecord(), index)
         text_ids = [*job.prompt_ids, *answer.token_ids]
         async with AsyncExitStack() as stack:
             prefill: Prefill
             if index == 0:
                 session = await stack.enter_async_context(self._open(job, text_ids, sampler, None))
-                _check_drafts(session, options)
+                _check_drafts(session, job.request)
                 await session.restore(text_ids)
                 job.meter.count_prompt(len(job.prompt_ids), min(session.position, len(job.prompt_ids)), 0)
-                shared.source.set_result(session)
-                prefill = partial(shared.prefill, session, text_ids[session.position :])
+                job.shared.source.set_result(session)
+                prefill = partial(job.shared.prefill, session, text_ids[session.position :])
             else:
-                source = await shared.source
+                source = await job.shared.source
                 try:
                     session = await stack.enter_async_context(self._open(job, text_ids, sampler, source.chain))
-                    prefill = partial(shared.fork, session, text_ids)
+                    prefill = partial(job.shared.fork, session, text_ids)
                 except CorollaError:
                     # There is no room left on that chain, perhaps on another one.
-                    shared.release()
+                    job.shared.release()
                     session = await stack.enter_async_context(self._open(job, text_ids, sampler, None))
                     await session.restore(text_ids)
                     prefill = partial(session.prefill, text_ids[session.position :])
@@ -354,13 +330,13 @@ class Answering:
         self, job: _Completion, text_ids: Sequence[int], sampler: SamplerRecord, chain: common_pb2.Chain | None
     ) -> AsyncIterator[ChainSession]:
         """A session that lives as long as this context; on just this chain, or on the best one."""
-        identity = SessionIdentity(secrets.token_bytes(16), 1, job.tenant)
+        identity = SessionIdentity(secrets.token_bytes(16), 1, job.request.caller.tenant)
         max_tokens = len(job.prompt_ids) + job.max_tokens
         open_options = OpenOptions(
             max_tokens=max_tokens,
             transient=True,
             texts=[text_ids],
-            cache_salt=job.cache_salt,
+            cache_salt=job.request.cache_salt,
             adapter=job.adapter,
             only_chain=chain,
         )
@@ -378,36 +354,35 @@ class Answering:
         """An answer's deltas, those included that its caller has already."""
         return generate(session, answer, AnswerReader(answer, meter.started_s), prefill, meter.count_drafts)
 
-    def _max_tokens(self, num_prompt_tokens: int, options: AnswerOptions) -> int:
+    def _max_tokens(self, num_prompt_tokens: int, request: AnyRequest) -> int:
         room = self._limits.context_length - num_prompt_tokens
-        wanted = 1 if options.max_tokens is None else options.max_tokens
+        wanted = 1 if request.max_tokens is None else request.max_tokens
         if wanted > room:
             raise ContextLengthExceeded(
                 "stopping.max_tokens" if room > 0 else "prompt",
                 f"{num_prompt_tokens} prompt tokens and {wanted} new ones exceed the model's context of "
                 f"{self._limits.context_length} tokens",
             )
-        return min(self._limits.default_max_tokens, room) if options.max_tokens is None else wanted
+        return min(self._limits.default_max_tokens, room) if request.max_tokens is None else wanted
 
     def _sampler(
         self,
-        options: AnswerOptions,
-        tenant: str,
+        request: AnyRequest,
         prompt_ids: Sequence[int],
         max_tokens: int,
         record: router_pb2.SessionRecord,
+        index: int = 0,
     ) -> SamplerRecord:
         """With a seed the random stream begins there; without one it continues that of the session.
 
-        What comes of the answer already was drawn from it, too.
+        What comes of the answer already was drawn from it, too. Of several answers each has a seed of its own.
         """
-        params, resumption = options.sampling, options.resumption
-        received_ids: Sequence[int] = ()
+        params, received_ids = request.sampling, request.resumption.received_ids
         state, num_draws = record.sampler_state, record.num_draws_since_state
         if params.seed is not None:
             state, num_draws = b"", 0
-        if resumption is not None:
-            params, received_ids = resumption.seeded(params, tenant), resumption.received_ids
+            params = replace(params, seed=params.seed + index)
+        params = request.resumption.seeded(params, request.caller.tenant)
         return SamplerRecord(
             params,
             secrets.randbits(64) if params.seed is None else params.seed,
@@ -416,9 +391,9 @@ class Answering:
             state=state,
             num_draws=num_draws if params.is_greedy else num_draws + len(received_ids),
             max_new_tokens=max_tokens,
-            end_token_ids=() if options.ignore_eos else self._limits.eos_token_ids,
-            drafts=self._drafts(options.speculation),
-            grammar="" if options.form is None else options.form.grammar,
+            end_token_ids=() if request.ignore_eos else self._limits.eos_token_ids,
+            drafts=self._drafts(request.speculation),
+            grammar="" if request.form is None else request.form.grammar,
         )
 
     def _drafts(self, speculation: SpeculationOptions) -> blocks_pb2.Drafts | None:
@@ -438,63 +413,53 @@ class Answering:
             is_adaptive=defaults.is_adaptive,
         )
 
-    async def _begun_answer(self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions) -> Answer:
-        """As `_answer`. The text of tokens that have come is made in a thread: all answers share the event loop."""
-        if options.resumption is None:
-            return self._answer(prompt_ids, max_tokens, options)
-        return await self._in_thread(self._answer, prompt_ids, max_tokens, options)
-
-    def _answer(self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions) -> Answer:
+    async def _begun_answer(self, prompt_ids: Sequence[int], max_tokens: int, request: AnyRequest) -> Answer:
+        """An answer with the tokens that have come of it."""
         decider = StopDecider(
             max_new_tokens=max_tokens,
             eos_token_ids=self._limits.eos_token_ids,
-            ignore_eos=options.ignore_eos,
-            time_limit_s=options.time_limit_s,
+            ignore_eos=request.ignore_eos,
+            time_limit_s=request.time_limit_s,
         )
-        answer = self._new_answer(prompt_ids, decider, options)
-        if options.resumption is not None:
-            options.resumption.replay_into(answer)
+        answer = self._new_answer(prompt_ids, decider, request)
+        if request.resumption.received_ids:
+            # Text is made of them in a thread: all answers share the event loop.
+            await self._in_thread(request.resumption.replay_into, answer)
         return answer
 
-    def _new_answer(self, prompt_ids: Sequence[int], decider: StopDecider, options: AnswerOptions) -> Answer:
-        speech = options.speech
+    def _new_answer(self, prompt_ids: Sequence[int], decider: StopDecider, request: AnyRequest) -> Answer:
+        speech = request.speech
         if speech is None:
-            return Answer(self._tokenizer, prompt_ids, decider, options.stop_sequences)
-        parser = speech.parser(self._tokenizer, prompt_ids)
+            return Answer(self._tokenizer, prompt_ids, decider, request.stop_sequences)
+        parser = speech.parser(self._tokenizer, prompt_ids, request.turn_name)
         shown_ids = speech.shown_ids(self._limits.eos_token_ids)
-        return Answer(self._tokenizer, prompt_ids, decider, options.stop_sequences, parser, shown_ids)
+        return Answer(self._tokenizer, prompt_ids, decider, request.stop_sequences, parser, shown_ids)
 
     async def _answer_of_turn(
-        self, prompt_ids: Sequence[int], max_tokens: int, options: AnswerOptions
-    ) -> tuple[Answer, AnswerOptions]:
+        self, prompt_ids: Sequence[int], max_tokens: int, request: AnyRequest
+    ) -> tuple[Answer, AnyRequest]:
         """An answer that continues, so that the session reaches its end though its caller may have all tokens."""
-        answer = await self._begun_answer(prompt_ids, max_tokens, options)
-        if options.resumption is None or answer.finish_reason is None:
-            return answer, options
-        options = replace(options, resumption=options.resumption.without_last())
-        return await self._begun_answer(prompt_ids, max_tokens, options), options
+        answer = await self._begun_answer(prompt_ids, max_tokens, request)
+        if answer.finish_reason is None:
+            return answer, request
+        request = replace(request, resumption=request.resumption.without_last())
+        return await self._begun_answer(prompt_ids, max_tokens, request), request
 
-    async def _last_answer(self, record: router_pb2.SessionRecord, options: AnswerOptions, usage: Usage) -> list[Delta]:
+    async def _last_answer(self, record: router_pb2.SessionRecord, request: AnyRequest) -> list[Delta]:
         """The answer of the session's last turn, which asks for no work."""
         prompt_ids, tokens = read_last_answer(record)
+        usage = request.caller.usage
         usage.prompt_tokens = usage.cached_tokens = len(prompt_ids)
         unbounded = StopDecider(max_new_tokens=len(record.token_log), ignore_eos=True)
-        answer = self._new_answer(prompt_ids, unbounded, options)
+        answer = self._new_answer(prompt_ids, unbounded, request)
         return await self._in_thread(replay_answer, answer, tokens, FinishReason(record.last_finish_reason))
 
 
-def _check_drafts(session: ChainSession, options: AnswerOptions) -> None:
+def _check_drafts(session: ChainSession, request: AnyRequest) -> None:
     """Raises InvalidRequest where a draft model is asked for and there is none. What has begun goes on without one."""
-    has_begun = options.resumption is not None and options.resumption.num_received > 0
-    if options.speculation.mode is SpeculationMode.DRAFT_MODEL and not (has_begun or session.has_draft_model):
+    may_lack_one = session.has_draft_model or request.resumption.num_received > 0
+    if request.speculation.mode is SpeculationMode.DRAFT_MODEL and not may_lack_one:
         raise InvalidRequest("speculation.mode", "this model has no draft model; prompt lookup needs none")
-
-
-def _seeded(options: AnswerOptions, index: int) -> AnswerOptions:
-    seed = options.sampling.seed
-    if seed is None or index == 0:
-        return options
-    return replace(options, sampling=replace(options.sampling, seed=seed + index))
 
 
 def _write_back(

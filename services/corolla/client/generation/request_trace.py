@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from corolla.chassis.tracing import spans
-from corolla.client.generation.admission import Caller
-from corolla.decoding.parameters import SamplingParams
+from corolla.client.generation.admission import Usage
+from corolla.client.generation.request import AnyRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,39 +22,35 @@ class RequestTraces:
     trusts_callers: bool = False
 
     @contextmanager
-    def request(
-        self, caller: Caller, sampling: SamplingParams, max_tokens: int | None, num_completions: int
-    ) -> Iterator[None]:
+    def request(self, request: AnyRequest) -> Iterator[None]:
         """A request from its coming in to its end; what it used is in its caller's usage by then."""
-        name = f"{caller.operation} {self.model}"
-        with spans.request(name, caller.trace, trusts_caller=self.trusts_callers) as span:
+        name = f"{request.operation} {self.model}"
+        with spans.request(name, request.caller.trace, trusts_caller=self.trusts_callers) as span:
             if span.is_sampled:
-                span.describe(self._asked(caller, sampling, max_tokens, num_completions))
+                span.describe(self._asked(request))
             try:
                 yield
             finally:
                 if span.is_sampled:
-                    span.describe(_used(caller))
+                    span.describe(_used(request.caller.usage))
 
-    def _asked(
-        self, caller: Caller, sampling: SamplingParams, max_tokens: int | None, num_completions: int
-    ) -> dict[str, spans.Fact]:
+    def _asked(self, request: AnyRequest) -> dict[str, spans.Fact]:
+        sampling = request.sampling
         asked: dict[str, spans.Fact] = {
-            "gen_ai.operation.name": caller.operation,
+            "gen_ai.operation.name": request.operation,
             "gen_ai.provider.name": "corolla",
             "gen_ai.request.model": self.model,
-            "gen_ai.request.choice.count": num_completions,
+            "gen_ai.request.choice.count": request.num_completions,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_k": sampling.top_k,
             "gen_ai.request.top_p": sampling.top_p,
         }
-        if max_tokens is not None:
-            asked["gen_ai.request.max_tokens"] = max_tokens
+        if request.max_tokens is not None:
+            asked["gen_ai.request.max_tokens"] = request.max_tokens
         return asked
 
 
-def _used(caller: Caller) -> dict[str, spans.Fact]:
-    usage = caller.usage
+def _used(usage: Usage) -> dict[str, spans.Fact]:
     used: dict[str, spans.Fact] = {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,

@@ -20,19 +20,20 @@ class Resumption:
     """What a caller says of an answer that has begun, perhaps elsewhere: `num_received` tokens have come.
 
     `received_ids` are those tokens, if the caller still has them; the answer then need not be generated up to there.
+    A request without a name has begun nowhere.
     """
 
-    request_id: str
+    request_id: str = ""
     num_received: int = 0
     received_ids: tuple[int, ...] = ()
 
     def turn_name(self, tenant: str) -> str:
-        """A name that only the same request of the same tenant has. The caller's own name is not stored."""
-        return self._digest("turn", tenant).hex()[:32]
+        """A name that only the same request of the same tenant has, or none. The caller's own name is not stored."""
+        return self._digest("turn", tenant).hex()[:32] if self.request_id else ""
 
     def seeded(self, params: SamplingParams, tenant: str) -> SamplingParams:
-        """With a seed in any case, so that whoever answers draws the same numbers."""
-        if params.seed is not None:
+        """With a seed wherever there is a name, so that whoever answers draws the same numbers."""
+        if params.seed is not None or not self.request_id:
             return params
         return replace(params, seed=int.from_bytes(self._digest("seed", tenant)[:7]))
 
@@ -60,9 +61,9 @@ class Resumption:
 class UnsentDeltas:
     """Tells which parts of an answer are to be sent, as they come one after the other."""
 
-    def __init__(self, resumption: Resumption | None) -> None:
-        self._num_received = 0 if resumption is None else resumption.num_received
-        self._num_tokens = 0 if resumption is None else len(resumption.received_ids)
+    def __init__(self, resumption: Resumption) -> None:
+        self._num_received = resumption.num_received
+        self._num_tokens = len(resumption.received_ids)
 
     def select(self, deltas: Sequence[Delta]) -> Delta | None:
         """What of these is to be sent, as one; None: nothing. Just the end of an answer whose last token has come.

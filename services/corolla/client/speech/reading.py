@@ -78,13 +78,11 @@ class Speech:
 
     Attributes:
         begun: the text of the message that the answer continues; None where it begins one.
-        name: of a request that may be made again; its calls have the same ids then.
     """
 
     format: SpeechFormat
     rules: CallRules = field(default_factory=CallRules)
     begun: str | None = None
-    name: str = ""
 
     def shown_ids(self, end_token_ids: Collection[int]) -> frozenset[int]:
         """The special tokens that an answer's text has to show for its parser."""
@@ -97,8 +95,8 @@ class Speech:
             marks += [self.format.reasoning.opening, self.format.reasoning.closing]
         return frozenset(special_ids[mark] for mark in marks if mark in special_ids)
 
-    def parser(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> AnswerParser | None:
-        """A new parser for an answer to this prompt; None where all of it is text."""
+    def parser(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], turn_name: str = "") -> AnswerParser | None:
+        """A new parser for an answer to this prompt; None where all of it is text. A named turn has its ids again."""
         names = frozenset(tool.name for tool in self.rules.tools)
         most_calls = self.rules.most_calls
         calls, reasoning = self.format.calls, self.format.reasoning
@@ -106,7 +104,7 @@ class Speech:
             prefix = tokenizer.decode(prompt_ids[-_NUM_PREFIX_TOKENS:], skip_special_tokens=False)
             tools = [tool_values(tool) for tool in self.rules.tools]
             return ResponseTemplateParser(
-                self.format.response_template, prefix, tools, names, self._call_id(), most_calls=most_calls
+                self.format.response_template, prefix, tools, names, self._call_id(turn_name), most_calls=most_calls
             )
         if not names and reasoning is None:
             return None
@@ -115,7 +113,7 @@ class Speech:
             calls if names else None,
             reasoning,
             names,
-            self._call_id(),
+            self._call_id(turn_name),
             most_calls=most_calls,
             state=beginning(reasoning, tail, self.begun),
         )
@@ -125,8 +123,8 @@ class Speech:
         """A grammar has calls written in a format of the table."""
         return self.format.response_template is not None and self.format.grammar(self.rules) is None
 
-    def _call_id(self) -> Callable[[int], str]:
-        name = self.name or secrets.token_hex(16)
+    def _call_id(self, turn_name: str) -> Callable[[int], str]:
+        name = turn_name or secrets.token_hex(16)
         num_chars = self.format.calls.num_id_chars
 
         def call_id(index: int) -> str:

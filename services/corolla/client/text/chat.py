@@ -139,6 +139,8 @@ class ChatTemplate:
     def _continued(self, log_ids: Sequence[int], rendering: str, plain_ids: list[int] | None) -> tuple[int, list[int]]:
         if plain_ids is not None:
             return _num_equal(log_ids, plain_ids), plain_ids
+        if not log_ids:
+            return 0, self._tokenizer.encode(rendering, add_special_tokens=False)
         num_kept_tokens = self._num_tokens_within(log_ids, rendering)
         kept_text = self._spelled(log_ids[:num_kept_tokens])
         rest_ids = self._tokenizer.encode(rendering[len(kept_text) :], add_special_tokens=False)

@@ -55,13 +55,13 @@ def tokenizer_of(template: str, *special: str, **attributes: Any) -> TextTokeniz
     return TextTokenizer(hf_tokenizer)
 
 
-def answer_to(tokenizer: TextTokenizer, prompt: str, text: str, **options: Any) -> Answer:
+def answer_to(tokenizer: TextTokenizer, prompt: str, text: str, turn_name: str = "", **options: Any) -> Answer:
     """An answer of these tokens, that ends by itself."""
     (end,) = tokenizer.encode("<|end|>", add_special_tokens=False)
     speech = Speech(SpeechFormat.of(tokenizer), options.pop("rules", RULES), **options)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     decider = StopDecider(max_new_tokens=999, eos_token_ids=frozenset({end}))
-    parser = speech.parser(tokenizer, prompt_ids)
+    parser = speech.parser(tokenizer, prompt_ids, turn_name)
     answer = Answer(tokenizer, prompt_ids, decider, (), parser, speech.shown_ids([end]))
     for token_id in [*tokenizer.encode(text, add_special_tokens=False), end]:
         answer.accept(SampledToken(token_id), 0.0)
@@ -74,13 +74,13 @@ def answer_to(tokenizer: TextTokenizer, prompt: str, text: str, **options: Any) 
 
 def test_an_answer_that_calls_tools_ends_for_that() -> None:
     tokenizer = tokenizer_of(QWEN)
-    answer = answer_to(tokenizer, "Hi", f"<think>\nHm\n</think>\n\nWell.\n<tool_call>\n{CALL}\n</tool_call>", name="a")
+    answer = answer_to(tokenizer, "Hi", f"<think>\nHm\n</think>\n\nWell.\n<tool_call>\n{CALL}\n</tool_call>", "a")
     (call,) = answer.message.tool_calls
     assert answer.message == Message("assistant", "Well.", "Hm", (ToolCall(call.id, "now", '{"zone": 1}'),))
     assert answer.finish_reason is FinishReason.TOOL_CALLS
     assert call.id.startswith("call_")
     # The same request made again has the same ids, and others have others.
-    again = answer_to(tokenizer, "Hi", f"<tool_call>{CALL}</tool_call>", name="a").message.tool_calls
+    again = answer_to(tokenizer, "Hi", f"<tool_call>{CALL}</tool_call>", "a").message.tool_calls
     other = answer_to(tokenizer, "Hi", f"<tool_call>{CALL}</tool_call>").message.tool_calls
     assert again[0].id == call.id != other[0].id
 

@@ -1,0 +1,238 @@
+"""Messages of the public API to requests, or refusals that name the field. Nothing is called, nothing is allocated."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from corolla.chain.cache_salts import CacheSalts
+from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest
+from corolla.client.api import conversations
+from corolla.client.generation.admission import Caller
+from corolla.client.generation.request import AnswerRequest
+from corolla.client.generation.resumption import Resumption
+from corolla.client.speech.reading import Speech, SpeechFormat
+from corolla.client.text import formats
+from corolla.client.text.conversation import ChatSetting, Message, check_conversation
+from corolla.client.text.formats import AnswerFormat
+from corolla.decoding.parameters import SamplingParams, SpeculationMode, SpeculationOptions
+from corolla.decoding.speculation import MAX_DRAFT_TOKENS
+from corolla.v1 import generation_pb2 as pb
+
+MAX_COMPLETIONS: Final = 16
+REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+MAX_STOP_SEQUENCES: Final = 16
+MAX_STOP_CHARS: Final = 256
+MAX_SALT_CHARS: Final = 256
+MAX_TIME_LIMIT_MS: Final = 24 * 3600 * 1000
+
+_SPECULATION_MODES: Final[dict[pb.SpeculationMode.ValueType, SpeculationMode | None]] = {
+    pb.SPECULATION_MODE_UNSPECIFIED: None,
+    pb.SPECULATION_MODE_OFF: SpeculationMode.OFF,
+    pb.SPECULATION_MODE_PROMPT_LOOKUP: SpeculationMode.PROMPT_LOOKUP,
+    pb.SPECULATION_MODE_DRAFT_MODEL: SpeculationMode.DRAFT_MODEL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation to answer; in a session, what is new of it. `expected_turns`: that the session has had."""
+
+    messages: tuple[Message, ...]
+    setting: ChatSetting
+    expected_turns: int | None = None
+
+    def check_turns(self, num_turns: int) -> None:
+        """Raises InvalidRequest where the session is not at the turn that its caller expects."""
+        if self.expected_turns not in (None, num_turns):
+            raise InvalidRequest("expected_turns", f"the conversation has gone on: it has had {num_turns} turns")
+
+
+AnyMessage = pb.GenerateRequest | pb.ChatRequest
+TextRequest = AnswerRequest[str | Sequence[int]]
+ChatRequest = AnswerRequest[ChatPrompt]
+_Prompt = TypeVar("_Prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParser:
+    """Reads messages, each of them once: what comes later works from the request.
+
+    Attributes:
+        reserved_names: of template arguments that no caller may give.
+    """
+
+    vocab_size: int
+    context_length: int
+    reserved_names: frozenset[str]
+    speech_format: SpeechFormat
+    cache_salts: CacheSalts
+
+    def text(self, message: pb.GenerateRequest, caller: Caller, adapter: str) -> TextRequest:
+        """Parses a prompt and how to answer it. Raises InvalidRequest, ContextLengthExceeded."""
+        return self._request(message, caller, adapter, self._text_prompt(message), None)
+
+    def chat(self, message: pb.ChatRequest, caller: Caller, adapter: str) -> ChatRequest:
+        """Parses messages and how to answer them. Raises InvalidRequest."""
+        messages = conversations.messages(message.messages)
+        setting = conversations.setting(message, self.reserved_names)
+        rules = conversations.call_rules(message, setting.tools)
+        begun = "".join(messages[-1].content if messages else ()) if setting.continues_last else None
+        prompt = ChatPrompt(messages, setting, _given(message, "expected_turns") if message.session_id else None)
+        request = self._request(message, caller, adapter, prompt, Speech(self.speech_format, rules, begun))
+        if not request.session_id:
+            check_conversation(messages, setting)
+        return request
+
+    def _text_prompt(self, message: pb.GenerateRequest) -> str | Sequence[int]:
+        kind = message.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidRequest("prompt", "one of text and tokens must be set")
+        if not (message.text or message.tokens.ids):
+            raise InvalidRequest("text" if kind == "text" else "tokens.ids", "must not be empty")
+        if kind == "text":
+            return message.text
+        if len(message.tokens.ids) > self.context_length:
+            raise ContextLengthExceeded("prompt", f"exceeds the model's context of {self.context_length} tokens")
+        return token_ids("tokens.ids", message.tokens.ids, self.vocab_size)
+
+    def _request(
+        self, message: AnyMessage, caller: Caller, adapter: str, prompt: _Prompt, speech: Speech | None
+    ) -> AnswerRequest[_Prompt]:
+        """Parses what both kinds have. Raises InvalidRequest with one violation per field that is out of range."""
+        num_completions = _num_completions(message)
+        calls_grammar = None if speech is None else speech.format.grammar(speech.rules)
+        stopping, speculation = message.stopping, message.speculation
+        max_tokens = _given(stopping, "max_tokens")
+        time_limit_ms = _given(stopping, "time_limit_ms")
+        max_draft_tokens = _given(speculation, "max_draft_tokens")
+        in_range = {
+            "stopping.max_tokens": (max_tokens is None or max_tokens >= 1, "must be at least 1"),
+            "stopping.time_limit_ms": _up_to(MAX_TIME_LIMIT_MS, time_limit_ms),
+            "stopping.stop": (len(stopping.stop) <= MAX_STOP_SEQUENCES, f"at most {MAX_STOP_SEQUENCES} are accepted"),
+            **{
+                f"stopping.stop[{index}]": (False, f"must have 1 to {MAX_STOP_CHARS} characters")
+                for index, sequence in enumerate(stopping.stop)
+                if not 1 <= len(sequence) <= MAX_STOP_CHARS
+            },
+            "speculation.max_draft_tokens": _up_to(MAX_DRAFT_TOKENS, max_draft_tokens),
+            "speculation.mode": (speculation.mode in _SPECULATION_MODES, "is none that this service knows"),
+            "cache_salt": (len(message.cache_salt) <= MAX_SALT_CHARS, f"must have at most {MAX_SALT_CHARS} characters"),
+        }
+        violations = [(field, problem) for field, (is_allowed, problem) in in_range.items() if not is_allowed]
+        sampling, form = SamplingParams(), None
+        try:
+            sampling = _sampling(message.sampling, _given(message, "logprobs"), self.vocab_size)
+        except InvalidRequest as error:
+            names = {"num_logprobs": "logprobs"}
+            violations += [(names.get(field, f"sampling.{field}"), text) for field, text in error.violations]
+        try:
+            form = _form(message, calls_grammar)
+        except InvalidRequest as error:
+            violations += error.violations
+        if violations:
+            raise InvalidRequest(*violations[0], *violations[1:])
+        time_limits_s = [None if time_limit_ms is None else time_limit_ms / 1000, caller.answer_seconds]
+        return AnswerRequest(
+            caller=caller,
+            prompt=prompt,
+            num_bytes=message.ByteSize(),
+            operation="text_completion" if speech is None else "chat",
+            session_id=message.session_id,
+            adapter=adapter,
+            num_completions=num_completions,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop_sequences=tuple(stopping.stop),
+            ignore_eos=stopping.ignore_eos,
+            time_limit_s=min((limit_s for limit_s in time_limits_s if limit_s is not None), default=None),
+            speculation=SpeculationOptions(_SPECULATION_MODES[speculation.mode], max_draft_tokens),
+            resumption=_resumption(message, self.vocab_size),
+            cache_salt=self.cache_salts.of(caller.tenant, message.cache_salt),
+            speech=speech,
+            form=form,
+        )
+
+
+def token_ids(field: str, given: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids as they are. Raises InvalidRequest where one is none of the vocabulary."""
+    checked = tuple(given)
+    if checked and (largest := max(checked)) >= vocab_size:
+        index = checked.index(largest)
+        raise InvalidRequest(f"{field}[{index}]", f"must be less than the vocabulary's size, {vocab_size}")
+    return checked
+
+
+def _given(message: Any, field: str) -> int | None:
+    """An optional number; None where it is not set."""
+    number: int | None = getattr(message, field) if message.HasField(field) else None
+    return number
+
+
+def _up_to(most: int, number: int | None) -> tuple[bool, str]:
+    return number is None or 1 <= number <= most, f"must be between 1 and {most}"
+
+
+def _num_completions(message: AnyMessage) -> int:
+    number = message.num_completions if message.HasField("num_completions") else 1
+    if not 1 <= number <= MAX_COMPLETIONS:
+        raise InvalidRequest("num_completions", f"must be between 1 and {MAX_COMPLETIONS}")
+    if message.session_id and number > 1:
+        raise InvalidRequest("num_completions", "must be 1 in a session")
+    if message.request_id and number > 1:
+        raise InvalidRequest("num_completions", "must be 1 in a request with a name")
+    return number
+
+
+def _form(message: AnyMessage, calls_grammar: str | None) -> AnswerFormat | None:
+    """What the answer must be; None where any text will do.
+
+    Calls that have to fit their schemas are as any other form that a caller asks for, where it asks for none.
+    """
+    form = _response_format(message.response_format)
+    if form is None and calls_grammar is not None:
+        form = formats.lark(calls_grammar, "tools")
+    if form is not None and message.stopping.ignore_eos:
+        raise InvalidRequest("stopping.ignore_eos", "an answer of a given format ends where that does")
+    return form
+
+
+def _response_format(given: pb.ResponseFormat) -> AnswerFormat | None:
+    kind = given.WhichOneof("format")
+    field = f"response_format.{kind}"
+    match kind:
+        case "json_object":
+            return formats.json_object(field)
+        case "json_schema":
+            return formats.json_schema(given.json_schema, field)
+        case "regex":
+            return formats.regex(given.regex, field)
+        case "choice":
+            return formats.choice(given.choice.texts, f"{field}.texts")
+        case "lark":
+            return formats.lark(given.lark, field)
+        case _:
+            return None
+
+
+def _resumption(message: AnyMessage, vocab_size: int) -> Resumption:
+    received_ids = token_ids("received.ids", message.received.ids, vocab_size)
+    if not message.request_id:
+        if message.resume_from_index or received_ids:
+            raise InvalidRequest("request_id", "must be the one with which the answer began")
+        return Resumption()
+    if not REQUEST_ID.fullmatch(message.request_id):
+        raise InvalidRequest("request_id", "must be 1 to 64 letters, digits, dots, dashes or underscores")
+    if received_ids and len(received_ids) != message.resume_from_index:
+        raise InvalidRequest("received.ids", "must be as many as resume_from_index says, or none")
+    return Resumption(message.request_id, message.resume_from_index, received_ids)
+
+
+def _sampling(given: pb.SamplingParameters, num_logprobs: int | None, vocab_size: int) -> SamplingParams:
+    values = {descriptor.name: value for descriptor, value in given.ListFields()}
+    if "temperature" not in values and values.keys() & {"top_k", "top_p", "min_p", "seed"}:
+        values["temperature"] = 1.0
+    values["logit_bias"] = tuple(sorted(given.logit_bias.items()))
+    if max(given.logit_bias, default=0) >= vocab_size:
+        raise InvalidRequest("logit_bias", f"must be for tokens below the vocabulary's size, {vocab_size}")
+    return SamplingParams(**values, num_logprobs=num_logprobs)

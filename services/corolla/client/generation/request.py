@@ -1,0 +1,54 @@
+"""A caller's request for answers to one prompt, as every step from its message to its tokens shares it."""
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from corolla.client.generation.admission import Caller
+from corolla.client.generation.resumption import Resumption
+from corolla.client.speech.reading import Speech
+from corolla.client.text.formats import AnswerFormat
+from corolla.decoding.parameters import SamplingParams, SpeculationOptions
+
+Prompt = TypeVar("Prompt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRequest(Generic[Prompt]):
+    """Who asks, for what, how answers are to be made and when they end.
+
+    Attributes:
+        num_bytes: of the message.
+        operation: what is asked for, as OpenTelemetry's conventions call it.
+        session_id: of the session that the answer continues; empty: of none.
+        adapter: its name; empty: the session's, or none.
+        max_tokens: None leaves it to the service.
+        cache_salt: what is computed is shared only where it is the same.
+        speech: None where an answer is text and nothing else.
+        form: None where any text will do.
+    """
+
+    caller: Caller
+    prompt: Prompt
+    num_bytes: int
+    operation: Literal["chat", "text_completion"] = "text_completion"
+    session_id: str = ""
+    adapter: str = ""
+    num_completions: int = 1
+    sampling: SamplingParams
+    max_tokens: int | None
+    stop_sequences: tuple[str, ...] = ()
+    ignore_eos: bool
+    time_limit_s: float | None = None
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    resumption: Resumption = field(default_factory=Resumption)
+    cache_salt: bytes = b""
+    speech: Speech | None = None
+    form: AnswerFormat | None = None
+
+    @property
+    def turn_name(self) -> str:
+        """See `Resumption.turn_name`."""
+        return self.resumption.turn_name(self.caller.tenant)
+
+
+AnyRequest = AnswerRequest[Any]
