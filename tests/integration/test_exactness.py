@@ -296,6 +296,7 @@ async def test_streamed_text_is_the_unary_text(two_hops: AsyncClient, unsplit: U
         assert stream.text == whole.text == text
 
 
+@pytest.mark.full
 async def test_logprobs_are_those_of_the_unsplit_model(two_hops: AsyncClient, unsplit: Unsplit) -> None:
     num_tokens, num_top = 12, 5
     options: list[Sampling] = [

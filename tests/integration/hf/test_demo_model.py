@@ -11,10 +11,10 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import demo_checkpoint
 from tests.integration.hf.models import ModelPair
 from tests.integration.hf.stacks import Stacks
-from tests.tiers import quick
 from tests.unpacked import unpacked_demo
 
-pytestmark = pytest.mark.model
+# `make test` decodes tiny models in these ways, in `test_generation`.
+pytestmark = [pytest.mark.model, pytest.mark.full]
 
 LINES = (
     "The three largest cities of France are",
@@ -49,19 +49,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", quick(OPTIONS))
+@pytest.mark.parametrize("name", OPTIONS)
 def test_one_prompt(demo: ModelPair, tokenizer: Any, name: str) -> None:
     demo.assert_equal(ids_of(tokenizer, LINES[0]), max_new_tokens=12, **OPTIONS[name])
 
 
-@pytest.mark.full
 def test_a_padded_batch(demo: ModelPair, tokenizer: Any) -> None:
     batch = tokenizer(list(LINES), return_tensors="pt", padding=True)
     assert (batch.attention_mask == 0).any()
     demo.assert_equal(**batch, max_new_tokens=12)
 
 
-@pytest.mark.parametrize("num_tokens", quick([2, 600], 2))
+@pytest.mark.parametrize("num_tokens", [2, 600])
 def test_short_and_long_prompts(demo: ModelPair, tokenizer: Any, num_tokens: int) -> None:
     ids = ids_of(tokenizer, " ".join(LINES) * 24)[:, :num_tokens]
     assert ids.shape[1] == num_tokens
