@@ -4,7 +4,7 @@ The layout stands in `protos/corolla/v1/blocks.proto`.
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError, Message
@@ -61,26 +61,6 @@ def encode(control: Message, payload: Buffer = b"") -> tuple[Buffer, ...]:
     header = _HEADER.pack(_MAGIC, _KINDS[control.DESCRIPTOR.full_name], len(control_bytes), len(payload))
     # From Python 3.12 on, asyncio's `writelines` never gets rid of an empty part at the end, and the loop spins.
     return tuple(part for part in (header, control_bytes, payload) if len(part))
-
-
-def join(frames: Iterable[tuple[Buffer, ...]]) -> bytes:
-    """The bytes of encoded frames, for those who do not write to a stream."""
-    return b"".join(part for frame in frames for part in frame)
-
-
-def decode(data: bytes) -> Iterator[Frame]:
-    """The frames in bytes that hold whole ones only, in order.
-
-    Raises:
-        MalformedMessage: the bytes are cut short, of an unknown kind or not of this protocol.
-    """
-    view = memoryview(data)
-    offset = 0
-    while offset < len(view):
-        frame, offset = _read_frame(view, offset)
-        if frame is None:
-            raise MalformedMessage("frame", "the frame is cut short")
-        yield frame
 
 
 class FrameParser:
