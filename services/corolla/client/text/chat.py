@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from corolla.chassis.errors import CorollaError, InvalidRequest
 from corolla.client.text.conversation import ChatSetting, Message, message_values, tool_values
@@ -13,20 +13,8 @@ from corolla.client.text.tokenizer import TextTokenizer
 
 _BARE: Final = ChatSetting()
 
-
-class Renderer(Protocol):
-    """What renders a template, as `Template` does here and `TemplateProcess` in a process of its own."""
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        arguments: Mapping[str, Any] | None,
-        continues_last: bool,
-    ) -> str:
-        """The text. Raises TemplateRefusal, CorollaError, or what the template raises."""
+Renderer = Template | TemplateProcess
+"""Renders a template here, or in a process of its own."""
 
 
 class ChatTemplate:
