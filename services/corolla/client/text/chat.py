@@ -84,16 +84,13 @@ class ChatTemplate:
             if isinstance(renderer, TemplateProcess):
                 renderer.close()
 
-    def prompt_ids(
-        self, messages: Sequence[Message], setting: ChatSetting = _BARE, *, max_tokens: int | None = None
-    ) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], setting: ChatSetting = _BARE) -> list[int]:
         """The ids of a conversation up to where the assistant's answer begins. The template writes its own BOS.
 
         Raises:
-            InvalidRequest: as `render`.
-            ContextLengthExceeded: there are far more than `max_tokens`.
+            InvalidRequest, CorollaError: as `render`.
         """
-        rendering, plain_ids = self._prompt(messages, setting, max_tokens)
+        rendering, plain_ids = self._prompt(messages, setting, None)
         return self._tokenizer.encode(rendering, add_special_tokens=False) if plain_ids is None else plain_ids
 
     def next_turn_ids(
@@ -117,7 +114,8 @@ class ChatTemplate:
             least one left out. Its text is the rendering of the whole conversation, however the last answer ended.
 
         Raises:
-            InvalidRequest, ContextLengthExceeded: as `prompt_ids`, of the whole conversation.
+            InvalidRequest, CorollaError: as `render`, of the whole conversation.
+            ContextLengthExceeded: there are far more than `max_tokens`.
         """
         rendering, plain_ids = self._prompt([*earlier, *new], setting, max_tokens)
         num_kept_tokens, token_ids = self._continued(log_ids, rendering, plain_ids)
