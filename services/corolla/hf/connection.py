@@ -241,16 +241,7 @@ class Connection:
                 if not isinstance(failure, CorollaError):
                     raise
                 await earlier.recover(failure, budget)
-        return RowGroup(
-            binding,
-            self._planes.data,
-            self._planes.recovery,
-            earlier=earlier,
-            max_step_tokens=max(LIMITS.prefill_chunk_tokens, len(identities)),
-            step_timeout_s=LIMITS.step_timeout_s,
-            max_recoveries=LIMITS.max_recoveries,
-            num_cached_tokens=binding.num_cached_tokens if earlier is None else 0,
-        )
+        return RowGroup(binding, self._planes.data, self._planes.recovery, LIMITS, earlier)
 
 
 class _Planes:
