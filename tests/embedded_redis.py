@@ -56,7 +56,7 @@ class EmbeddedRedis:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         server = cls(process, port, log_file)
         try:
-            server._wait_until_it_answers()
+            server.wait_until_it_answers()
         except BaseException:
             server.stop()
             raise
@@ -81,7 +81,7 @@ class EmbeddedRedis:
                 self._process.kill()
                 self._process.wait()
 
-    def _wait_until_it_answers(self) -> None:
+    def wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
             status = self._process.poll()

@@ -1,12 +1,11 @@
 """Certificates for the processes of a test."""
 
 import datetime
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
 
 from corolla.chassis.private_files import write_private
 from corolla.trust.authority import Authority
@@ -79,7 +78,7 @@ class Identities:
 
     def revoke_certificates(self, *certificates: bytes) -> None:
         """Every workload learns that these, in PEM, count no longer."""
-        revoked = revocations(self.authority, certificates)
+        revoked = self.authority.revocations(certificates)
         for folder in self._issued:
             write_private(folder / REVOCATIONS_FILE, revoked)
 
@@ -99,13 +98,3 @@ class Identities:
         authority.issue(draft, workload, addresses, until)
         for name in (KEY_FILE, CERTIFICATE_FILE):
             write_private(folder / name, (draft / name).read_bytes())
-
-
-def revocations(authority: Authority, certificates: Iterable[bytes]) -> bytes:
-    """An authority's list of those that count no longer, each given in PEM, as `Credentials` reads it."""
-    now = datetime.datetime.now(datetime.UTC)
-    builder = x509.CertificateRevocationListBuilder(authority._name, now, authority._until)
-    for certificate in map(x509.load_pem_x509_certificate, certificates):
-        revoked = x509.RevokedCertificateBuilder(certificate.serial_number, now).build()
-        builder = builder.add_revoked_certificate(revoked)
-    return builder.sign(authority._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

@@ -2,7 +2,7 @@
 
 import datetime
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -71,6 +71,15 @@ class Authority:
         write_private(folder / KEY_FILE, private)
         write_private(folder / CERTIFICATE_FILE, certificate.public_bytes(serialization.Encoding.PEM))
         write_private(folder / AUTHORITY_FILE, self.certificate_pem)
+
+    def revocations(self, certificates: Iterable[bytes]) -> bytes:
+        """The list of those that count no longer, each given in PEM, as `Credentials` reads it."""
+        now = datetime.datetime.now(datetime.UTC)
+        builder = x509.CertificateRevocationListBuilder(self._name, now, self._until)
+        for certificate in map(x509.load_pem_x509_certificate, certificates):
+            revoked = x509.RevokedCertificateBuilder(certificate.serial_number, now).build()
+            builder = builder.add_revoked_certificate(revoked)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def _builder(
         self, subject: x509.Name, key: ec.EllipticCurvePublicKey, until: datetime.datetime | None = None

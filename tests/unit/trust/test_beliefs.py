@@ -12,7 +12,7 @@ from corolla.trust.authority import Authority
 from corolla.trust.beliefs import Beliefs, Shown
 from corolla.trust.credentials import CERTIFICATE_FILE, REVOCATIONS_FILE, Credentials
 from corolla.trust.workload import Role
-from tests.identities import Identities, revocations
+from tests.identities import Identities
 
 NONE = b""
 
@@ -29,13 +29,13 @@ def test_a_certificate_counts_in_either_form_until_it_is_revoked(tmp_path: Path)
     der = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)
     for shown in (Shown(pem), Shown(der)):
         assert Beliefs(authority.certificate_pem, NONE).hold(shown)
-        assert not Beliefs(authority.certificate_pem, revocations(authority, [pem])).hold(shown)
+        assert not Beliefs(authority.certificate_pem, authority.revocations([pem])).hold(shown)
 
 
 def test_a_list_revokes_what_it_names_and_nothing_else(tmp_path: Path) -> None:
     authority = Authority()
     one, other = (certificate_of(tmp_path / name, authority) for name in ("one", "other"))
-    beliefs = Beliefs(authority.certificate_pem, revocations(authority, [one]) + revocations(authority, []))
+    beliefs = Beliefs(authority.certificate_pem, authority.revocations([one]) + authority.revocations([]))
     assert not beliefs.hold(Shown(one))
     assert beliefs.hold(Shown(other))
 
@@ -43,7 +43,7 @@ def test_a_list_revokes_what_it_names_and_nothing_else(tmp_path: Path) -> None:
 def test_a_list_that_no_authority_signed_revokes_nothing(tmp_path: Path) -> None:
     authority, rogue = Authority(), Authority()
     pem = certificate_of(tmp_path, authority)
-    assert Beliefs(authority.certificate_pem, revocations(rogue, [pem])).hold(Shown(pem))
+    assert Beliefs(authority.certificate_pem, rogue.revocations([pem])).hold(Shown(pem))
 
 
 def test_a_certificate_that_has_ended_does_not_count(tmp_path: Path) -> None:
