@@ -23,7 +23,7 @@ from corolla.chassis.errors import (
     QueueFull,
 )
 from corolla.client.http.connections import connection_of
-from corolla.client.http.errors import body_of, headers_of, row_of
+from corolla.client.http.errors import body_of, headers_of, status_of
 from corolla.client.http.metrics import HttpMetrics
 
 JSON: Final = "application/json"
@@ -188,7 +188,7 @@ class Exchange:
         """The reply that says why there is no other one; where a stream has begun, its last event."""
         if not self.has_begun:
             headers |= headers_of(error)
-            await self.reply(body_of(error), status=row_of(error).status, **headers)
+            await self.reply(body_of(error), status=status_of(error), **headers)
             return
         self.end_watch()
         await self._send_out({"type": "http.response.body", "body": b"event: error\ndata: " + body_of(error) + b"\n\n"})
