@@ -33,7 +33,7 @@ from corolla.chassis.handlers import service_handler
 from corolla.chassis.metrics import RpcMetrics
 from corolla.chassis.settings import load
 from corolla.chassis.tasks import TaskGroup
-from corolla.client.api.adapters import ModelNames
+from corolla.client.adapters import ModelNames
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answering import ModelLimits, SpeculationDefaults
 from corolla.client.generation.waiting_line import WaitingLine

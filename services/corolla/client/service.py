@@ -26,7 +26,7 @@ from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
-from corolla.client.api.adapters import ModelNames
+from corolla.client.adapters import ModelNames
 from corolla.client.api.issuer import issuer_keys
 from corolla.client.api.servicer import FAREWELL_S, GenerationServicer
 from corolla.client.api.tenants import Tenants, Tokens
