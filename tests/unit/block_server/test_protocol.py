@@ -28,9 +28,9 @@ from corolla.chassis.errors import CorollaError
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Buffer, Frame, FrameParser, encode
+from corolla.wire.frames import Buffer, Frame, encode
 from corolla.wire.span import Span
-from tests.frame_bytes import join
+from tests.frame_bytes import decode, join
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.toy_model import PRIME, ToyModel, ToyRunner, unexpected_failure
 from tests.unread_stream import UnreadStream
@@ -68,7 +68,7 @@ class Caller(UnreadStream):
         return received
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
-        self._received += FrameParser(1 << 20).feed(join([encode(control, payload)]))
+        self._received += decode(join([encode(control, payload)]))
 
     def fail(self, error: CorollaError) -> None:
         raise AssertionError(f"the hop found fault with a stream: {error.reason}")

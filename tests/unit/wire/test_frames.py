@@ -1,5 +1,4 @@
 import itertools
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 from corolla.chassis.errors import MalformedMessage
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from corolla.wire.frames import Frame, FrameParser, encode
-from tests.frame_bytes import join
+from corolla.wire.frames import FrameParser, encode
+from tests.frame_bytes import decode, join
 
 numbers = st.integers(0, 2**32 - 1)
 ids = st.binary(max_size=16)
@@ -36,10 +35,6 @@ controls: st.SearchStrategy[Message] = st.one_of(
     st.builds(pb.Fault, step_id=numbers, reason=st.text(max_size=8), metadata=st.dictionaries(st.text(), st.text())),
 )  # fmt: skip
 frames = st.lists(st.tuples(controls, st.binary(max_size=64)), max_size=5)
-
-
-def decode(data: bytes) -> Iterator[Frame]:
-    return FrameParser(1 << 20).feed(data)
 
 
 @given(frames)
